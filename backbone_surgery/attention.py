@@ -1,0 +1,231 @@
+"""Self-attention as a weightless layer, with and without a cache, whole or in two halves.
+
+`SelfAttention` is where a cache can be attached: it carries everything a cache needs to know
+(heads, key/value heads, head size, scale, soft cap, window). `CachedSelfAttention` is the same
+computation over keys and values that were written to a cache before.
+
+Where a rewrite touches the attention pattern itself, the layer is split into the two halves
+`AttentionPattern` and `AttentionMix`, each with its cached twin. All are plain `keras.ops`, so
+that surgery and gradients work on every Keras backend.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+_REGISTER = keras.saving.register_keras_serializable("backbone_surgery")
+
+
+class _Attention(keras.layers.Layer):
+    """What the attention layers share: their settings, and the two halves of the computation.
+
+    Args:
+        num_heads: number of query heads.
+        num_key_value_heads: number of key/value heads; divides `num_heads`.
+        head_dim: size of one head.
+        scale: float, what query-key products are multiplied by.
+        soft_cap: float or `None`; products become `soft_cap * tanh(products / soft_cap)`.
+        window: int or `None`; how many latest tokens, itself included, a token can see.
+        dropout: a `keras.layers.Dropout` of the block this was opened from, or `None`. It is
+            shared, so that training behaves as upstream.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        scale: float,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        dropout: keras.layers.Dropout | None = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.soft_cap = soft_cap
+        self.window = window
+        self.dropout = dropout
+        self.softmax = keras.layers.Softmax(dtype="float32", name="softmax")
+
+    def settings(self) -> dict[str, Any]:
+        """Return what another attention layer needs to compute the same."""
+        names = ("num_heads", "num_key_value_heads", "head_dim", "scale", "soft_cap", "window")
+        return {name: getattr(self, name) for name in names}
+
+    def causal_mask(self, query_slots, key_slots):
+        """Tell which keys each query may see by their order: bool[queries, keys]."""
+        distance = query_slots[:, None] - key_slots[None, :]
+        mask = distance >= 0
+        if self.window is not None:
+            mask = ops.logical_and(mask, distance < self.window)
+        return mask
+
+    def uncached_mask(self, query, padding_mask):
+        """Return the mask among the tokens of one pass: bool[batch, queries, keys]."""
+        slots = ops.arange(ops.shape(query)[1], dtype="int32")
+        padding = ops.cast(padding_mask, "bool")
+        return ops.logical_and(self.causal_mask(slots, slots)[None], padding[:, None, :])
+
+    def cached_mask(self, query, cache_update_index, cache_mask):
+        """Return the mask of new tokens over a cache: bool[batch, queries, length]."""
+        queries = ops.arange(ops.shape(query)[1], dtype="int32")
+        queries = queries + ops.cast(cache_update_index, "int32")
+        keys = ops.arange(ops.shape(cache_mask)[1], dtype="int32")
+        mask = ops.cast(cache_mask, "bool")
+        return ops.logical_and(self.causal_mask(queries, keys)[None], mask[:, None, :])
+
+    def pattern(self, query, key, mask):
+        """Return the attention pattern, float[batch, num_heads, queries, keys]."""
+        query = query * ops.cast(self.scale, query.dtype)
+        batch, time, _, _ = ops.shape(query)
+        groups = self.num_heads // self.num_key_value_heads
+        query = ops.reshape(query, (batch, time, self.num_key_value_heads, groups, self.head_dim))
+        scores = ops.einsum("btkgh,bskh->bkgts", query, key)
+        if self.soft_cap is not None:
+            scores = ops.tanh(scores / self.soft_cap) * self.soft_cap
+        pattern = self.softmax(scores, mask=mask[:, None, None])
+        pattern = ops.cast(pattern, scores.dtype)
+        return ops.reshape(pattern, (batch, self.num_heads, time, ops.shape(key)[1]))
+
+    def mix(self, pattern, value):
+        """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
+        batch, _, time, length = ops.shape(pattern)
+        groups = self.num_heads // self.num_key_value_heads
+        pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups, time, length))
+        mixed = ops.einsum("bkgts,bskh->btkgh", pattern, value)
+        return ops.reshape(mixed, (batch, time, self.num_heads, self.head_dim))
+
+    def drop(self, pattern, training):
+        """Apply the block's own dropout to a pattern."""
+        return pattern if self.dropout is None else self.dropout(pattern, training=training)
+
+    def get_config(self):
+        return {**super().get_config(), **self.settings()}
+
+
+def _write(cache, cache_update_index, update):
+    """Write new keys or values into a cache, from a slot on."""
+    index = ops.cast(cache_update_index, "int32")
+    return ops.slice_update(cache, (0, index, 0, 0), ops.cast(update, cache.dtype))
+
+
+def _pattern_spec(query, length):
+    batch, time, heads, _ = query.shape
+    return keras.KerasTensor((batch, heads, time, length), query.dtype)
+
+
+@_REGISTER
+class SelfAttention(_Attention):
+    """Causal self-attention over queries, keys and values that were projected before.
+
+    Call arguments:
+        query: float[batch, time, num_heads, head_dim].
+        key, value: float[batch, time, num_key_value_heads, head_dim].
+        padding_mask: int or bool[batch, time], zero where a token is padding.
+
+    Returns:
+        float[batch, time, num_heads, head_dim], the mix of values for each head. It is zero for
+        a token that sees nothing.
+    """
+
+    def call(self, query, key, value, padding_mask, training=None):
+        pattern = self.pattern(query, key, self.uncached_mask(query, padding_mask))
+        return self.mix(self.drop(pattern, training), value)
+
+    def compute_output_spec(self, query, key, value, padding_mask, training=None):
+        return keras.KerasTensor(query.shape, query.dtype)
+
+
+@_REGISTER
+class CachedSelfAttention(_Attention):
+    """Causal self-attention that writes its keys and values to a cache and reads all of it.
+
+    Call arguments:
+        query: float[batch, time, num_heads, head_dim].
+        key, value: float[batch, time, num_key_value_heads, head_dim], written to the cache.
+        key_cache, value_cache: float[batch, length, num_key_value_heads, head_dim].
+        cache_update_index: int32[], the slot of the first of the `time` tokens.
+        cache_mask: bool[batch, length], false where a slot holds padding. Slots after the query
+            are never seen, whatever the mask says.
+
+    Returns:
+        The mix of values as `SelfAttention` gives it, and the updated key and value caches.
+    """
+
+    def call(self, query, key, value, key_cache, value_cache, cache_update_index, cache_mask):
+        key = _write(key_cache, cache_update_index, key)
+        value = _write(value_cache, cache_update_index, value)
+        mask = self.cached_mask(query, cache_update_index, cache_mask)
+        return self.mix(self.pattern(query, key, mask), value), key, value
+
+    def compute_output_spec(
+        self, query, key, value, key_cache, value_cache, cache_update_index, cache_mask
+    ):
+        caches = (keras.KerasTensor(c.shape, c.dtype) for c in (key_cache, value_cache))
+        return keras.KerasTensor(query.shape, query.dtype), *caches
+
+
+@_REGISTER
+class AttentionPattern(_Attention):
+    """First half of `SelfAttention`: float[batch, num_heads, queries, keys], rows sum to one."""
+
+    def call(self, query, key, padding_mask, training=None):
+        pattern = self.pattern(query, key, self.uncached_mask(query, padding_mask))
+        return self.drop(pattern, training)
+
+    def compute_output_spec(self, query, key, padding_mask, training=None):
+        return _pattern_spec(query, key.shape[1])
+
+
+@_REGISTER
+class AttentionMix(_Attention):
+    """Second half of `SelfAttention`: the values mixed by a pattern."""
+
+    def call(self, pattern, value):
+        return self.mix(pattern, value)
+
+    def compute_output_spec(self, pattern, value):
+        batch, heads, time, _ = pattern.shape
+        return keras.KerasTensor((batch, time, heads, self.head_dim), value.dtype)
+
+
+@_REGISTER
+class CachedAttentionPattern(_Attention):
+    """First half of `CachedSelfAttention`: the pattern over the cache, and the updated keys."""
+
+    def call(self, query, key, key_cache, cache_update_index, cache_mask):
+        key = _write(key_cache, cache_update_index, key)
+        mask = self.cached_mask(query, cache_update_index, cache_mask)
+        return self.pattern(query, key, mask), key
+
+    def compute_output_spec(self, query, key, key_cache, cache_update_index, cache_mask):
+        cache = keras.KerasTensor(key_cache.shape, key_cache.dtype)
+        return _pattern_spec(query, key_cache.shape[1]), cache
+
+
+@_REGISTER
+class CachedAttentionMix(_Attention):
+    """Second half of `CachedSelfAttention`: the cached values mixed, and the updated values."""
+
+    def call(self, pattern, value, value_cache, cache_update_index):
+        value = _write(value_cache, cache_update_index, value)
+        return self.mix(pattern, value), value
+
+    def compute_output_spec(self, pattern, value, value_cache, cache_update_index):
+        batch, heads, time, _ = pattern.shape
+        mixed = keras.KerasTensor((batch, time, heads, self.head_dim), value.dtype)
+        return mixed, keras.KerasTensor(value_cache.shape, value_cache.dtype)
+
+
+def split(attention: SelfAttention) -> tuple[AttentionPattern, AttentionMix]:
+    """Split an attention layer into its two halves."""
+    settings, policy = attention.settings(), attention.dtype_policy
+    pattern = AttentionPattern(
+        **settings, dropout=attention.dropout, dtype=policy, name=f"{attention.name}_pattern"
+    )
+    return pattern, AttentionMix(**settings, dtype=policy, name=f"{attention.name}_mix")

@@ -1,0 +1,143 @@
+"""The models made here: an opened, perhaps edited, graph, and the same graph with a cache.
+
+Both are Functional models over the layers of a backbone, which stays the owner of the weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from backbone_surgery.errors import SurgeryError
+
+
+class _WithControls(keras.Model):
+    """A Functional model on a dict of inputs, some of which, the controls, have defaults."""
+
+    defaults: dict[str, np.ndarray]
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(self.with_defaults(inputs), *args, **kwargs)
+
+    def with_defaults(self, inputs: Any) -> Any:
+        """Make tensors of the inputs, and add one row of each control for each row of tokens."""
+        if not isinstance(inputs, dict) or "token_ids" not in inputs:
+            return inputs
+        dtypes = {t.name: t.dtype for t in self.inputs}
+        inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
+        missing = [name for name in self.defaults if name not in inputs]
+        batch = ops.shape(inputs["token_ids"])[0] if missing else None
+        return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
+
+
+class EditedBackbone(_WithControls):
+    """A Functional model over the layers of a backbone, as `open_backbone` and `operate` make it.
+
+    It is called like the backbone, on `{"token_ids", "padding_mask"}`, and gives the hidden
+    states. Controls, the run-time inputs that rewrites declare, may be given under the names of
+    their inputs; those left out take their defaults.
+
+    The backbone stays the owner of the weights: saving, loading, LoRA and quantisation go through
+    it, and every graph made from it sees the result at once.
+
+    Attributes:
+        owner: the `keras_hub` backbone, or the plain Functional model, that was opened.
+        family: the `Family` that opened it.
+        rewrites: the rewrites that were applied, in order.
+        report: for each rewrite, the site paths at which it fired.
+        defaults: `{input name: default of one row}` of the controls.
+    """
+
+    def __init__(
+        self,
+        inputs: dict[str, keras.KerasTensor],
+        outputs: keras.KerasTensor,
+        *,
+        owner: keras.Model,
+        family: Any,
+        rewrites: tuple = (),
+        report: tuple = (),
+        defaults: Mapping[str, np.ndarray] | None = None,
+        name: str = "edited_backbone",
+    ) -> None:
+        super().__init__(inputs=inputs, outputs=outputs, name=name)
+        _remember(
+            self,
+            owner=owner,
+            family=family,
+            rewrites=tuple(rewrites),
+            report=tuple(report),
+            defaults=dict(defaults or {}),
+        )
+        self.dtype_policy = owner.dtype_policy
+
+    @property
+    def token_embedding(self) -> keras.layers.Layer:
+        """The embedding of token ids, whose reverse gives the logits."""
+        return self.family.token_embedding(self)
+
+    def save_weights(self, filepath: str, **kwargs: Any) -> None:
+        """Save the weights of the owning backbone, in its own format."""
+        self.owner.save_weights(filepath, **kwargs)
+
+    def load_weights(self, filepath: str, **kwargs: Any) -> None:
+        """Load a checkpoint of the owning backbone, as if nothing had been edited."""
+        self.owner.load_weights(filepath, **kwargs)
+
+    def enable_lora(self, rank: int, **kwargs: Any) -> None:
+        """Enable LoRA on the owning backbone; see `keras_hub.models.Backbone.enable_lora`."""
+        if not hasattr(self.owner, "enable_lora"):
+            raise SurgeryError(
+                f"enable_lora at '{self.owner.name}': expected the owner of the weights to be a "
+                f"keras_hub Backbone. Received {type(self.owner).__name__}. Call `enable_lora` on "
+                "the backbone that the graph was cloned from."
+            )
+        self.owner.enable_lora(rank, **kwargs)
+
+    def quantize(self, mode: str, **kwargs: Any) -> None:
+        """Quantise the owning backbone; see `keras.Model.quantize`."""
+        self.owner.quantize(mode, **kwargs)
+
+    def get_config(self) -> dict:
+        """Refuse: an edit is kept as data, not as a graph."""
+        raise SurgeryError(
+            f"get_config at '{self.name}': expected a model whose layers can be rebuilt from a "
+            "config. Received an edited graph, which shares the layers of its backbone. Keep the "
+            "rewrites and apply them again with `backbone_surgery.operate`."
+        )
+
+
+class BackboneWithCache(_WithControls):
+    """A backbone's graph with a key/value cache for each attention, as `rewire` makes it.
+
+    Attributes:
+        source: the `EditedBackbone` that it was derived from.
+        defaults: `{input name: default of one row}` of the controls.
+    """
+
+    def __init__(self, inputs: Any, outputs: Any, *, source: EditedBackbone) -> None:
+        super().__init__(inputs=inputs, outputs=outputs, name="backbone_with_cache")
+        _remember(self, source=source, defaults=source.defaults)
+        self.dtype_policy = source.dtype_policy
+
+
+def _remember(model: keras.Model, **facts: Any) -> None:
+    """Set attributes without tracking: another model named there is no sub-layer of this one."""
+    for name, value in facts.items():
+        object.__setattr__(model, name, value)
+
+
+def _tensors(value: Any, dtype: str | None) -> Any:
+    """Make tensors of a structure of arrays and numbers; symbolic tensors stay."""
+
+    def convert(x: Any) -> Any:
+        return x if isinstance(x, keras.KerasTensor) else ops.convert_to_tensor(x, dtype=dtype)
+
+    return tree.map_structure(convert, value)
+
+
+def _rows(default: np.ndarray, batch: Any) -> Any:
+    tensor = ops.convert_to_tensor(default)
+    return ops.broadcast_to(tensor[None], (batch, *default.shape))

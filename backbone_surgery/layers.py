@@ -1,0 +1,75 @@
+"""The weightless layers that an opened graph is made of, besides attention."""
+
+import keras
+import numpy as np
+from keras import ops
+
+_REGISTER = keras.saving.register_keras_serializable("backbone_surgery")
+
+
+@_REGISTER
+class TokenPositions(keras.layers.Layer):
+    """Number the tokens of each row from its first real token, with padding on either side.
+
+    Call arguments:
+        token_ids: int[batch, time].
+        padding_mask: int or bool[batch, time].
+
+    Returns:
+        int32[batch, time]: 0 at the first token that is no padding, and 0 before it.
+    """
+
+    def call(self, token_ids, padding_mask):
+        time = ops.arange(ops.shape(token_ids)[1], dtype="int32")
+        first = ops.argmax(ops.cast(padding_mask, "int32"), axis=1)
+        return ops.maximum(time[None] - ops.cast(first, "int32")[:, None], 0)
+
+    def compute_output_spec(self, token_ids, padding_mask):
+        return keras.KerasTensor(token_ids.shape, "int32")
+
+
+@_REGISTER
+class ChunkMask(keras.layers.Layer):
+    """Cut the padding mask of the tokens being run out of the mask of the whole cache.
+
+    Call arguments:
+        token_ids: int[batch, time], for its shape.
+        cache_mask: bool[batch, length].
+        cache_update_index: int32[].
+
+    Returns:
+        int32[batch, time].
+    """
+
+    def call(self, token_ids, cache_mask, cache_update_index):
+        index = ops.cast(cache_update_index, "int32")
+        return ops.slice(ops.cast(cache_mask, "int32"), (0, index), ops.shape(token_ids))
+
+    def compute_output_spec(self, token_ids, cache_mask, cache_update_index):
+        return keras.KerasTensor(token_ids.shape, "int32")
+
+
+@_REGISTER
+class RowConstant(keras.layers.Layer):
+    """Give every row the same constant: how a control takes its default inside a training graph.
+
+    Args:
+        value: array of one row.
+
+    Call arguments:
+        token_ids: int[batch, time], for its batch size.
+
+    Returns:
+        value's dtype[batch, *value.shape].
+    """
+
+    def __init__(self, value: np.ndarray, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+        self.value = np.asarray(value)
+
+    def call(self, token_ids):
+        value = ops.convert_to_tensor(self.value)
+        return ops.broadcast_to(value[None], (ops.shape(token_ids)[0], *self.value.shape))
+
+    def compute_output_spec(self, token_ids):
+        return keras.KerasTensor((token_ids.shape[0], *self.value.shape), self.value.dtype.name)

@@ -1,0 +1,156 @@
+"""Pass 2, operate: apply rewrites to a backbone's graph, in order, and get a new model."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import tree
+
+from backbone_surgery import graph, sites
+from backbone_surgery.backbone import EditedBackbone
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.layers import TokenPositions
+from backbone_surgery.opening import open_backbone
+from backbone_surgery.rewrites import Rewrite, Surgery
+
+
+@dataclass(frozen=True)
+class Fired:
+    """Where one rewrite fired: paths of sites, or names of layers for a plain `clone_fn`."""
+
+    rewrite: Any
+    sites: tuple[str, ...]
+
+
+def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
+    """Apply rewrites to a backbone, in order, and return a new model. Nothing is mutated.
+
+    Args:
+        backbone: a backbone, a Functional model cloned from one, or an edited backbone, whose own
+            rewrites stay.
+        rewrites: `Rewrite` data, or plain `clone_fn(layer, *args, **kwargs)` functions. Plain
+            functions that come before any data see the layers of the backbone as it is, decoder
+            blocks included; later ones see the opened graph.
+
+    Returns:
+        An `EditedBackbone`. Its `report` says where each rewrite fired.
+
+    Raises:
+        SurgeryError: a rewrite matches nothing, or is none.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub, numpy as np
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> steer = bs.Steer("mood", {1: np.ones(8)})
+        >>> bs.operate(backbone, [steer]).report[0].sites
+        ('blocks.1',)
+    """
+    model = backbone
+    applied: list[Any] = []
+    report: list[Fired] = []
+    for rewrite in _listed(rewrites):
+        if isinstance(rewrite, Rewrite):
+            model, fired = _apply(open_backbone(model), rewrite)
+        else:
+            model, fired = _apply_clone_fn(model, rewrite)
+        applied.append(rewrite)
+        report.append(Fired(rewrite, tuple(fired)))
+    opened = open_backbone(model)
+    before = backbone if isinstance(backbone, EditedBackbone) else None
+    return EditedBackbone(
+        opened.input,
+        opened.output,
+        owner=before.owner if before else backbone,
+        family=opened.family,
+        rewrites=(*(before.rewrites if before else ()), *applied),
+        report=(*(before.report if before else ()), *report),
+        defaults=opened.defaults,
+    )
+
+
+def _listed(rewrites: Iterable[Any]) -> list[Any]:
+    if callable(rewrites) or isinstance(rewrites, Rewrite):
+        raise SurgeryError(
+            f"operate: expected a list of rewrites. Received {rewrites!r}. Put it in a list."
+        )
+    listed = list(rewrites)
+    for rewrite in listed:
+        if isinstance(rewrite, type) or not (isinstance(rewrite, Rewrite) or callable(rewrite)):
+            raise SurgeryError(
+                f"operate: expected each rewrite to be a `backbone_surgery.Rewrite` or a "
+                f"`clone_fn(layer, *args, **kwargs)`. Received {rewrite!r} of type "
+                f"{type(rewrite).__name__}. Pass an instance or a function."
+            )
+    return listed
+
+
+def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, list[str]]:
+    """Apply one rewrite to an opened graph."""
+    inputs = {t.name: t for t in tree.flatten(model.input)}
+    token_ids, padding_mask = inputs["token_ids"], inputs["padding_mask"]
+    positions = TokenPositions(name="positions")(token_ids, padding_mask)
+    surgery = Surgery(
+        model=model,
+        places=sites.places(model),
+        token_ids=token_ids,
+        padding_mask=padding_mask,
+        positions=positions,
+        inputs=dict(inputs),
+        defaults=dict(model.defaults),
+    )
+    visit = rewrite.visitor(surgery)
+
+    def with_positions(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(layer, TokenPositions):
+            return positions
+        return visit(layer, *args, **kwargs)
+
+    mapping = {id(t): t for t in inputs.values()}
+    outputs, emitted = graph.replay(model.output, mapping, with_positions, per_use=True)
+    if emitted or not surgery.fired:
+        raise SurgeryError(
+            f"operate with {rewrite!r}: expected a rewrite that changes the graph. Received one "
+            "that fired nowhere" + (" and emitted tensors" if emitted else "") + ". Check it."
+        )
+    return _derived(model, surgery.inputs, outputs, surgery.defaults), surgery.fired
+
+
+def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, list[str]]:
+    """Apply a plain `clone_fn` to a graph, opened or not."""
+    fired: list[str] = []
+
+    def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = clone_fn(layer, *args, **kwargs)
+        if not graph.is_plain_call(result, layer, args, kwargs):
+            fired.append(layer.name)
+        return result
+
+    opened = isinstance(model, EditedBackbone)
+    mapping = {id(t): t for t in tree.flatten(model.input)}
+    outputs, emitted = graph.replay(model.output, mapping, visit, per_use=opened)
+    if emitted:
+        raise SurgeryError(
+            f"operate with {clone_fn!r}: expected a clone_fn that changes the graph. Received one "
+            f"that emits {sorted(emitted)}. Use `clone_layer_graph` with `collect` for that."
+        )
+    if not fired:
+        warnings.warn(
+            f"operate with {clone_fn!r}: the clone_fn left every layer as it was. Plain functions "
+            "see decoder blocks only before the first Rewrite; later, their sub-layers.",
+            stacklevel=3,
+        )
+    if opened:
+        return _derived(model, model.input, outputs, model.defaults), fired
+    return keras.Model(model.input, outputs, name=model.name), fired
+
+
+def _derived(model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any) -> EditedBackbone:
+    return EditedBackbone(
+        {t.name: t for t in tree.flatten(inputs)},
+        outputs,
+        owner=model.owner,
+        family=model.family,
+        defaults=defaults,
+    )

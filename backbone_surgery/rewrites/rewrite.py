@@ -1,0 +1,154 @@
+"""What a rewrite is: frozen data that knows which nodes to put where, and its run-time controls."""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery import graph
+from backbone_surgery.attention import SelfAttention, split
+from backbone_surgery.errors import SelectorError, SurgeryError
+from backbone_surgery.sites import Place, Site, select
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that controls are bound for.
+
+    Attributes:
+        prompt_lengths: int[batch], number of prompt tokens of each row.
+    """
+
+    prompt_lengths: np.ndarray
+
+    @property
+    def batch(self) -> int:
+        """How many rows there are."""
+        return len(self.prompt_lengths)
+
+
+@dataclass
+class Surgery:
+    """One rewrite being applied to one graph: what it may read, declare and report.
+
+    Attributes:
+        model: the graph being rewritten.
+        places: its sites, in the order in which they will be visited.
+        token_ids: int[batch, time], an input of the new graph.
+        padding_mask: int[batch, time], likewise.
+        positions: int32[batch, time], the number of each token within its row.
+        inputs: the inputs declared so far, by name.
+        defaults: the default of one row, for each of them that has one.
+        fired: the paths of the sites that were rewritten.
+    """
+
+    model: keras.Model
+    places: list[Place]
+    token_ids: keras.KerasTensor
+    padding_mask: keras.KerasTensor
+    positions: keras.KerasTensor
+    inputs: dict[str, keras.KerasTensor]
+    defaults: dict[str, np.ndarray]
+    fired: list[str] = field(default_factory=list)
+
+    def select(self, selector: str) -> list[Place]:
+        """Return the sites that a selector picks; raises when it picks none."""
+        chosen = set(select(selector, [p.path for p in self.places]))
+        return [p for p in self.places if p.path in chosen]
+
+    def control(self, name: str, default: Any) -> keras.KerasTensor:
+        """Declare a run-time input: `default.dtype[batch, *default.shape]`.
+
+        Args:
+            name: name of the input, unique in the graph.
+            default: array of one row, used where the control is not given.
+        """
+        if name in self.inputs:
+            raise SurgeryError(
+                f"operate at control '{name}': expected a name that no other rewrite declares. "
+                f"Received a graph with inputs {sorted(self.inputs)}. Give the rewrite another "
+                "name."
+            )
+        default = np.asarray(default)
+        tensor = keras.Input(default.shape, dtype=default.dtype.name, name=name)
+        self.inputs[name] = tensor
+        self.defaults[name] = default
+        return tensor
+
+
+class Rewrite(abc.ABC):
+    """A change to an opened graph, as frozen data. Subclass it to write your own.
+
+    `SiteRewrite` is the base for a change at sites; this one is for changes of any other shape.
+    """
+
+    @abc.abstractmethod
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Return the callback that makes the change, as for `clone_layer_graph`.
+
+        The callback may return `backbone_surgery.rewrites.KEEP` for a node it leaves alone. It
+        appends what it changed to `surgery.fired`.
+        """
+
+    @property
+    def control(self) -> str | None:
+        """The name under which `generate(controls=...)` addresses this rewrite, if any."""
+        return None
+
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Turn what a user gave for the control into `{input name: array[batch, ...]}`."""
+        raise SurgeryError(
+            f"controls at {type(self).__name__}: expected a rewrite that declares a control. "
+            f"Received the value {value!r} for one that declares none. Leave it out of `controls`."
+        )
+
+
+class SiteRewrite(Rewrite):
+    """A rewrite that puts something of its own at some sites."""
+
+    at: str
+
+    @abc.abstractmethod
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Build what stands at a site from now on, out of what stood there."""
+
+    def choose(self, surgery: Surgery) -> list[Place]:
+        """Return the sites to rewrite."""
+        return surgery.select(self.at)
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Visit the sites in order, and apply the rewrite at the chosen ones."""
+        chosen = {p.path for p in self.choose(surgery)}
+        upcoming = iter(surgery.places)
+
+        def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(layer, Site | SelfAttention):
+                return graph.KEEP
+            place = next(upcoming)
+            if place.path not in chosen:
+                return graph.KEEP
+            surgery.fired.append(place.path)
+            if isinstance(layer, Site):
+                return layer(self._checked(args[0], place, surgery))
+            query, key, value, padding_mask = args
+            pattern_layer, mix_layer = split(layer)
+            pattern = self._checked(pattern_layer(query, key, padding_mask), place, surgery)
+            return mix_layer(Site("attention_pattern")(pattern), value)
+
+        return visit
+
+    def _checked(
+        self, x: keras.KerasTensor, place: Place, surgery: Surgery
+    ) -> keras.KerasTensor:
+        made = self.apply(x, place, surgery)
+        if not isinstance(made, keras.KerasTensor) or made.shape[2:] != x.shape[2:]:
+            received = made.shape if isinstance(made, keras.KerasTensor) else repr(made)
+            raise SelectorError(
+                f"{type(self).__name__} at '{place.path}': expected a tensor of shape {x.shape}, "
+                f"as stands there. Received {received}. Make the rewrite keep the shape of its "
+                "site."
+            )
+        return made

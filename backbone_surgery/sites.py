@@ -1,0 +1,143 @@
+"""Sites: the named places of an opened graph, and the selectors that pick some of them.
+
+A site is a `Site` layer, an identity that the opened graph carries at each place a user may want
+to touch. Being a node of the graph it survives every clone, and a rewrite at a site is nothing
+more than another node put before it.
+
+The attention pattern is a site too, but one without a node of its own: it is inside `SelfAttention`
+until a rewrite asks for it, and only then is that layer split in two.
+
+Paths are read off the graph as it is: a nested model that holds a `Site("block")` is a decoder
+block, and blocks are counted in the order in which they run.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import keras
+
+from backbone_surgery import graph
+from backbone_surgery.attention import SelfAttention
+from backbone_surgery.errors import SelectorError, closest
+
+BLOCK = "block"
+"""Role of the site at the output of a decoder block: its path is the block's own."""
+
+_SELECTOR = re.compile(r"blocks\.(?P<blocks>\*|-?\d+|-?\d*:-?\d*)(?:\.(?P<role>[a-z_*]+))?")
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class Site(keras.layers.Layer):
+    """Mark a place in an opened graph. An identity: it costs nothing once compiled.
+
+    Args:
+        role: what the tensor is, such as `attention_output`; see `backbone_surgery.sites`.
+    """
+
+    def __init__(self, role: str, **kwargs) -> None:
+        kwargs.setdefault("name", f"site_{role}")
+        super().__init__(autocast=False, **kwargs)
+        self.role = role
+        self.supports_masking = True
+
+    def call(self, inputs):
+        return inputs
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+    def get_config(self):
+        return {"role": self.role, "name": self.name}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A site of one graph: its path, and the tensor of the node that holds it."""
+
+    path: str
+    tensor: keras.KerasTensor
+
+    @property
+    def block(self) -> int | None:
+        """Index of the decoder block the site is in; `None` outside of the blocks."""
+        parts = self.path.split(".")
+        return int(parts[1]) if parts[0] == "blocks" else None
+
+
+def places(model: keras.Model) -> list[Place]:
+    """List the sites of an opened graph, in the order in which `graph.replay` visits them."""
+    blocks = iter(range(10**9))
+    return list(_walk(model, "", blocks))
+
+
+def _walk(model: keras.Model, prefix: str, blocks: Iterator[int]) -> Iterator[Place]:
+    for node in graph.graph_nodes(model):
+        layer = node.operation
+        nested = graph.as_functional(layer)
+        if isinstance(layer, Site):
+            path = prefix.rstrip(".") if layer.role == BLOCK else prefix + layer.role
+            yield Place(path, node.outputs[0])
+        elif isinstance(layer, SelfAttention):
+            yield Place(f"{prefix}attention_pattern", node.outputs[0])
+        elif nested is not None:
+            inner = f"blocks.{next(blocks)}." if is_block(nested) else prefix
+            yield from _walk(nested, inner, blocks)
+
+
+def is_block(nested: keras.Model) -> bool:
+    """Tell whether a nested model is an opened decoder block."""
+    sites = (op for op in nested.operations if isinstance(op, Site))
+    return any(site.role == BLOCK for site in sites)
+
+
+def select(selector: str, paths: list[str]) -> list[str]:
+    """Return the paths that a selector picks, in graph order.
+
+    Selectors are paths with a choice of blocks: `blocks.3`, `blocks.-1.query`,
+    `blocks.*.attention`, `blocks.4:8.mlp_output`, `embeddings`. A colon selects as Python slices
+    do; a `*` in the last part matches any of the roles.
+
+    Raises:
+        SelectorError: the selector is malformed or matches nothing.
+    """
+    if not isinstance(selector, str):
+        raise SelectorError(
+            f"select: expected a site selector such as 'blocks.*.attention'. Received "
+            f"{selector!r} of type {type(selector).__name__}. Pass a string."
+        )
+    match = _SELECTOR.fullmatch(selector)
+    if match is None:
+        found = [p for p in paths if p == selector]
+    else:
+        count = 1 + max((int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1)
+        chosen = _blocks(match["blocks"], count)
+        found = [p for p in paths if _matches(p, chosen, match["role"])]
+    if not found:
+        shown = [re.sub(r"^blocks\.\d+", "blocks.*", p) for p in paths]
+        raise SelectorError(
+            f"select at '{selector}': expected a selector that matches a site. Received one that "
+            f"matches nothing among {len(paths)} sites. {closest(selector, dict.fromkeys(shown))}"
+        )
+    return found
+
+
+def _blocks(text: str, count: int) -> set[int]:
+    if text == "*":
+        return set(range(count))
+    if ":" in text:
+        start, stop = (int(part) if part else None for part in text.split(":"))
+        return set(range(count)[start:stop])
+    index = int(text)
+    return {index + count if index < 0 else index}
+
+
+def _matches(path: str, blocks: set[int], role: str | None) -> bool:
+    parts = path.split(".")
+    if parts[0] != "blocks" or int(parts[1]) not in blocks:
+        return False
+    own = parts[2] if len(parts) == 3 else None
+    if role is None or own is None:
+        return role == own
+    return fnmatch.fnmatchcase(own, role)
