@@ -99,7 +99,10 @@ class Rewrite(abc.ABC):
         return None
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Turn what a user gave for the control into `{input name: array[batch, ...]}`."""
+        """Turn what a user gave for the control into `{input name: array[batch, ...]}`.
+
+        `value` is `None` where the control was not given.
+        """
         raise SurgeryError(
             f"controls at {type(self).__name__}: expected a rewrite that declares a control. "
             f"Received the value {value!r} for one that declares none. Leave it out of `controls`."

@@ -123,8 +123,12 @@ class Steer(SiteRewrite):
         return layer(x, surgery.positions, *controls)
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind a strength: a number, one for each row, or one for each row and steered site."""
+        """Bind a strength: a number, one for each row, or one for each row and steered site.
+
+        `None` stands for the strength that the rewrite was made with.
+        """
         sites = len(self.vector)
+        value = self.strength if value is None else value
         strength = np.asarray(value, "float32")
         if strength.ndim == 1:
             strength = strength[:, None]

@@ -1,0 +1,336 @@
+"""`CachedCausalLM`: a KerasHub causal LM task over any backbone graph, edited or not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+from rich.progress import Progress
+
+from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation import request
+from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.engine import Batch, run_batch
+from backbone_surgery.generation.presets import load_preset
+from backbone_surgery.generation.programs import Programs
+from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.generation.strategies import get_sampler, make_strategy
+from backbone_surgery.layers import RowConstant
+from backbone_surgery.opening import open_backbone
+from backbone_surgery.rewire import rewire
+
+_SEQUENCE_CHECK = 16
+"""Steps between two looks at the text, where stop sequences are given."""
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class CachedCausalLM(keras_hub.models.CausalLM):
+    """A causal language model that generates from the graph of its backbone, with a cache.
+
+    It is a KerasHub task: `fit`, `evaluate`, `compile` and the rest behave as upstream. Unlike
+    upstream it generates from the layer graph that it is given, whatever was changed in it.
+
+    Args:
+        backbone: a `keras_hub` backbone, what `operate` made of one, or a plain Functional model
+            cloned from one.
+        preprocessor: a `keras_hub.models.CausalLMPreprocessor`, or `None` to pass and get arrays.
+
+    Attributes:
+        backbone: as it was given.
+        backbone_with_cache: the cached graph, see `rewire`.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub, numpy as np
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> prompt = {"token_ids": np.array([[1, 2, 3]]), "padding_mask": np.ones((1, 3))}
+        >>> lm.generate(prompt, max_new_tokens=4, stop_token_ids=None)["token_ids"].shape
+        (1, 7)
+    """
+
+    def __init__(self, backbone: keras.Model, preprocessor: Any = None, **kwargs: Any) -> None:
+        opened = open_backbone(backbone)
+        head = opened.token_embedding
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        inputs = {t.name: t for t in opened.inputs if t.name in ("token_ids", "padding_mask")}
+        others = {t.name: t for t in opened.inputs if t.name not in inputs}
+        by_hand = {n: t for n, t in others.items() if n not in opened.defaults}
+        constants = {
+            name: RowConstant(default, name=f"default_{name}")(inputs["token_ids"])
+            for name, default in opened.defaults.items()
+        }
+        inputs = {**inputs, **by_hand}
+        hidden_states = opened({**inputs, **constants})
+        object.__setattr__(self, "opened", opened)
+        super().__init__(
+            inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs
+        )
+        backbone_with_cache = rewire(opened)
+        object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
+        object.__setattr__(self, "programs", Programs(backbone_with_cache, head))
+
+    opened: EditedBackbone
+    backbone_with_cache: BackboneWithCache
+    programs: Programs
+
+    @classmethod
+    def from_preset(cls, preset: str, load_weights: bool = True, **kwargs: Any) -> "CachedCausalLM":
+        """Load a model: a bundled one by name, or any preset or folder that KerasHub can load.
+
+        Args:
+            preset: `tiny_gpt2` or `tiny_gemma`; a KerasHub preset name or URL; or a folder in
+                KerasHub or Hugging Face layout. A folder without a tokenizer gives a model
+                without a preprocessor.
+            load_weights: whether to load the weights, or start from random ones.
+            **kwargs: such as `dtype`, for the backbone.
+        """
+        backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
+        return cls(backbone, preprocessor)
+
+    def compile(
+        self, optimizer: Any = "auto", loss: Any = "auto", *, sampler: Any = "auto", **kwargs: Any
+    ) -> None:
+        """Configure training and generation, as `keras_hub.models.CausalLM.compile`.
+
+        Args:
+            optimizer: see KerasHub.
+            loss: see KerasHub.
+            sampler: a sampler's name, config or instance. `"auto"` takes what KerasHub's own task
+                for the architecture takes.
+            **kwargs: see KerasHub.
+        """
+        sampler = get_sampler(self.opened.family.sampler if sampler == "auto" else sampler)
+        make_strategy(sampler)
+        super().compile(optimizer=optimizer, loss=loss, sampler=sampler, **kwargs)
+
+    def generate(
+        self,
+        inputs: Any,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Any = "auto",
+        stop_sequences: Any = None,
+        strip_prompt: bool = False,
+        controls: Mapping[str, Any] | None = None,
+        seed: Any = None,
+        batch_size: int | None = None,
+        verbose: int = 0,
+    ) -> Any:
+        """Generate from prompts, by the sampler that the model was compiled with.
+
+        Args:
+            inputs: a string or a list of strings; without a preprocessor a dict of `token_ids`
+                int[batch, length] and `padding_mask` [batch, length].
+            max_length: tokens of a row at most, its prompt included. Defaults to the sequence
+                length of the preprocessor, or to the width of the arrays.
+            max_new_tokens: new tokens of a row at most, instead of `max_length`.
+            stop_token_ids: `"auto"` (the tokenizer's end token), `None`, or token ids. The stop
+                token ends the row and is part of it.
+            stop_sequences: strings or sequences of token ids; a row ends right after the first.
+            strip_prompt: whether to return the new part alone.
+            controls: `{name: value}` for the rewrites that declare controls. Changing values
+                compiles nothing.
+            seed: an int, the seed of every row, or one for each row. A row's text depends on its
+                seed and prompt alone. Without one, each call and row draws differently.
+            batch_size: how many rows to run at once; all by default.
+            verbose: 1 shows a progress bar.
+
+        Returns:
+            Text for text, a list for a list; for arrays a dict of right-padded `token_ids`
+            int32[batch, length] and `padding_mask` bool[batch, length].
+
+        Raises:
+            SurgeryError: bad input, before anything is compiled.
+        """
+        prompts, limits, batch = self._prepare(
+            inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
+        )
+        strategy = make_strategy(self.sampler)
+        chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
+        new_rows: list[np.ndarray] = []
+        with Progress(disable=not verbose) as progress:
+            task = progress.add_task("generating", total=len(prompts.rows))
+            for part in _split(batch, batch_size):
+                *_, rows = run_batch(self.programs, strategy, part, chunk)
+                new_rows.extend(new for new, _ in rows)
+                progress.advance(task, len(part.rows))
+        pairs = list(zip(prompts.rows, new_rows, strict=True))
+        if self.preprocessor is None:
+            rows = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
+            return pack_right(rows, limits.width, 0)
+        texts = [batch.stops.render(p, n, strip_prompt) for p, n in pairs]
+        return texts[0] if prompts.scalar else texts
+
+    def stream(
+        self,
+        inputs: Any,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Any = "auto",
+        stop_sequences: Any = None,
+        strip_prompt: bool = False,
+        controls: Mapping[str, Any] | None = None,
+        seed: Any = None,
+        chunk_size: int = 8,
+    ) -> Iterator[Any]:
+        """Generate, and yield text as it comes: the pieces join to what `generate` returns.
+
+        Args:
+            inputs: a string, for pieces of text, or a list of strings, for lists of pieces.
+            max_length: see `generate`, as for all that follow.
+            max_new_tokens: see `generate`.
+            stop_token_ids: see `generate`.
+            stop_sequences: see `generate`.
+            strip_prompt: see `generate`.
+            controls: see `generate`.
+            seed: see `generate`.
+            chunk_size: tokens between two pieces.
+
+        Yields:
+            The next piece of text. The first holds the prompt, unless it is stripped. A character
+            that takes several tokens is held back until it is whole.
+        """
+        if self.preprocessor is None:
+            raise SurgeryError(
+                "stream: expected a preprocessor, to make text. Received a model without one. "
+                "Attach a preprocessor, or use `generate`."
+            )
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise SurgeryError(
+                f"stream at 'chunk_size': expected a positive int. Received {chunk_size!r}. Pass a "
+                "number of tokens."
+            )
+        prompts, _, batch = self._prepare(
+            inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
+        )
+        strategy = make_strategy(self.sampler)
+        return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
+
+    def _stream(
+        self, prompts: Prompts, batch: Batch, strategy: Any, strip_prompt: bool, chunk: int
+    ) -> Iterator[Any]:
+        shown = [""] * len(prompts.rows)
+        chunk = chunk if strategy.width == 1 else None  # beams change until the end
+        for rows in run_batch(self.programs, strategy, batch, chunk):
+            pieces = []
+            for i, (new, finished) in enumerate(rows):
+                text = batch.stops.render(prompts.rows[i], new, strip_prompt)
+                if not finished:
+                    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+                piece = text[len(shown[i]) :] if text.startswith(shown[i]) else ""
+                shown[i] += piece
+                pieces.append(piece)
+            if any(pieces):
+                yield pieces[0] if prompts.scalar else pieces
+
+    def call_with_cache(
+        self,
+        token_ids: Any,
+        cache: Any,
+        cache_update_index: Any,
+        positions: Any = None,
+        cache_mask: Any = None,
+        controls: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Run the next tokens over a cache; the counterpart of KerasHub's method of this name.
+
+        Args:
+            token_ids: int[batch, time].
+            cache: from `new_cache(lm.backbone_with_cache, batch, length)` or the last call.
+            cache_update_index: int, the slot of the first of the tokens.
+            positions: int[batch, time]; the slots themselves by default.
+            cache_mask: bool[batch, length], false where a slot holds padding; none by default.
+            controls: `{input name: array[batch, ...]}`.
+
+        Returns:
+            `logits` float[batch, time, vocabulary], `hidden_states` float[batch, time,
+            hidden_dim], and the updated cache.
+        """
+        token_ids = ops.convert_to_tensor(token_ids, "int32")
+        batch, time = ops.shape(token_ids)
+        length = ops.shape(cache[0]["key"])[1]
+        if isinstance(cache_update_index, int | np.integer) and not (
+            0 <= cache_update_index <= length - time
+        ):
+            raise SurgeryError(
+                f"call_with_cache at slot {cache_update_index}: expected room for {time} tokens. "
+                f"Received a cache of {length} slots. Make a longer one with `new_cache`."
+            )
+        index = ops.convert_to_tensor(cache_update_index, "int32")
+        if positions is None:
+            positions = ops.broadcast_to(ops.arange(time, dtype="int32")[None] + index, (batch, time))
+        if cache_mask is None:
+            cache_mask = ops.ones((batch, length), "bool")
+        outputs = self.backbone_with_cache(
+            {
+                "token_ids": token_ids,
+                "cache": cache,
+                "cache_update_index": index,
+                "positions": positions,
+                "cache_mask": cache_mask,
+                **(controls or {}),
+            }
+        )
+        hidden_states = outputs["hidden_states"]
+        logits = self.opened.token_embedding(hidden_states, reverse=True)
+        return logits, hidden_states, outputs["cache"]
+
+    def _prepare(
+        self,
+        inputs: Any,
+        max_length: int | None,
+        max_new_tokens: int | None,
+        stop_token_ids: Any,
+        stop_sequences: Any,
+        controls: Mapping[str, Any] | None,
+        seed: Any,
+    ) -> tuple[Prompts, request.Limits, Batch]:
+        """Check everything a call asks for, before anything is compiled."""
+        if keras.config.backend() != "jax":
+            raise SurgeryError(
+                "generate: expected the JAX backend of Keras. Received "
+                f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax; surgery itself works on every "
+                "backend."
+            )
+        prompts = read_prompts(inputs, self.preprocessor)
+        limits = request.resolve_limits(
+            prompts,
+            max_length,
+            max_new_tokens,
+            getattr(self.preprocessor, "sequence_length", None),
+            self.opened.family.max_positions(self.opened),
+        )
+        stop_ids = request.resolve_stop_ids(stop_token_ids, self.preprocessor)
+        texts, sequences = request.resolve_stop_sequences(stop_sequences, self.preprocessor)
+        batch = Batch(
+            rows=prompts.rows,
+            budget=limits.budget,
+            seeds=request.resolve_seeds(seed, len(prompts.rows), self.sampler),
+            controls=bind_controls(self.opened, controls, prompts.lengths),
+            stops=Stops(stop_ids, texts, sequences, self.preprocessor),
+        )
+        return prompts, limits, batch
+
+
+def _split(batch: Batch, batch_size: int | None) -> Iterator[Batch]:
+    """Cut a batch into parts of at most `batch_size` rows."""
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise SurgeryError(
+            f"generate at 'batch_size': expected a positive int. Received {batch_size!r}. Pass a "
+            "number of rows."
+        )
+    count = len(batch.rows)
+    step = batch_size or count
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        yield Batch(
+            rows=batch.rows[part],
+            budget=batch.budget[part],
+            seeds=batch.seeds[part],
+            controls={name: value[part] for name, value in batch.controls.items()},
+            stops=batch.stops,
+        )

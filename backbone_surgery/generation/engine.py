@@ -1,0 +1,104 @@
+"""The engine: run one batch of prompts through the compiled programs, in chunks of steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.cache import new_cache
+from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.programs import Programs
+from backbone_surgery.generation.prompts import pack_left
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.generation.strategies import Strategy
+
+_SMALLEST = 16
+_STOP_IDS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch to run.
+
+    Attributes:
+        rows: prompt token ids, one int32[length] for each row.
+        budget: int32[batch], the most new tokens of each row.
+        seeds: uint32[batch, 2], the random state of each row.
+        controls: arrays with a row for each row.
+        stops: what ends a row.
+    """
+
+    rows: list[np.ndarray]
+    budget: np.ndarray
+    seeds: np.ndarray
+    controls: dict[str, np.ndarray]
+    stops: Stops
+
+
+def run_batch(
+    programs: Programs, strategy: Strategy, batch: Batch, chunk: int | None = None
+) -> Iterator[list[tuple[np.ndarray, bool]]]:
+    """Generate, and yield for each row its new tokens so far and whether it is finished.
+
+    Args:
+        programs: the compiled programs.
+        strategy: how tokens are chosen.
+        batch: what to run.
+        chunk: how many steps to take between two yields; `None` runs to the end and yields once.
+    """
+    count = len(batch.rows)
+    padded = bucket(count)
+    prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
+    last = prompt + int(batch.budget.max())
+    arguments = _arguments(strategy, batch, padded, prompt)
+    if last == prompt:
+        yield [(row[:0], True) for row in batch.rows]
+        return
+    cache = new_cache(programs.model, padded, bucket(last, 2 * _SMALLEST))
+    state = programs.prefill(strategy, cache, arguments)
+    slot, finished = prompt + 1, False
+    while not finished:
+        slot = last if chunk is None else min(slot + chunk, last)
+        state = programs.decode(strategy, state, arguments, slot)
+        rows = _read(strategy, state, batch, prompt)
+        finished = all(done for _, done in rows)
+        yield rows
+
+
+def _arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> dict[str, Any]:
+    """Pad the batch to its bucket: rows that fill it up repeat the first one and end at once."""
+    index = np.arange(padded) % len(batch.rows)
+    index[len(batch.rows) :] = 0
+    token_ids, mask = pack_left([batch.rows[i] for i in index], prompt)
+    budget = batch.budget[index]
+    budget[len(batch.rows) :] = 0
+    stop_ids = np.full(bucket(max(len(batch.stops.ids), 1), _STOP_IDS), -1, np.int32)
+    stop_ids[: len(batch.stops.ids)] = batch.stops.ids
+    return {
+        "token_ids": token_ids,
+        "mask": mask,
+        "budget": budget,
+        "stop_ids": stop_ids,
+        "controls": {name: np.asarray(x)[index] for name, x in batch.controls.items()},
+        "settings": strategy.settings(),
+        "draws": strategy.start(batch.seeds[index]),
+    }
+
+
+def _read(
+    strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int
+) -> list[tuple[np.ndarray, bool]]:
+    """Read the rows off the state, the best beam of each, cut where they stop."""
+    tokens, slot = np.asarray(state["tokens"]), int(state["slot"])
+    done = np.asarray(state["done"]).reshape(-1, strategy.width).all(axis=1)
+    best = np.zeros(len(done), int)
+    if strategy.width > 1:
+        best = np.asarray(state["draws"]["log_probs"]).reshape(-1, strategy.width).argmax(axis=1)
+    rows = []
+    for i, row in enumerate(batch.rows):
+        new = tokens[i * strategy.width + best[i], prompt:slot][: batch.budget[i]]
+        new, stopped = batch.stops.cut(row, new)
+        ended = stopped if strategy.width == 1 else bool(done[i])
+        rows.append((new, ended or bool(done[i]) or len(new) >= batch.budget[i]))
+    return rows

@@ -1,0 +1,55 @@
+"""Presets: find the backbone and preprocessor behind a name or a folder."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+
+from backbone_surgery.errors import SurgeryError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_BUNDLED = (_PACKAGE / "models", _PACKAGE.parent / "models")
+"""Where bundled models are: inside an installed package, or next to it in a source checkout."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def bundled_models() -> dict[str, Path]:
+    """Return the folder of each bundled model, by name."""
+    folders = (f for root in _BUNDLED if root.is_dir() for f in sorted(root.iterdir()))
+    return {f.name: f for f in folders if (f / "config.json").is_file()}
+
+
+def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[keras.Model, Any]:
+    """Load a backbone and its preprocessor.
+
+    Args:
+        preset: see `CachedCausalLM.from_preset`.
+        load_weights: whether to load the weights.
+        **kwargs: for the backbone, such as `dtype`.
+
+    Returns:
+        The backbone, and the preprocessor, or `None` where a folder has no tokenizer.
+    """
+    bundled = bundled_models()
+    path = str(bundled.get(preset, preset))
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise SurgeryError(
+                f"from_preset at '{preset}': expected a folder in KerasHub or Hugging Face layout. "
+                "Received one without `config.json`. Save one with `save_to_preset` or "
+                "`save_pretrained`."
+            )
+        has_tokenizer = any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
+    elif preset.startswith((".", "/", "~")):
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected a folder that exists. Received a path where "
+            f"there is none. Bundled models: {', '.join(bundled) or '(none)'}."
+        )
+    else:
+        has_tokenizer = True
+    backbone = keras_hub.models.Backbone.from_preset(path, load_weights=load_weights, **kwargs)
+    if not has_tokenizer:
+        return backbone, None
+    return backbone, keras_hub.models.CausalLMPreprocessor.from_preset(path)

@@ -1,0 +1,185 @@
+"""The compiled programs: prefill over the prompts, and decode, one while-loop over tokens.
+
+Weights go in as arguments and through the loop's state, never as constants, so that training,
+LoRA and another checkpoint are seen at once and nothing is stored twice. The state of a
+generation, caches included, is donated from call to call, so it exists once.
+
+Rows are left-padded to one length: every row's last prompt token stands in the same slot, and all
+rows write to one slot at each step, whatever their lengths.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from backbone_surgery.backbone import BackboneWithCache
+from backbone_surgery.generation.strategies import Strategy
+
+State = dict[str, Any]
+
+
+class Programs:
+    """Compiles each program once for each shape of its arguments, and runs it.
+
+    Attributes:
+        compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`.
+    """
+
+    def __init__(self, backbone_with_cache: BackboneWithCache, head: keras.layers.Layer) -> None:
+        self.model = backbone_with_cache
+        self.head = head
+        self.compilations = {"prefill": 0, "decode": 0}
+        self._compiled: dict[tuple, Any] = {}
+        self._lock = threading.RLock()
+
+    def weights(self) -> list[jax.Array]:
+        """Return the values of all variables, as they are now."""
+        return [v.value for v in self.model.variables]
+
+    def prefill(self, strategy: Strategy, cache: Any, arguments: State) -> State:
+        """Run the prompts, and choose the first token of each row.
+
+        Args:
+            strategy: how to choose.
+            cache: an empty cache of more slots than the prompts are long. It is donated.
+            arguments: `token_ids` int32[batch, prompt], `mask` bool[batch, prompt], `controls`,
+                `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget` int32[batch].
+
+        Returns:
+            The state for `decode`; `tokens` int32[rows, length] holds the prompt and what follows.
+        """
+        variables = self.model.variables
+
+        def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
+            return _prefill(self._forward(variables, weights), strategy, cache, arguments)
+
+        donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
+        args = (self.weights(), cache, arguments)
+        return self._run("prefill", (strategy.key,), run, args, donate)
+
+    def decode(self, strategy: Strategy, state: State, arguments: State, until: int) -> State:
+        """Go on until a slot, or until every row is done. Takes the state over: it is donated."""
+        variables = self.model.variables
+
+        def run(weights: list[jax.Array], state: State, arguments: State, until: Any) -> State:
+            return _decode(self, variables, weights, strategy, state, arguments, until)
+
+        args = (self.weights(), state, arguments, jnp.int32(until))
+        return self._run("decode", (strategy.key,), run, args, (1,))
+
+    def _forward(self, variables: list[Any], weights: list[jax.Array]) -> Callable[..., Any]:
+        def forward(inputs: State) -> tuple[jax.Array, Any]:
+            mapping = zip(variables, weights, strict=True)
+            with keras.StatelessScope(state_mapping=mapping):
+                outputs = self.model(inputs)
+                logits = self.head(outputs["hidden_states"][:, -1:], reverse=True)
+            return logits[:, 0], outputs["cache"]
+
+        return forward
+
+    def _run(
+        self, kind: str, static: tuple, run: Callable, args: tuple, donate: tuple[int, ...]
+    ) -> Any:
+        args = jax.tree.map(jnp.asarray, args)
+        leaves, structure = jax.tree.flatten(args)
+        key = (kind, *static, structure, *((x.aval, x.sharding) for x in leaves))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            with self._lock:
+                compiled = self._compiled.get(key)
+                if compiled is None:
+                    compiled = jax.jit(run, donate_argnums=donate).lower(*args).compile()
+                    self.compilations[kind] += 1
+                    self._compiled[key] = compiled
+        return compiled(*args)
+
+
+def _prefill(forward: Callable, strategy: Strategy, cache: Any, arguments: State) -> State:
+    token_ids, mask = arguments["token_ids"], arguments["mask"]
+    length = jax.tree.leaves(cache)[0].shape[1]
+    batch, prompt = token_ids.shape
+    lengths = mask.sum(axis=1, dtype=jnp.int32)
+    cache_mask = jnp.pad(mask, ((0, 0), (0, length - prompt)), constant_values=True)
+    positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    logits, cache = forward(
+        {
+            "token_ids": token_ids,
+            "cache": cache,
+            "cache_update_index": jnp.int32(0),
+            "positions": positions,
+            "cache_mask": cache_mask,
+            **arguments["controls"],
+        }
+    )
+    state = {
+        "tokens": jnp.pad(token_ids, ((0, 0), (0, length - prompt))),
+        "cache": cache,
+        "cache_mask": cache_mask,
+        "lengths": lengths,
+        "done": arguments["budget"] <= 0,
+    }
+    if strategy.width > 1:
+        logits, state = jax.tree.map(
+            lambda x: jnp.repeat(x, strategy.width, axis=0), (logits, state)
+        )
+    state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
+    return _choose(strategy, logits, state, arguments)
+
+
+def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: State) -> State:
+    """Choose the token of the next slot for each row, write it, and note who is done."""
+    tokens, parents, draws = strategy.choose(
+        logits, state["done"], state["draws"], arguments["settings"]
+    )
+    per_row = {k: state[k] for k in ("tokens", "cache", "cache_mask", "lengths", "done")}
+    if parents is not None:
+        per_row = jax.tree.map(lambda x: x[parents], per_row)
+    state = {**state, **per_row, "draws": draws}
+    slot, done = state["slot"], state["done"]
+    budget = jnp.repeat(arguments["budget"], strategy.width)
+    stopped = (tokens[:, None] == arguments["stop_ids"][None]).any(axis=1)
+    written = jax.lax.dynamic_update_slice(state["tokens"], tokens[:, None], (0, slot))
+    out_of_budget = slot + 1 - state["start"] >= budget
+    return {**state, "tokens": written, "done": done | stopped | out_of_budget, "slot": slot + 1}
+
+
+def _decode(
+    programs: Programs,
+    variables: list[Any],
+    weights: list[jax.Array],
+    strategy: Strategy,
+    state: State,
+    arguments: State,
+    until: jax.Array,
+) -> State:
+    controls = arguments["controls"]
+    if strategy.width > 1:
+        controls = jax.tree.map(lambda x: jnp.repeat(x, strategy.width, axis=0), controls)
+
+    def go_on(loop: tuple[State, list[jax.Array]]) -> jax.Array:
+        state, _ = loop
+        return (state["slot"] < until) & ~state["done"].all()
+
+    def step(loop: tuple[State, list[jax.Array]]) -> tuple[State, list[jax.Array]]:
+        state, weights = loop
+        slot = state["slot"] - 1
+        token_ids = jax.lax.dynamic_slice_in_dim(state["tokens"], slot, 1, axis=1)
+        positions = jnp.where(state["done"], 0, state["lengths"] + slot - state["start"])
+        forward = programs._forward(variables, weights)
+        logits, cache = forward(
+            {
+                "token_ids": token_ids,
+                "cache": state["cache"],
+                "cache_update_index": slot,
+                "positions": positions[:, None],
+                "cache_mask": state["cache_mask"],
+                **controls,
+            }
+        )
+        return _choose(strategy, logits, {**state, "cache": cache}, arguments), weights
+
+    return jax.lax.while_loop(go_on, step, (state, weights))[0]

@@ -1,0 +1,137 @@
+"""Prompts: from what a user passes to `generate` to rows of token ids, and back to text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of one call.
+
+    Attributes:
+        rows: for each row its token ids, int32[length], without padding.
+        scalar: whether one string was given, and one is to be returned.
+        width: width of the padded arrays that were given, if arrays were.
+    """
+
+    rows: list[np.ndarray]
+    scalar: bool = False
+    width: int | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each row, int32[batch]."""
+        return np.array([len(row) for row in self.rows], np.int32)
+
+
+def read_prompts(inputs: Any, preprocessor: Any) -> Prompts:
+    """Read the prompts of a call to `generate`.
+
+    Args:
+        inputs: with a preprocessor a string or a sequence of them, without one a dict of
+            `token_ids` int[batch, length] and `padding_mask` [batch, length] padded on either
+            side.
+        preprocessor: a `keras_hub.models.CausalLMPreprocessor` or `None`.
+    """
+    if preprocessor is None:
+        prompts = _from_arrays(inputs)
+    else:
+        prompts = _from_text(inputs, preprocessor)
+    if not prompts.rows:
+        raise SurgeryError(
+            "generate: expected at least one prompt. Received an empty batch. Pass a prompt."
+        )
+    for i, row in enumerate(prompts.rows):
+        if not len(row):
+            raise SurgeryError(
+                f"generate at row {i}: expected at least one token to start from. Received an "
+                "empty prompt, and no start token is added to it. Pass a prompt with text, or a "
+                "preprocessor whose tokenizer has a start token."
+            )
+    return prompts
+
+
+def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
+    texts = _texts(inputs)
+    if not texts:
+        return Prompts([])
+    tokens = preprocessor.tokenizer(texts)
+    longest = max((len(t) for t in tokens), default=0)
+    packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
+    ids, masks = np.asarray(packed["token_ids"]), np.asarray(packed["padding_mask"], bool)
+    rows = [row[mask].astype(np.int32) for row, mask in zip(ids, masks, strict=True)]
+    return Prompts(rows, scalar=isinstance(inputs, str))
+
+
+def _texts(inputs: Any) -> list[str]:
+    if isinstance(inputs, str):
+        return [inputs]
+    if hasattr(inputs, "numpy"):
+        inputs = inputs.numpy()
+    texts = list(inputs) if isinstance(inputs, Sequence | np.ndarray) else None
+    if texts is not None:
+        texts = [t.decode() if isinstance(t, bytes) else t for t in texts]
+    if texts is None or not all(isinstance(t, str) for t in texts):
+        raise SurgeryError(
+            "generate: expected a string or a list of strings, since a preprocessor is attached. "
+            f"Received {type(inputs).__name__}. Pass text, or make the model with "
+            "`preprocessor=None` to pass token ids."
+        )
+    return [str(t) for t in texts]
+
+
+def _from_arrays(inputs: Any) -> Prompts:
+    if not isinstance(inputs, dict) or not {"token_ids", "padding_mask"} <= set(inputs):
+        received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
+        raise SurgeryError(
+            "generate: expected a dict of arrays `token_ids` and `padding_mask`, since no "
+            f"preprocessor is attached. Received {received}. Pass both, or attach a preprocessor."
+        )
+    ids, mask = np.asarray(inputs["token_ids"]), np.asarray(inputs["padding_mask"])
+    if ids.ndim != 2 or ids.shape != mask.shape or ids.dtype.kind not in "iu":
+        raise SurgeryError(
+            "generate at 'token_ids': expected int[batch, length] and a `padding_mask` of the same "
+            f"shape. Received {ids.dtype}{list(ids.shape)} and {mask.dtype}{list(mask.shape)}. "
+            "Pass right-padded or left-padded arrays."
+        )
+    mask = mask.astype(bool)
+    changes = np.abs(np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)).sum(axis=1)
+    if (changes > 2).any():
+        raise SurgeryError(
+            f"generate at 'padding_mask': expected padding at the ends of rows. Received padding "
+            f"between tokens in row {int((changes > 2).argmax())}. Close the gaps."
+        )
+    rows = [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
+    return Prompts(rows, width=ids.shape[1])
+
+
+def pack_left(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pad rows on the left: int32[batch, length] and its mask, bool[batch, length]."""
+    ids = np.zeros((len(rows), length), np.int32)
+    mask = np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :] = row
+        mask[i, length - len(row) :] = True
+    return ids, mask
+
+
+def pack_right(rows: list[np.ndarray], length: int, pad: int) -> dict[str, np.ndarray]:
+    """Pad rows on the right, as KerasHub does: `{"token_ids", "padding_mask"}`."""
+    ids = np.full((len(rows), length), pad, np.int32)
+    mask = np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+        mask[i, : len(row)] = True
+    return {"token_ids": ids, "padding_mask": mask}
+
+
+def to_text(rows: list[np.ndarray], preprocessor: Any) -> list[str]:
+    """Turn rows of token ids into text, without special tokens."""
+    width = max((len(r) for r in rows), default=0)
+    texts = preprocessor.generate_postprocess(pack_right(rows, max(width, 1), 0))
+    return [str(t) for t in texts]

@@ -1,0 +1,156 @@
+"""A request: everything one call of `generate` or `stream` asks for, checked and resolved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long each row may become.
+
+    Attributes:
+        budget: int32[batch], the most new tokens of each row.
+        width: width of the padded arrays that are returned without a preprocessor.
+    """
+
+    budget: np.ndarray
+    width: int
+
+
+def resolve_limits(
+    prompts: Prompts,
+    max_length: int | None,
+    max_new_tokens: int | None,
+    default_length: int | None,
+    max_positions: int | None,
+) -> Limits:
+    """Resolve how long each row may become.
+
+    Args:
+        prompts: the prompts.
+        max_length: tokens of a row at most, its prompt included.
+        max_new_tokens: new tokens of a row at most.
+        default_length: taken for `max_length` when neither is given.
+        max_positions: how many positions the model has learned, if it is limited.
+    """
+    if max_length is not None and max_new_tokens is not None:
+        raise SurgeryError(
+            "generate: expected `max_length` or `max_new_tokens`. Received both, "
+            f"{max_length} and {max_new_tokens}. Leave one out."
+        )
+    for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
+        smallest = 1 if name == "max_length" else 0
+        if value is not None and (not _is_int(value) or value < smallest):
+            raise SurgeryError(
+                f"generate at '{name}': expected an int of at least {smallest}. Received "
+                f"{value!r}. Pass a number of tokens."
+            )
+    lengths = prompts.lengths
+    longest = int(lengths.max())
+    if max_new_tokens is not None:
+        budget = np.full(len(lengths), max_new_tokens, np.int32)
+    else:
+        total = max_length
+        if total is None:
+            total = prompts.width or min(default_length or longest, max_positions or 2**31)
+        budget = (total - lengths).astype(np.int32)
+        if longest > total:
+            raise SurgeryError(
+                f"generate at row {int(lengths.argmax())}: expected a prompt of at most {total} "
+                f"tokens, the maximal length. Received one of {longest}. Shorten it, or pass a "
+                "larger `max_length`."
+            )
+    needed = int((lengths + budget).max())
+    if max_positions is not None and needed > max_positions:
+        raise SurgeryError(
+            f"generate: expected at most {max_positions} tokens in a row, prompt included, since "
+            f"the model has learned no more positions. Received a request for {needed} (the "
+            f"longest prompt has {longest}). Shorten the prompt or ask for fewer new tokens."
+        )
+    return Limits(budget, needed)
+
+
+def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any) -> list[int]:
+    """Resolve the stop token ids as KerasHub does; `"auto"` takes them from the tokenizer."""
+    if stop_token_ids is None:
+        return []
+    if isinstance(stop_token_ids, str):
+        if stop_token_ids != "auto" or preprocessor is None:
+            raise SurgeryError(
+                "generate at 'stop_token_ids': expected 'auto' with a preprocessor attached, "
+                f"`None`, or token ids. Received {stop_token_ids!r} with preprocessor "
+                f"{'attached' if preprocessor is not None else 'None'}. Pass "
+                "`stop_token_ids=None` to go on to the maximal length, or token ids."
+            )
+        tokenizer = preprocessor.tokenizer
+        ids = [getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id")]
+        return [int(i) for i in ids if i is not None]
+    ids = list(np.atleast_1d(np.asarray(stop_token_ids)))
+    if any(not _is_int(i) or i < 0 for i in ids):
+        raise SurgeryError(
+            f"generate at 'stop_token_ids': expected token ids. Received {stop_token_ids!r}. Pass "
+            "a tuple of ints; for text use `stop_sequences`."
+        )
+    return [int(i) for i in ids]
+
+
+def resolve_seeds(seed: Any, batch: int, sampler: Any) -> np.ndarray:
+    """Resolve the random state of each row, uint32[batch, 2].
+
+    A row with seed s starts in the state of `keras.random.SeedGenerator(s)`. One int is the seed
+    of every row. Without a seed, each row gets one of its own from the sampler's generator.
+    """
+    if seed is None:
+        base = [np.asarray(g.next()) for g in _generators(sampler)[:1]]
+        entropy = [int(x) for x in base[0]] if base else None
+        seeds = np.random.SeedSequence(entropy).generate_state(batch)
+    else:
+        values = [seed] * batch if _is_int(seed) else seed
+        listed = list(values) if isinstance(values, Sequence | np.ndarray) else []
+        if len(listed) != batch or any(not _is_int(s) or not 0 <= s < 2**32 for s in listed):
+            raise SurgeryError(
+                f"generate at 'seed': expected an int from 0 to 2**32 - 1, or a list of {batch}, "
+                f"one for each row. Received {seed!r}. Pass one of these."
+            )
+        seeds = np.array(listed, np.uint32)
+    return np.stack([seeds, np.zeros_like(seeds)], axis=-1).astype(np.uint32)
+
+
+def _generators(sampler: Any) -> list[keras.random.SeedGenerator]:
+    return [v for v in vars(sampler).values() if isinstance(v, keras.random.SeedGenerator)]
+
+
+def resolve_stop_sequences(stop_sequences: Any, preprocessor: Any) -> tuple[list, list]:
+    """Resolve stop sequences into texts and sequences of token ids.
+
+    Returns:
+        `(texts, id_sequences)`.
+    """
+    if stop_sequences is None:
+        return [], []
+    if isinstance(stop_sequences, str) or not isinstance(stop_sequences, Sequence):
+        stop_sequences = [stop_sequences]
+    texts = [s for s in stop_sequences if isinstance(s, str)]
+    others = [s for s in stop_sequences if not isinstance(s, str)]
+    well_formed = all(
+        isinstance(s, Sequence | np.ndarray) and len(s) and all(_is_int(i) for i in s)
+        for s in others
+    )
+    if not well_formed or "" in texts or (texts and preprocessor is None):
+        raise SurgeryError(
+            "generate at 'stop_sequences': expected a list of non-empty strings (with a "
+            f"preprocessor attached) or of token id sequences. Received {stop_sequences!r}. Pass "
+            "one of these."
+        )
+    return texts, [np.asarray(s, np.int32) for s in others]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

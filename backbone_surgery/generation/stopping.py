@@ -1,0 +1,80 @@
+"""Stopping: cut rows at a stop token or at a stop sequence, exactly, by tokens or by text."""
+
+import bisect
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.generation.prompts import to_text
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends a row before its budget does.
+
+    Attributes:
+        ids: stop token ids. The stop token stays in the row.
+        texts: stop sequences as text. The text is cut right after the first one to be complete.
+        sequences: stop sequences as token ids; the row is cut right after.
+        preprocessor: makes text of token ids.
+    """
+
+    ids: list[int]
+    texts: list[str] = field(default_factory=list)
+    sequences: list[np.ndarray] = field(default_factory=list)
+    preprocessor: Any = None
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether rows have to be looked at between the steps of the compiled loop."""
+        return bool(self.texts or self.sequences)
+
+    def cut(self, prompt: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Cut the new tokens of a row where it stops, and tell whether it does."""
+        ends = np.flatnonzero(np.isin(new, self.ids)) if self.ids else []
+        end = int(ends[0]) + 1 if len(ends) else len(new)
+        stopped = bool(len(ends))
+        for sequence in self.sequences:
+            found = _find(new[:end], sequence)
+            if found is not None:
+                end, stopped = found, True
+        if self.texts:
+            found = self._first_text(prompt, new[:end])
+            if found is not None:
+                end, stopped = found, True
+        return new[:end], stopped
+
+    def render(self, prompt: np.ndarray, new: np.ndarray, strip_prompt: bool = False) -> str:
+        """Turn a row into text, cut right after the first stop sequence in its new part."""
+        text, start = self._text(prompt, new)
+        ends = [found + len(s) for s in self.texts if (found := text.find(s, start)) >= 0]
+        surplus = len(text) - min(ends, default=len(text))
+        shown = to_text([new], self.preprocessor)[0] if strip_prompt else text
+        return shown[: len(shown) - surplus]
+
+    def _text(self, prompt: np.ndarray, new: np.ndarray) -> tuple[str, int]:
+        """Return the text of a row, and where its new part begins."""
+        rows = [prompt, np.concatenate([prompt, new])]
+        before, text = to_text(rows, self.preprocessor)
+        return text, len(os.path.commonprefix([before, text]))
+
+    def _first_text(self, prompt: np.ndarray, new: np.ndarray) -> int | None:
+        """Return the smallest number of new tokens whose text holds a stop sequence."""
+
+        def holds(count: int) -> bool:
+            text, start = self._text(prompt, new[:count])
+            return any(text.find(s, start) >= 0 for s in self.texts)
+
+        if not holds(len(new)):
+            return None
+        return bisect.bisect_left(range(len(new)), True, key=holds)
+
+
+def _find(row: np.ndarray, sequence: np.ndarray) -> int | None:
+    """Return where the first occurrence of a sequence in a row ends."""
+    if len(row) < len(sequence):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(row, len(sequence))
+    found = np.flatnonzero((windows == sequence).all(axis=1))
+    return int(found[0]) + len(sequence) if len(found) else None
