@@ -1,12 +1,49 @@
-"""Surgery on LLM backbones, with the KV cache rewired automatically."""
+"""Surgery on LLM backbones, with the KV cache rewired automatically.
 
-from backbone_surgery.graph import clone_layer_graph, collect, emit
-from backbone_surgery.opening import open_backbone
-from backbone_surgery.operate import operate
-from backbone_surgery.rewire import rewire
+Open a KerasHub backbone's layer graph, change it, derive a cached graph from the changed one, and
+generate from that at compiled speed. Layers are shared at every step, never copied.
+"""
+
+from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.cache import new_cache
-from backbone_surgery.rewrites import Steer
-from backbone_surgery import sites as _sites
+from backbone_surgery.checking import CheckReport, check
+from backbone_surgery.errors import (
+    CacheMismatchError,
+    SelectorError,
+    SurgeryError,
+    UnknownArchitectureError,
+)
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-def sites(model):
-    return [p.path for p in _sites.places(model)]
+from backbone_surgery.graph import clone_layer_graph, collect, emit
+from backbone_surgery.opening import open_backbone, sites
+from backbone_surgery.operate import operate
+from backbone_surgery.plotting import plot_model, to_mermaid
+from backbone_surgery.rewire import rewire
+from backbone_surgery.rewrites import Rewrite, SiteRewrite, Steer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackboneWithCache",
+    "CacheMismatchError",
+    "CachedCausalLM",
+    "CheckReport",
+    "EditedBackbone",
+    "Rewrite",
+    "SelectorError",
+    "SiteRewrite",
+    "Steer",
+    "SurgeryError",
+    "UnknownArchitectureError",
+    "check",
+    "clone_layer_graph",
+    "collect",
+    "emit",
+    "new_cache",
+    "open_backbone",
+    "operate",
+    "plot_model",
+    "rewire",
+    "sites",
+    "to_mermaid",
+]

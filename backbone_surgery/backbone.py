@@ -21,6 +21,15 @@ class _WithControls(keras.Model):
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(self.with_defaults(inputs), *args, **kwargs)
 
+    def stateless_call(
+        self, trainable_variables: Any, non_trainable_variables: Any, inputs: Any, **kwargs: Any
+    ) -> Any:
+        """As upstream, with the controls filled in: `fit` and `predict` come this way on JAX."""
+        inputs = self.with_defaults(inputs)
+        return super().stateless_call(
+            trainable_variables, non_trainable_variables, inputs, **kwargs
+        )
+
     def with_defaults(self, inputs: Any) -> Any:
         """Make tensors of the inputs, and add one row of each control for each row of tokens."""
         if not isinstance(inputs, dict) or "token_ids" not in inputs:

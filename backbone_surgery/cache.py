@@ -33,7 +33,9 @@ def new_cache(
                 f"new_cache: expected `{name}` to be a positive int. Received {size!r}. Pass the "
                 "number of rows and of slots."
             )
-    return tree.map_structure(lambda t: _zeros(t, batch_size, length), cache_inputs(backbone_with_cache))
+    return tree.map_structure(
+        lambda t: _zeros(t, batch_size, length), cache_inputs(backbone_with_cache)
+    )
 
 
 def cache_inputs(backbone_with_cache: keras.Model) -> list[dict[str, keras.KerasTensor]]:

@@ -20,7 +20,8 @@ private name, so that a Keras release which moves one says so plainly.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -36,10 +37,8 @@ KEEP = object()
 CloneFn = Callable[..., Any]
 Emitted = dict[str, list[keras.KerasTensor]]
 
-_emitted: contextvars.ContextVar[Emitted | None] = contextvars.ContextVar("emitted", default=None)
-_collector: contextvars.ContextVar[Emitted | None] = contextvars.ContextVar(
-    "collector", default=None
-)
+_emitted: contextvars.ContextVar[Emitted] = contextvars.ContextVar("emitted")
+_collector: contextvars.ContextVar[Emitted] = contextvars.ContextVar("collector")
 
 
 def clone_layer_graph(
@@ -78,18 +77,18 @@ def clone_layer_graph(
     """
     flat_inputs = tree.flatten(inputs)
     for tensor in flat_inputs:
-        _check_is_input(tensor)
-    for tensor in tree.flatten(outputs):
-        if not isinstance(tensor, keras.KerasTensor):
+        if not is_input(tensor):
             raise SurgeryError(
-                "clone_layer_graph: expected `outputs` to be symbolic tensors. Received "
-                f"{tensor!r} of type {type(tensor).__name__}. Pass `model.output`."
+                "clone_layer_graph: expected every one of `inputs` to be a `keras.Input`. Received "
+                f"{tensor!r}. To start from intermediate tensors, first call "
+                "`model = keras.Model(tensors, outputs)`, which makes inputs of them, and pass "
+                "`model.input` and `model.output`."
             )
     mapping = {id(t): t for t in flat_inputs}
     enter = enter_nested and clone_fn is not None
     new, emitted = replay(outputs, mapping, clone_fn or _identity, enter_nested=enter)
     if emitted:
-        collector = _collector.get()
+        collector = _collector.get(None)
         if collector is None:
             raise SurgeryError(
                 f"clone_layer_graph: expected a collector for the emitted tensors "
@@ -110,13 +109,18 @@ def emit(name: str, tensor: keras.KerasTensor) -> None:
         tensor: a symbolic tensor of the graph being built.
 
     Raises:
-        SurgeryError: called outside a `clone_fn`.
+        SurgeryError: called outside a `clone_fn`, or with no symbolic tensor.
     """
-    scope = _emitted.get()
+    scope = _emitted.get(None)
     if scope is None:
         raise SurgeryError(
             f"emit at '{name}': expected to be called from a clone_fn while a graph is being "
             "cloned. Received a call outside of one. Move it into the clone_fn."
+        )
+    if not isinstance(tensor, keras.KerasTensor):
+        raise SurgeryError(
+            f"emit at '{name}': expected a symbolic tensor. Received {tensor!r} of type "
+            f"{type(tensor).__name__}. Emit the tensors of a structure one by one."
         )
     scope.setdefault(name, []).append(tensor)
 
@@ -140,12 +144,8 @@ def collect() -> Iterator[Emitted]:
         >>> sorted(len(tensors) for tensors in taps.values())
         [1, 1]
     """
-    collected: Emitted = {}
-    token = _collector.set(collected)
-    try:
+    with _scope(_collector) as collected:
         yield collected
-    finally:
-        _collector.reset(token)
 
 
 def replay(
@@ -166,40 +166,43 @@ def replay(
 
     Returns:
         The new outputs and what was emitted.
+
+    Raises:
+        SurgeryError: the graph needs an input that is not in `mapping`, or a tensor from inside a
+            nested model was used outside of it.
+        TypeError: as `clone_layer_graph`.
     """
-    scope: Emitted = {}
-    token = _emitted.set(scope)
-    try:
-        flat = _Replay(visit, enter_nested, per_use).run(tree.flatten(outputs), mapping)
-    finally:
-        _emitted.reset(token)
-    return tree.pack_sequence_as(outputs, flat), scope
+    walk = _Replay(visit, enter_nested, per_use)
+    with _scope(_emitted) as emitted:
+        flat = walk.run(tree.flatten(outputs), mapping)
+    walk.check_reachable([*flat, *tree.flatten(emitted)])
+    return tree.pack_sequence_as(outputs, flat), emitted
 
 
+@dataclass(frozen=True)
 class _Rebuilt:
     """A nested model made anew, and how to call it in place of the old one."""
 
-    def __init__(
-        self,
-        old: Functional,
-        new: Functional,
-        kept: list[int],
-        lifted: list[keras.KerasTensor],
-        emitted: list[str],
-    ) -> None:
-        self.old, self.new = old, new
-        self.kept, self.lifted, self.emitted = kept, lifted, emitted
-        self.same_signature = not lifted and not emitted and len(kept) == len(old.inputs)
+    old: Functional
+    new: Functional
+    same_signature: bool
+    kept: list[int]
+    lifted: list[keras.KerasTensor]
+    emitted: list[str]
 
-    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any, **kwargs: Any) -> list[Any]:
         if self.same_signature:
-            return self.new(inputs, **kwargs)
-        flat = _flat_inputs(self.old, inputs)
-        called = self.new([flat[i] for i in self.kept] + self.lifted, **kwargs)
-        result = tree.flatten(called)
-        for name, tensor in zip(self.emitted, result[len(self.old.outputs) :], strict=True):
+            return tree.flatten(self.new(inputs, **kwargs))
+        if kwargs.get("mask") is not None:
+            # Keras pairs masks and inputs by their order.
+            masks = dict(enumerate(_in_order(self.old, kwargs["mask"])))
+            kwargs["mask"] = [masks.get(i) for i in self.kept] + [None] * len(self.lifted)
+        flat = _in_order(self.old, inputs)
+        result = tree.flatten(self.new([flat[i] for i in self.kept] + self.lifted, **kwargs))
+        count = len(self.old.outputs)
+        for name, tensor in zip(self.emitted, result[count:], strict=True):
             emit(name, tensor)
-        return result[: len(self.old.outputs)]
+        return result[:count]
 
 
 class _Replay:
@@ -209,66 +212,69 @@ class _Replay:
         self.visit, self.enter_nested, self.per_use = visit, enter_nested, per_use
         self.rebuilt: dict[int, _Rebuilt] = {}
         self.names: set[str] = set()
+        self.nested_inputs: dict[int, tuple[str, keras.KerasTensor]] = {}
 
     def run(self, outputs: list[Any], mapping: dict[int, Any]) -> list[Any]:
         for node in topological_nodes(outputs, mapping):
-            _check_inputs_are_given(node)
+            if node.is_input:
+                raise SurgeryError(
+                    "clone_layer_graph: expected `inputs` to list every input that `outputs` "
+                    f"depend on. Received a graph that also needs '{node.operation.name}'. Add it "
+                    "to `inputs`."
+                )
             args, kwargs = node.arguments.fill_in(mapping)
             result = self._call(node, args, kwargs)
             for old, new in zip(node.outputs, result, strict=True):
                 mapping.setdefault(id(old), new)
         return [mapping[id(t)] for t in outputs]
 
+    def check_reachable(self, tensors: list[keras.KerasTensor]) -> None:
+        """Refuse tensors that were taken out of a nested model in another way than `emit`."""
+        for node in topological_nodes(tensors):
+            if node.is_input and id(node.outputs[0]) in self.nested_inputs:
+                name, _ = self.nested_inputs[id(node.outputs[0])]
+                raise SurgeryError(
+                    "clone_fn: expected tensors of the graph that the node is in, or of one "
+                    f"around it. Received a tensor from inside the nested model '{name}', used "
+                    "outside of it. Hand it out with `backbone_surgery.emit`."
+                )
+
     def _call(self, node: Node, args: tuple, kwargs: dict) -> list[Any]:
         layer = node.operation
         nested = as_functional(layer) if self.enter_nested else None
         if nested is not None:
-            inputs, kwargs = _split_inputs(args, kwargs)
-            return tree.flatten(self._enter(layer, nested)(inputs, **kwargs))
+            inputs = args[0] if args else kwargs.pop("inputs")
+            return self._enter(layer, nested)(inputs, **kwargs)
         result = self.visit(layer, *args, **kwargs)
         if result is KEEP:
             return _repeat(node, args, kwargs)
         flat = tree.flatten(result)
-        if len(flat) != len(node.outputs) or any(
-            not isinstance(t, keras.KerasTensor) for t in flat
-        ):
+        others = [type(t).__name__ for t in flat if not isinstance(t, keras.KerasTensor)]
+        if others or len(flat) != len(node.outputs):
+            received = "None" if result is None else f"{len(flat)} value(s)"
+            among = f", among them {', '.join(others)}" if others and result is not None else ""
             raise TypeError(
                 f"clone_fn at '{layer.name}' ({type(layer).__name__}): expected "
                 f"{len(node.outputs)} tensor(s), as many as the layer call being replaced. "
-                f"Received {_describe(result)}. Return what takes the place of "
+                f"Received {received}{among}. Return what takes the place of "
                 "`layer(*args, **kwargs)`; hand out anything more with `backbone_surgery.emit`."
             )
         return flat
 
     def _enter(self, layer: keras.Layer, nested: Functional) -> _Rebuilt:
+        """Replay the inside of a nested model, and make a new model of it."""
         if not self.per_use and id(layer) in self.rebuilt:
             return self.rebuilt[id(layer)]
-        inputs = [_fresh_input(t) for t in nested.inputs]
+        inputs = [_input_like(t, t.name) for t in nested.inputs]
+        self.nested_inputs.update((id(t), (layer.name, t)) for t in inputs)
         mapping = {id(old): new for old, new in zip(nested.inputs, inputs, strict=True)}
-        scope: Emitted = {}
-        token = _emitted.set(scope)
-        try:
+        with _scope(_emitted) as emitted:
             outputs = self.run(nested.outputs, mapping)
-        finally:
-            _emitted.reset(token)
-        names = [name for name, tensors in scope.items() for _ in tensors]
-        rebuilt = _rebuild(
-            nested,
-            self._unique(layer.name),
-            inputs,
-            outputs + [t for tensors in scope.values() for t in tensors],
-            names,
-        )
+        name = _unique(layer.name, self.names, "_use_") if self.per_use else layer.name
+        rebuilt = _rebuild(nested, name, inputs, outputs, emitted)
+        rebuilt.new.supports_masking = layer.supports_masking
         self.rebuilt[id(layer)] = rebuilt
         return rebuilt
-
-    def _unique(self, name: str) -> str:
-        unique, count = name, 0
-        while self.per_use and unique in self.names:
-            count += 1
-            unique = f"{name}_use_{count}"
-        self.names.add(unique)
-        return unique
 
 
 def _rebuild(
@@ -276,27 +282,52 @@ def _rebuild(
     name: str,
     inputs: list[keras.KerasTensor],
     outputs: list[keras.KerasTensor],
-    emitted: list[str],
+    emitted: Emitted,
 ) -> _Rebuilt:
-    """Make a Functional of a replayed nested graph: lift free tensors, drop unused inputs."""
+    """Make a Functional of a replayed nested graph: lift, prune, and add what was emitted."""
+    handed_out = [(key, tensor) for key, tensors in emitted.items() for tensor in tensors]
+    outputs = outputs + [tensor for _, tensor in handed_out]
     lifted, used = _free_and_used(outputs, inputs)
-    lifted_inputs = _lifted_inputs(name, lifted, {t.name for t in inputs})
-    if lifted:
-        outputs = _reroot(outputs, dict(zip(map(id, lifted), lifted_inputs, strict=True)))
-    was_used = _free_and_used(nested.outputs, nested.inputs)[1]
-    kept = [i for i, t in enumerate(inputs) if id(t) in used or id(nested.inputs[i]) not in was_used]
-    if not kept and not lifted:
-        kept = [0]
-    if lifted or emitted or len(kept) < len(inputs):
-        new = Functional([inputs[i] for i in kept] + lifted_inputs, outputs, name=name)
-    else:
+    taken = {t.name for t in inputs}
+    stand_ins = [_stand_in(name, t, taken) for t in lifted]
+    outputs = _reroot(outputs, dict(zip(map(id, lifted), stand_ins, strict=True)))
+    # An input that never had a user stays: only a rewrite's own doing is undone.
+    _, was_used = _free_and_used(nested.outputs, nested.inputs)
+    pairs = enumerate(zip(nested.inputs, inputs, strict=True))
+    kept = [i for i, (old, new) in pairs if id(new) in used or id(old) not in was_used]
+    same_signature = not lifted and not emitted and len(kept) == len(inputs)
+    if same_signature:
         struct_in = tree.pack_sequence_as(nested._inputs_struct, inputs)
         struct_out = tree.pack_sequence_as(nested._outputs_struct, outputs)
         new = Functional(struct_in, struct_out, name=name)
-    return _Rebuilt(nested, new, kept, lifted, emitted)
+    else:
+        new = Functional([inputs[i] for i in kept] + stand_ins, outputs, name=name)
+    return _Rebuilt(nested, new, same_signature, kept, lifted, [key for key, _ in handed_out])
 
 
-def topological_nodes(outputs: Iterable[Any], stop: Iterable[int] = ()) -> list[Node]:
+def nest(
+    name: str, build: Callable[..., keras.KerasTensor], *tensors: keras.KerasTensor
+) -> keras.KerasTensor:
+    """Run `build(*tensors)` inside a new nested model, and call that model on `tensors`.
+
+    Args:
+        name: name of the nested model; the names of its inputs begin with it.
+        build: makes one symbolic tensor out of as many as are given.
+        tensors: what to pass. Those that `build` does not use do not become inputs.
+
+    Returns:
+        The output of the nested model, a tensor of the graph that `tensors` belong to.
+    """
+    taken: set[str] = set()
+    inputs = [_stand_in(name, t, taken) for t in tensors]
+    output = build(*inputs)
+    _, used = _free_and_used([output], inputs)
+    kept = [(i, t) for i, t in zip(inputs, tensors, strict=True) if id(i) in used]
+    model = Functional([i for i, _ in kept], output, name=name)
+    return model([t for _, t in kept])
+
+
+def topological_nodes(outputs: Iterable[Any], stop: Container[int] = ()) -> list[Node]:
     """List the nodes above `outputs`, each after those it depends on, depth first.
 
     Args:
@@ -304,29 +335,29 @@ def topological_nodes(outputs: Iterable[Any], stop: Iterable[int] = ()) -> list[
         stop: ids of tensors above which the walk does not go.
     """
     ordered: list[Node] = []
-    state: dict[int, bool] = {}
-    for output in outputs:
-        if id(output) in stop:
-            continue
-        stack = [(node_of(output), False)]
-        while stack:
-            node, ready = stack.pop()
-            if ready:
-                state[id(node)] = True
-                ordered.append(node)
-                continue
-            if id(node) in state:
-                continue
-            state[id(node)] = False
+    seen: set[int] = set()
+    stack = [(node_of(t), False) for t in reversed(list(outputs)) if id(t) not in stop]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            ordered.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
             stack.append((node, True))
-            parents = [node_of(t) for t in node.input_tensors if id(t) not in stop]
-            stack.extend((p, False) for p in reversed(parents) if id(p) not in state)
+            parents = reversed(node.input_tensors)
+            stack.extend((node_of(t), False) for t in parents if id(t) not in stop)
     return ordered
 
 
 def node_of(tensor: keras.KerasTensor) -> Node:
     """Return the node (layer call) that made a symbolic tensor."""
-    history = tensor._keras_history
+    history = getattr(tensor, "_keras_history", None)
+    if history is None or history.operation is None:
+        raise SurgeryError(
+            "surgery: expected symbolic tensors made by `keras.Input` or by a layer call. Received "
+            f"{tensor!r} of type {type(tensor).__name__}, made by neither. Begin the graph at a "
+            "`keras.Input`, and pass tensors such as `model.output`."
+        )
     return history.operation._inbound_nodes[history.node_index]
 
 
@@ -351,15 +382,13 @@ def is_plain_call(result: Any, layer: Any, args: tuple, kwargs: dict) -> bool:
 def as_functional(layer: Any) -> Functional | None:
     """Return the layer graph of a nested model that runs exactly that graph, else `None`.
 
-    A subclass that overrides `call` does something else than its graph says: it is a layer like
-    any other.
+    A subclass or an instance that overrides `call` does something else than its graph says: it is
+    a layer like any other.
     """
-    if isinstance(layer, keras.Sequential):
-        same_call = type(layer).call is keras.Sequential.call
-        return layer._functional if same_call else None
-    if isinstance(layer, Functional) and type(layer).call is Functional.call:
-        return layer
-    return None
+    own = keras.Sequential if isinstance(layer, keras.Sequential) else Functional
+    if not isinstance(layer, own) or getattr(layer.call, "__func__", None) is not own.call:
+        return None
+    return layer._functional if own is keras.Sequential else layer
 
 
 def graph_nodes(model: keras.Model) -> list[Node]:
@@ -385,55 +414,49 @@ def _identity(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer(*args, **kwargs)
 
 
-def _check_is_input(tensor: Any) -> None:
-    if not is_input(tensor):
-        raise SurgeryError(
-            "clone_layer_graph: expected every one of `inputs` to be a `keras.Input`. Received "
-            f"{tensor!r}. To start from intermediate tensors, first call "
-            "`model = keras.Model(tensors, outputs)`, which makes inputs of them, and pass "
-            "`model.input` and `model.output`."
-        )
+@contextlib.contextmanager
+def _scope(variable: contextvars.ContextVar[Emitted]) -> Iterator[Emitted]:
+    emitted: Emitted = {}
+    token = variable.set(emitted)
+    try:
+        yield emitted
+    finally:
+        variable.reset(token)
 
 
-def _check_inputs_are_given(node: Node) -> None:
-    if node.is_input:
-        raise SurgeryError(
-            "clone_layer_graph: expected `inputs` to list every input that `outputs` depend on. "
-            f"Received a graph that also needs '{node.operation.name}'. Add it to `inputs`."
-        )
+def _unique(name: str, taken: set[str], suffix: str = "_") -> str:
+    unique, count = name, 0
+    while unique in taken:
+        count += 1
+        unique = f"{name}{suffix}{count}"
+    taken.add(unique)
+    return unique
 
 
-def _describe(result: Any) -> str:
-    if result is None:
-        return "None"
-    flat = tree.flatten(result)
-    others = [type(t).__name__ for t in flat if not isinstance(t, keras.KerasTensor)]
-    return f"{len(flat)} value(s)" + (f", among them {', '.join(others)}" if others else "")
-
-
-def _split_inputs(args: tuple, kwargs: dict) -> tuple[Any, dict]:
-    if args:
-        return args[0], kwargs
-    kwargs = dict(kwargs)
-    return kwargs.pop("inputs"), kwargs
-
-
-def _flat_inputs(model: Functional, inputs: Any) -> list[Any]:
+def _in_order(model: Functional, structure: Any) -> list[Any]:
     """Flatten what a nested model was called with, in the order of its own inputs."""
-    if isinstance(inputs, dict) and not isinstance(model._inputs_struct, dict):
-        return [inputs[t.name] for t in model.inputs]
-    return tree.flatten(inputs)
+    if isinstance(structure, dict) and not isinstance(model._inputs_struct, dict):
+        return [structure.get(t.name) for t in model.inputs]
+    return tree.flatten(structure)
 
 
-def _fresh_input(tensor: keras.KerasTensor) -> keras.KerasTensor:
-    layer = tensor._keras_history.operation
+def _input_like(tensor: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    """Make an input that can take the value of `tensor`."""
+    # Keras marks the product of a tensor and a constant as sparse, so only inputs are believed.
+    layer = node_of(tensor).operation
     return keras.Input(
         batch_shape=tensor.shape,
         dtype=tensor.dtype,
-        sparse=tensor.sparse,
-        optional=getattr(layer, "optional", False),
-        name=layer.name,
+        sparse=is_input(tensor) and tensor.sparse,
+        optional=is_input(tensor) and layer.optional,
+        name=name,
     )
+
+
+def _stand_in(model_name: str, tensor: keras.KerasTensor, taken: set[str]) -> keras.KerasTensor:
+    """Make an input of a nested model for an outer tensor, unlike any other in one picture."""
+    name = f"{model_name}.{node_of(tensor).operation.name}"
+    return _input_like(tensor, _unique(name, taken))
 
 
 def _free_and_used(
@@ -445,52 +468,24 @@ def _free_and_used(
     from elsewhere is free.
     """
     own = {id(t) for t in inputs}
-    nodes = topological_nodes(outputs)
-    inside: set[int] = set()
-    free: dict[int, keras.KerasTensor] = {}
-    used: set[int] = {id(t) for t in outputs if id(t) in own}
-    for node in nodes:
-        sources = node.input_tensors
-        if any(id(t) in own or id(node_of(t)) in inside for t in sources):
-            inside.add(id(node))
-            used.update(id(t) for t in sources if id(t) in own)
-            outer = [t for t in sources if id(t) not in own and id(node_of(t)) not in inside]
-            free.update((id(t), t) for t in outer)
-    outer = [t for t in outputs if id(t) not in own and id(node_of(t)) not in inside]
-    free.update((id(t), t) for t in outer)
-    return list(free.values()), used
-
-
-def _lifted_inputs(
-    name: str, lifted: list[keras.KerasTensor], taken: set[str]
-) -> list[keras.KerasTensor]:
-    """Make an input for each lifted tensor, named so that no two in one picture are alike."""
-    result = []
-    for tensor in lifted:
-        history = tensor._keras_history
-        many = len(tree.flatten(node_of(tensor).outputs)) > 1
-        base = f"{name}.{history.operation.name}" + (f"_{history.tensor_index}" if many else "")
-        unique, count = base, 0
-        while unique in taken:
-            count += 1
-            unique = f"{base}_{count}"
-        taken.add(unique)
-        sparse = tensor.sparse and is_input(tensor)
-        made = keras.Input(
-            batch_shape=tensor.shape, dtype=tensor.dtype, sparse=sparse, name=unique
-        )
-        result.append(made)
-    return result
+    inside = set(own)
+    taken: list[keras.KerasTensor] = []
+    for node in topological_nodes(outputs, own):
+        if any(id(t) in inside for t in node.input_tensors):
+            inside.update(id(t) for t in node.outputs)
+            taken.extend(node.input_tensors)
+    taken.extend(outputs)
+    free = {id(t): t for t in taken if id(t) not in inside}
+    return list(free.values()), own.intersection(map(id, taken))
 
 
 def _reroot(outputs: list[Any], mapping: dict[int, Any]) -> list[Any]:
     """Copy the nodes that depend on the tensors in `mapping`, putting their new values in."""
     for node in topological_nodes(outputs, mapping):
-        if not any(id(t) in mapping for t in node.input_tensors):
-            continue
-        args, kwargs = node.arguments.convert(lambda x: mapping.get(id(x), x))
-        for old, new in zip(node.outputs, _repeat(node, args, kwargs), strict=True):
-            mapping[id(old)] = new
+        if any(id(t) in mapping for t in node.input_tensors):
+            args, kwargs = node.arguments.convert(lambda x: mapping.get(id(x), x))
+            for old, new in zip(node.outputs, _repeat(node, args, kwargs), strict=True):
+                mapping[id(old)] = new
     return [mapping.get(id(t), t) for t in outputs]
 
 
@@ -507,24 +502,3 @@ def _repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     outputs = [keras.KerasTensor(shape=t.shape, dtype=t.dtype) for t in node.outputs]
     Node(layer, call_args=args, call_kwargs=kwargs, outputs=outputs)
     return outputs
-
-
-def nest(
-    name: str, build: Callable[..., keras.KerasTensor], *tensors: keras.KerasTensor
-) -> keras.KerasTensor:
-    """Run `build(*tensors)` inside a new nested model, and call that model on `tensors`.
-
-    Args:
-        name: name of the nested model; the names of its inputs begin with it.
-        build: makes one symbolic tensor out of as many as are given.
-        tensors: what to pass. Those that `build` does not use do not become inputs.
-
-    Returns:
-        The output of the nested model, a tensor of the graph that `tensors` belong to.
-    """
-    inputs = _lifted_inputs(name, list(tensors), set())
-    output = build(*inputs)
-    _, used = _free_and_used([output], inputs)
-    pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if id(i) in used]
-    model = Functional([i for i, _ in pairs], output, name=name)
-    return model([t for _, t in pairs])

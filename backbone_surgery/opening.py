@@ -5,8 +5,8 @@ from typing import Any
 import keras
 from keras import tree
 
-from backbone_surgery import graph, sites
-from backbone_surgery.backbone import EditedBackbone
+from backbone_surgery import graph, site
+from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.errors import SurgeryError, UnknownArchitectureError
 from backbone_surgery.families import FAMILIES, Family
 from backbone_surgery.layers import TokenPositions
@@ -54,11 +54,25 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
     outputs = tree.flatten(outputs)[0]
     return EditedBackbone(
         inputs,
-        sites.Site("final_norm")(outputs),
+        site.Site("final_norm")(outputs),
         owner=backbone,
         family=family,
         name=f"opened_{backbone.name}",
     )
+
+
+def sites(model: keras.Model) -> list[str]:
+    """List the site paths of a model, in the order in which they run.
+
+    Args:
+        model: a backbone, or what `open_backbone`, `operate` or `rewire` made of one.
+
+    Returns:
+        Paths such as `embeddings`, `blocks.3.attention_output` and `blocks.3`, the residual
+        stream after block 3. The blocks are counted in the graph as it is.
+    """
+    opened = model if isinstance(model, BackboneWithCache) else open_backbone(model)
+    return [place.path for place in site.places(opened)]
 
 
 def find_family(model: keras.Model) -> Family:
@@ -101,7 +115,7 @@ class _Opener:
         if isinstance(layer, self.family.block):
             x, padding_mask = self.family.arguments(layer, args, kwargs)
             if not self.names:
-                x = sites.Site("embeddings")(x)
+                x = site.Site("embeddings")(x)
             name = self._unique(layer.name)
             return self.family.open(layer, x, padding_mask, self.positions, name)
         if isinstance(layer, self.family.position_layers) and "positions" not in kwargs:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from backbone_surgery import graph, sites
+from backbone_surgery import graph, site
 from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.layers import TokenPositions
@@ -93,7 +93,7 @@ def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, lis
     positions = TokenPositions(name="positions")(token_ids, padding_mask)
     surgery = Surgery(
         model=model,
-        places=sites.places(model),
+        places=site.places(model),
         token_ids=token_ids,
         padding_mask=padding_mask,
         positions=positions,

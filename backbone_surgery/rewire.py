@@ -43,9 +43,7 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
     rewirer = _Rewirer()
     inputs = rewirer.inputs
     controls = {
-        t.name: t
-        for t in tree.flatten(opened.input)
-        if t.name not in ("token_ids", "padding_mask")
+        t.name: t for t in tree.flatten(opened.input) if t.name not in ("token_ids", "padding_mask")
     }
     chunk_mask = ChunkMask(name="chunk_mask")(
         inputs["token_ids"], inputs["cache_mask"], inputs["cache_update_index"]

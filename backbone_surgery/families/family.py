@@ -13,7 +13,7 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.sites import Site
+from backbone_surgery.site import Site
 
 OpenBlock = Callable[..., keras.KerasTensor]
 

@@ -9,7 +9,7 @@ from keras_hub.src.models.gemma.gemma_decoder_block import GemmaDecoderBlock
 
 from backbone_surgery.attention import SelfAttention
 from backbone_surgery.families.family import Family
-from backbone_surgery.sites import Site
+from backbone_surgery.site import Site
 
 
 class GemmaRotary(layers.Layer):

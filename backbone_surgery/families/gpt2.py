@@ -5,7 +5,7 @@ from keras import layers
 
 from backbone_surgery.attention import SelfAttention
 from backbone_surgery.families.family import Family
-from backbone_surgery.sites import Site
+from backbone_surgery.site import Site
 
 
 def open_block(block, hidden_states, padding_mask, positions):

@@ -66,9 +66,7 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         inputs = {**inputs, **by_hand}
         hidden_states = opened({**inputs, **constants})
         object.__setattr__(self, "opened", opened)
-        super().__init__(
-            inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs
-        )
+        super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
         backbone_with_cache = rewire(opened)
         object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
         object.__setattr__(self, "programs", Programs(backbone_with_cache, head))
@@ -262,7 +260,9 @@ class CachedCausalLM(keras_hub.models.CausalLM):
             )
         index = ops.convert_to_tensor(cache_update_index, "int32")
         if positions is None:
-            positions = ops.broadcast_to(ops.arange(time, dtype="int32")[None] + index, (batch, time))
+            positions = ops.broadcast_to(
+                ops.arange(time, dtype="int32")[None] + index, (batch, time)
+            )
         if cache_mask is None:
             cache_mask = ops.ones((batch, length), "bool")
         outputs = self.backbone_with_cache(
@@ -296,7 +296,7 @@ class CachedCausalLM(keras_hub.models.CausalLM):
                 f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax; surgery itself works on every "
                 "backend."
             )
-        prompts = read_prompts(inputs, self.preprocessor)
+        prompts = read_prompts(inputs, self.preprocessor, self.opened.token_embedding.input_dim)
         limits = request.resolve_limits(
             prompts,
             max_length,

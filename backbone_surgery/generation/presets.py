@@ -31,6 +31,9 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
 
     Returns:
         The backbone, and the preprocessor, or `None` where a folder has no tokenizer.
+
+    Raises:
+        SurgeryError: there is no such folder, or it lacks `config.json` or a tokenizer file.
     """
     bundled = bundled_models()
     path = str(bundled.get(preset, preset))
@@ -49,7 +52,19 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
         )
     else:
         has_tokenizer = True
+    preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
     backbone = keras_hub.models.Backbone.from_preset(path, load_weights=load_weights, **kwargs)
-    if not has_tokenizer:
-        return backbone, None
-    return backbone, keras_hub.models.CausalLMPreprocessor.from_preset(path)
+    return backbone, preprocessor
+
+
+def _load_preprocessor(preset: str, path: str) -> Any:
+    try:
+        return keras_hub.models.CausalLMPreprocessor.from_preset(path)
+    except FileNotFoundError as error:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected the tokenizer files that KerasHub reads for this "
+            f"architecture. Received a folder where {error} Recent `transformers` save only "
+            "`tokenizer.json`. For GPT-2, `tokenizer.backend_tokenizer.model.save(folder)` writes "
+            "the other files; for Gemma, copy the original `tokenizer.model`. To go without a "
+            "preprocessor, remove the tokenizer files."
+        ) from error

@@ -29,7 +29,7 @@ class Prompts:
         return np.array([len(row) for row in self.rows], np.int32)
 
 
-def read_prompts(inputs: Any, preprocessor: Any) -> Prompts:
+def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompts:
     """Read the prompts of a call to `generate`.
 
     Args:
@@ -37,6 +37,7 @@ def read_prompts(inputs: Any, preprocessor: Any) -> Prompts:
             `token_ids` int[batch, length] and `padding_mask` [batch, length] padded on either
             side.
         preprocessor: a `keras_hub.models.CausalLMPreprocessor` or `None`.
+        vocabulary_size: how many tokens the model knows.
     """
     if preprocessor is None:
         prompts = _from_arrays(inputs)
@@ -52,6 +53,11 @@ def read_prompts(inputs: Any, preprocessor: Any) -> Prompts:
                 f"generate at row {i}: expected at least one token to start from. Received an "
                 "empty prompt, and no start token is added to it. Pass a prompt with text, or a "
                 "preprocessor whose tokenizer has a start token."
+            )
+        if row.min() < 0 or row.max() >= vocabulary_size:
+            raise SurgeryError(
+                f"generate at row {i}: expected token ids from 0 to {vocabulary_size - 1}. Received "
+                f"ids from {row.min()} to {row.max()}. Use the tokenizer of the model."
             )
     return prompts
 

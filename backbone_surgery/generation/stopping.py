@@ -9,6 +9,7 @@ import numpy as np
 
 from backbone_surgery.generation.prompts import to_text
 
+
 @dataclass(frozen=True)
 class Stops:
     """What ends a row before its budget does.

@@ -11,7 +11,7 @@ import numpy as np
 from backbone_surgery import graph
 from backbone_surgery.attention import SelfAttention, split
 from backbone_surgery.errors import SelectorError, SurgeryError
-from backbone_surgery.sites import Place, Site, select
+from backbone_surgery.site import Place, Site, select
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,7 @@ class SiteRewrite(Rewrite):
 
         return visit
 
-    def _checked(
-        self, x: keras.KerasTensor, place: Place, surgery: Surgery
-    ) -> keras.KerasTensor:
+    def _checked(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         made = self.apply(x, place, surgery)
         if not isinstance(made, keras.KerasTensor) or made.shape[2:] != x.shape[2:]:
             received = made.shape if isinstance(made, keras.KerasTensor) else repr(made)

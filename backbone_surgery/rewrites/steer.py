@@ -10,7 +10,7 @@ from keras import ops
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.rewrites.rewrite import Rows, SiteRewrite, Surgery
-from backbone_surgery.sites import Place
+from backbone_surgery.site import Place
 
 _LAST = np.iinfo(np.int32).max
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import keras
 
 from backbone_surgery import graph
-from backbone_surgery.attention import SelfAttention
+from backbone_surgery.attention import CachedSelfAttention, SelfAttention
 from backbone_surgery.errors import SelectorError, closest
 
 BLOCK = "block"
@@ -33,7 +33,7 @@ class Site(keras.layers.Layer):
     """Mark a place in an opened graph. An identity: it costs nothing once compiled.
 
     Args:
-        role: what the tensor is, such as `attention_output`; see `backbone_surgery.sites`.
+        role: what the tensor is, such as `attention_output`; see `backbone_surgery.site`.
     """
 
     def __init__(self, role: str, **kwargs) -> None:
@@ -79,7 +79,7 @@ def _walk(model: keras.Model, prefix: str, blocks: Iterator[int]) -> Iterator[Pl
         if isinstance(layer, Site):
             path = prefix.rstrip(".") if layer.role == BLOCK else prefix + layer.role
             yield Place(path, node.outputs[0])
-        elif isinstance(layer, SelfAttention):
+        elif isinstance(layer, SelfAttention | CachedSelfAttention):
             yield Place(f"{prefix}attention_pattern", node.outputs[0])
         elif nested is not None:
             inner = f"blocks.{next(blocks)}." if is_block(nested) else prefix
@@ -111,7 +111,9 @@ def select(selector: str, paths: list[str]) -> list[str]:
     if match is None:
         found = [p for p in paths if p == selector]
     else:
-        count = 1 + max((int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1)
+        count = 1 + max(
+            (int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1
+        )
         chosen = _blocks(match["blocks"], count)
         found = [p for p in paths if _matches(p, chosen, match["role"])]
     if not found:

@@ -1,0 +1,237 @@
+"""Every private Keras name that the clone engine needs is where it was, and is used nowhere else.
+
+When a Keras release moves one, the test that fails says which; `backbone_surgery/graph.py` is the
+only file to mend. This file does not import the package, which could not even start then.
+"""
+
+import ast
+import importlib
+from pathlib import Path
+
+import keras
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "backbone_surgery"
+ENGINE = "graph.py"
+
+IMPORTS = {"keras.src.models.functional": "Functional", "keras.src.ops.node": "Node"}
+ATTRIBUTES = {
+    "_keras_history",
+    "_inbound_nodes",
+    "_inputs_struct",
+    "_outputs_struct",
+    "_functional",
+}
+"""The private names that are pinned below. A new one in the engine needs a test of its own."""
+
+ALSO_PRIVATE = {"_outbound_nodes", "_run_through_graph", "_nodes", "_operations", "_keras_mask"}
+
+
+def moved(name):
+    return f"Keras moved or changed `{name}`, which backbone_surgery/{ENGINE} needs"
+
+
+@pytest.fixture
+def x():
+    return keras.Input((3,), name="x")
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTS.items())
+def test_import_path(module, name):
+    try:
+        found = hasattr(importlib.import_module(module), name)
+    except ImportError:
+        found = False
+    assert found, moved(f"{module}.{name}")
+
+
+def test_keras_history_fields(x):
+    layer = keras.layers.Dense(2)
+    y = layer(x)
+    assert hasattr(y, "_keras_history"), moved("KerasTensor._keras_history")
+    history = y._keras_history
+    assert history.operation is layer, moved("KerasTensor._keras_history.operation")
+    assert history.node_index == 0, moved("KerasTensor._keras_history.node_index")
+    assert layer(x)._keras_history.node_index == 1, moved("KerasTensor._keras_history.node_index")
+    parts = keras.ops.split(x, 3, axis=-1)
+    indices = [t._keras_history.tensor_index for t in parts]
+    assert indices == [0, 1, 2], moved("KerasTensor._keras_history.tensor_index")
+
+
+def test_tensor_without_a_layer_has_no_operation(x):
+    free = keras.KerasTensor((None, 3))
+    assert getattr(free, "_keras_history", None) is None, moved("KerasTensor._keras_history")
+    keras.layers.Add()([x, free])
+    assert free._keras_history.operation is None, moved("KerasTensor._keras_history.operation")
+
+
+def test_inbound_nodes(x):
+    layer = keras.layers.Dense(2)
+    outputs = [layer(x), layer(x)]
+    nodes = getattr(layer, "_inbound_nodes", ())
+    assert [n.outputs for n in nodes] == [[y] for y in outputs], moved("Layer._inbound_nodes")
+
+
+def test_node_fields(x):
+    layer = keras.layers.Add()
+    node = layer([x, layer([x, x])])._keras_history.operation._inbound_nodes[1]
+    assert node.operation is layer, moved("Node.operation")
+    assert [id(t) for t in node.input_tensors] == [
+        id(x),
+        id(layer._inbound_nodes[0].outputs[0]),
+    ], moved("Node.input_tensors")
+    assert not node.is_input, moved("Node.is_input")
+    assert x._keras_history.operation._inbound_nodes[0].is_input, moved("Node.is_input")
+
+
+def test_node_arguments_fill_in_and_convert(x):
+    layer = keras.layers.MultiHeadAttention(1, 2)
+    query, value = keras.Input((4, 3)), keras.Input((4, 3))
+    layer(query, value=value, use_causal_mask=True)
+    arguments = layer._inbound_nodes[0].arguments
+    args, kwargs = arguments.fill_in({id(query): "q", id(value): "v"})
+    assert (args, kwargs["value"], kwargs["use_causal_mask"]) == (("q",), "v", True), moved(
+        "SymbolicArguments.fill_in"
+    )
+    args, kwargs = arguments.convert(lambda a: "q" if a is query else a)
+    assert (args, kwargs["value"], kwargs["use_causal_mask"]) == (("q",), value, True), moved(
+        "SymbolicArguments.convert"
+    )
+
+
+def test_node_constructor_records_a_call(x):
+    from keras.src.ops.node import Node
+
+    layer = keras.layers.Dense(2)
+    layer(x)
+    y = keras.KerasTensor((None, 2))
+    Node(layer, call_args=(x,), call_kwargs={}, outputs=[y])
+    assert y._keras_history == (layer, 1, 0), moved("Node(op, call_args, call_kwargs, outputs)")
+    value = keras.ops.ones((1, 3))
+    got = keras.Model(x, y)(value)
+    assert keras.ops.all(got == layer(value)), moved("Node(op, call_args, call_kwargs, outputs)")
+
+
+def test_functional_is_what_keras_model_makes_and_takes_a_name(x):
+    from keras.src.models.functional import Functional
+
+    assert isinstance(keras.Model(x, x + 1.0), Functional), moved("keras.Model -> Functional")
+    assert Functional([x], [x + 1.0], name="n").name == "n", moved("Functional(inputs, outputs)")
+    assert getattr(keras.Model(x, x + 1.0).call, "__func__", None) is Functional.call, moved(
+        "Functional.call"
+    )
+
+
+def test_inputs_struct_and_outputs_struct(x):
+    y = keras.Input((3,), name="y")
+    model = keras.Model({"x": x, "y": y}, {"b": x + y, "a": (x, y)})
+    assert model._inputs_struct == {"x": x, "y": y}, moved("Functional._inputs_struct")
+    struct = model._outputs_struct
+    assert struct["a"] == (x, y), moved("Functional._outputs_struct")
+    assert keras.tree.flatten(struct) == model.outputs, moved("Functional._outputs_struct")
+
+
+def test_sequential_functional(x):
+    from keras.src.models.functional import Functional
+
+    model = keras.Sequential([keras.layers.Dense(2)])
+    assert model._functional is None, moved("Sequential._functional")
+    model(x)
+    assert isinstance(model._functional, Functional), moved("Sequential._functional")
+    assert model.call.__func__ is keras.Sequential.call, moved("Sequential.call")
+
+
+def test_facts_of_inputs_and_tensors():
+    x = keras.Input(batch_shape=(), dtype="int32", optional=True, name="x")
+    layer = x._keras_history.operation
+    assert isinstance(layer, keras.layers.InputLayer), moved("InputLayer")
+    assert (layer.name, layer.optional) == ("x", True), moved("InputLayer.optional")
+    assert x.sparse is False, moved("KerasTensor.sparse")
+    assert (x * 2).sparse is True, (
+        "Keras no longer marks the product with a constant as sparse: "
+        f"backbone_surgery/{ENGINE} need not distrust `KerasTensor.sparse` any more"
+    )
+    assert keras.layers.LSTM(2).supports_masking is True, moved("Layer.supports_masking")
+
+
+def test_tree_keeps_none_as_a_leaf_and_sorts_dicts():
+    # Optional inputs are passed as None, and outputs of a nested model are told by their order.
+    flat = keras.tree.flatten({"b": None, "a": [1, (2,)]})
+    assert flat == [1, 2, None], moved("keras.tree.flatten")
+
+
+# Nobody else uses them.
+
+
+def private_uses(source):
+    """Return the private Keras modules and names that a source file uses."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
+        else:
+            modules = []
+        found |= {m for m in modules if f"{m}.".startswith(("keras.src.", "keras_hub.src."))}
+        names = ATTRIBUTES | ALSO_PRIVATE
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            found.add(node.attr)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("keras.src", "keras_hub.src"):
+            found.add(ast.unparse(node))
+        if isinstance(node, ast.Constant) and node.value in names:
+            found.add(node.value)
+    return found
+
+
+MODULES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != ENGINE])
+def test_only_the_engine_uses_private_keras(module):
+    uses = private_uses((PACKAGE / module).read_text())
+    if module.startswith("families/"):
+        # KerasHub does not export the classes of its decoder blocks.
+        uses = {u for u in uses if not u.startswith("keras_hub.src")}
+    assert not uses, f"{module} uses {sorted(uses)}: ask backbone_surgery/{ENGINE} for it"
+
+
+def test_every_private_name_the_engine_uses_is_pinned_here():
+    tree = ast.parse((PACKAGE / ENGINE).read_text())
+    own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_on_self(n)}
+    names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} - own
+    names |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} & ATTRIBUTES
+    assert {n for n in names if n.startswith("_") and not n.startswith("__")} == ATTRIBUTES
+    imported = {
+        node.module: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("keras.src")
+        for alias in node.names
+    }
+    assert imported == IMPORTS
+
+
+def is_on_self(node):
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import keras.src",
+        "import keras.src.ops as o",
+        "from keras.src import ops",
+        "from keras import src",
+        "def f():\n    from keras_hub.src.models import x",
+        "keras.src.ops",
+        "t._keras_history",
+        "getattr(t, '_keras_history')",
+        "layer._inbound_nodes[0]",
+    ],
+)
+def test_check_sees_a_private_use(source):
+    assert private_uses(source)
+
+
+def test_check_lets_public_uses_pass():
+    assert not private_uses("import keras\nfrom keras import ops, tree\nself._own = keras.ops")
