@@ -7,6 +7,7 @@ generate from that at compiled speed. Layers are shared at every step, never cop
 from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.cache import new_cache
 from backbone_surgery.checking import CheckReport, check
+from backbone_surgery.emission import collect, emit
 from backbone_surgery.errors import (
     CacheMismatchError,
     SelectorError,
@@ -14,7 +15,7 @@ from backbone_surgery.errors import (
     UnknownArchitectureError,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.graph import clone_layer_graph, collect, emit
+from backbone_surgery.graph import clone_layer_graph
 from backbone_surgery.opening import open_backbone, sites
 from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid

@@ -18,8 +18,7 @@ This is the only module that touches private Keras. `tests/test_keras_internals.
 private name, so that a Keras release which moves one says so plainly.
 """
 
-import contextlib
-import contextvars
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +28,13 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 
+from backbone_surgery.emission import Emitted, emit, emitting, hand_over
 from backbone_surgery.errors import SurgeryError
 
 KEEP = object()
 """Returned by an internal callback to say: this node stays as it is."""
 
 CloneFn = Callable[..., Any]
-Emitted = dict[str, list[keras.KerasTensor]]
-
-_emitted: contextvars.ContextVar[Emitted] = contextvars.ContextVar("emitted")
-_collector: contextvars.ContextVar[Emitted] = contextvars.ContextVar("collector")
 
 
 def clone_layer_graph(
@@ -85,67 +81,12 @@ def clone_layer_graph(
                 "`model.input` and `model.output`."
             )
     mapping = {id(t): t for t in flat_inputs}
-    enter = enter_nested and clone_fn is not None
-    new, emitted = replay(outputs, mapping, clone_fn or _identity, enter_nested=enter)
+    if clone_fn is None:
+        clone_fn, enter_nested = operator.call, False
+    new, emitted = replay(outputs, mapping, clone_fn, enter_nested)
     if emitted:
-        collector = _collector.get(None)
-        if collector is None:
-            raise SurgeryError(
-                f"clone_layer_graph: expected a collector for the emitted tensors "
-                f"{sorted(emitted)}. Wrap the call: `with backbone_surgery.collect() as taps:`."
-            )
-        for name, tensors in emitted.items():
-            collector.setdefault(name, []).extend(tensors)
+        hand_over(emitted)
     return new
-
-
-def emit(name: str, tensor: keras.KerasTensor) -> None:
-    """Hand a tensor out of the graph being cloned, under a name, from any depth of nesting.
-
-    Only callable inside a `clone_fn`. See `collect` for where the tensor arrives.
-
-    Args:
-        name: the name under which it arrives.
-        tensor: a symbolic tensor of the graph being built.
-
-    Raises:
-        SurgeryError: called outside a `clone_fn`, or with no symbolic tensor.
-    """
-    scope = _emitted.get(None)
-    if scope is None:
-        raise SurgeryError(
-            f"emit at '{name}': expected to be called from a clone_fn while a graph is being "
-            "cloned. Received a call outside of one. Move it into the clone_fn."
-        )
-    if not isinstance(tensor, keras.KerasTensor):
-        raise SurgeryError(
-            f"emit at '{name}': expected a symbolic tensor. Received {tensor!r} of type "
-            f"{type(tensor).__name__}. Emit the tensors of a structure one by one."
-        )
-    scope.setdefault(name, []).append(tensor)
-
-
-@contextlib.contextmanager
-def collect() -> Iterator[Emitted]:
-    """Collect what a `clone_fn` emits: `{name: [one top-level tensor per use]}`.
-
-    A nested model that is used three times emits three tensors under one name.
-
-    Example:
-        >>> import keras, backbone_surgery as bs
-        >>> x = keras.Input((4,))
-        >>> y = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(3)])(x)
-        >>> def tap(layer, *args, **kwargs):
-        ...     result = layer(*args, **kwargs)
-        ...     bs.emit(layer.name, result)
-        ...     return result
-        >>> with bs.collect() as taps:
-        ...     y = bs.clone_layer_graph(x, y, tap)
-        >>> sorted(len(tensors) for tensors in taps.values())
-        [1, 1]
-    """
-    with _scope(_collector) as collected:
-        yield collected
 
 
 def replay(
@@ -173,7 +114,7 @@ def replay(
         TypeError: as `clone_layer_graph`.
     """
     walk = _Replay(visit, enter_nested, per_use)
-    with _scope(_emitted) as emitted:
+    with emitting() as emitted:
         flat = walk.run(tree.flatten(outputs), mapping)
     walk.check_reachable([*flat, *tree.flatten(emitted)])
     return tree.pack_sequence_as(outputs, flat), emitted
@@ -265,10 +206,10 @@ class _Replay:
         """Replay the inside of a nested model, and make a new model of it."""
         if not self.per_use and id(layer) in self.rebuilt:
             return self.rebuilt[id(layer)]
-        inputs = [_input_like(t, t.name) for t in nested.inputs]
+        inputs = [_input_like(t, node_of(t).operation.name) for t in nested.inputs]
         self.nested_inputs.update((id(t), (layer.name, t)) for t in inputs)
         mapping = {id(old): new for old, new in zip(nested.inputs, inputs, strict=True)}
-        with _scope(_emitted) as emitted:
+        with emitting() as emitted:
             outputs = self.run(nested.outputs, mapping)
         name = _unique(layer.name, self.names, "_use_") if self.per_use else layer.name
         rebuilt = _rebuild(nested, name, inputs, outputs, emitted)
@@ -408,20 +349,6 @@ def all_nodes(model: keras.Model) -> Iterator[Node]:
         yield node
         if as_functional(node.operation) is not None:
             yield from all_nodes(node.operation)
-
-
-def _identity(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return layer(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _scope(variable: contextvars.ContextVar[Emitted]) -> Iterator[Emitted]:
-    emitted: Emitted = {}
-    token = variable.set(emitted)
-    try:
-        yield emitted
-    finally:
-        variable.reset(token)
 
 
 def _unique(name: str, taken: set[str], suffix: str = "_") -> str:

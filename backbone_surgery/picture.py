@@ -56,7 +56,7 @@ def make_picture(model: keras.Model, expand_nested: bool) -> Picture:
 
 
 def kind(layer: Any) -> str:
-    """Tell what a node is: `input`, `output`, `cache`, `attention`, `block`, `inserted`, `layer`."""
+    """Tell what a node is: one of the keys of `COLOURS`."""
     if layer.name.startswith("cache_") and isinstance(layer, keras.layers.InputLayer | Output):
         return "input" if layer.name in ("cache_mask", "cache_update_index") else "cache"
     if isinstance(layer, keras.layers.InputLayer):

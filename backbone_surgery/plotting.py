@@ -115,7 +115,7 @@ def _restyle(dot: Any, picture: Picture) -> None:
         dot.add_edge(pydot.Edge(str(source), str(target), **style))
 
 
-_EDGES = {
+_EDGES: dict[str, dict[str, Any]] = {
     "main": {"color": "#24292f", "penwidth": "2", "weight": "20"},
     "side": {"color": "#8c959f", "penwidth": "1", "weight": "1"},
 }

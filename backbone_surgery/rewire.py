@@ -7,6 +7,7 @@ from keras import tree
 
 from backbone_surgery import attention, graph
 from backbone_surgery.backbone import BackboneWithCache
+from backbone_surgery.emission import emit
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening import open_backbone
@@ -104,8 +105,8 @@ class _Rewirer:
         cached = attention.CachedSelfAttention(**_like(layer))
         index, mask = self.inputs["cache_update_index"], self.inputs["cache_mask"]
         mixed, keys, values = cached(query, key, value, key_cache, value_cache, index, mask)
-        graph.emit(key_cache.name, keys)
-        graph.emit(value_cache.name, values)
+        emit(key_cache.name, keys)
+        emit(value_cache.name, values)
         return mixed
 
     def _attend_pattern(self, layer: Any, query: Any, key: Any) -> Any:
@@ -113,14 +114,14 @@ class _Rewirer:
         cached = attention.CachedAttentionPattern(**_like(layer))
         index, mask = self.inputs["cache_update_index"], self.inputs["cache_mask"]
         pattern, keys = cached(query, key, key_cache, index, mask)
-        graph.emit(key_cache.name, keys)
+        emit(key_cache.name, keys)
         return pattern
 
     def _attend_mix(self, layer: Any, pattern: Any, value: Any) -> Any:
         value_cache = self._value_cache(value)
         cached = attention.CachedAttentionMix(**_like(layer))
         mixed, values = cached(pattern, value, value_cache, self.inputs["cache_update_index"])
-        graph.emit(value_cache.name, values)
+        emit(value_cache.name, values)
         return mixed
 
     def _key_cache(self, like: keras.KerasTensor) -> keras.KerasTensor:

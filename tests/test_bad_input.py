@@ -104,7 +104,7 @@ def test_samplers(lm):
         lm.compile(sampler=keras_hub.samplers.ContrastiveSampler())
     with pytest.raises(bs.SurgeryError, match="'speculative': expected the name of a sampler"):
         lm.compile(sampler="speculative")
-    with pytest.raises(bs.SurgeryError, match="sampler BeamSampler.return_all_beams=True"):
+    with pytest.raises(bs.SurgeryError, match=r"sampler BeamSampler.return_all_beams=True"):
         lm.compile(sampler=keras_hub.samplers.BeamSampler(return_all_beams=True))
     with pytest.raises(bs.SurgeryError, match="sampler GreedySampler"):
         lm.compile(sampler=keras_hub.samplers.GreedySampler)
@@ -113,7 +113,7 @@ def test_samplers(lm):
         def __call__(self, *args, **kwargs):
             return args[0]
 
-    with pytest.raises(bs.SurgeryError, match="OwnLoop.*overrides `get_next_token` alone"):
+    with pytest.raises(bs.SurgeryError, match=r"OwnLoop.*overrides `get_next_token` alone"):
         lm.compile(sampler=OwnLoop())
 
 
@@ -137,7 +137,7 @@ def test_unknown_architecture():
 def test_what_is_no_backbone():
     backbone = make_gpt2()
     task = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
-    with pytest.raises(bs.SurgeryError, match="Pass its `.backbone`"):
+    with pytest.raises(bs.SurgeryError, match=r"Pass its `.backbone`"):
         bs.open_backbone(task)
     with pytest.raises(bs.SurgeryError, match="expected a backbone or another Functional model"):
         bs.rewire("gpt2")
@@ -150,7 +150,7 @@ def test_what_is_no_backbone():
     block = keras_hub.layers.TransformerDecoder(16, 2)
     y = block(post_norm, decoder_padding_mask=mask)
     model = keras.Model([ids, mask, post_norm], y)
-    with pytest.raises(bs.SurgeryError, match="pre-norm block.*normalize_first=False"):
+    with pytest.raises(bs.SurgeryError, match=r"pre-norm block.*normalize_first=False"):
         bs.open_backbone(model)
 
 

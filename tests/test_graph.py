@@ -14,8 +14,9 @@ import pytest
 from keras import layers, ops, tree
 
 from backbone_surgery import graph
+from backbone_surgery.emission import collect, emit
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.graph import KEEP, clone_layer_graph, collect, emit
+from backbone_surgery.graph import KEEP, clone_layer_graph
 
 SIZE = 4
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from keras import layers, ops, tree
 
 from backbone_surgery import graph
-from backbone_surgery.graph import KEEP, clone_layer_graph, collect, emit
+from backbone_surgery.emission import collect, emit
+from backbone_surgery.graph import KEEP, clone_layer_graph
 
 SHAPE = (2, 3)
 DENSE = 4

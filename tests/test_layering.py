@@ -10,6 +10,7 @@ PACKAGE = "backbone_surgery"
 
 LAYERS = [
     ["errors"],
+    ["emission"],
     ["graph"],
     ["attention", "layers", "site", "backbone"],
     ["families"],

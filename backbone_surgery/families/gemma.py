@@ -1,5 +1,7 @@
-"""Gemma 1 and 2: rotary positions, grouped heads, gated MLP; Gemma 2 adds post norms, soft caps
-and a window on every other block. All of it is read off the block being opened.
+"""Gemma 1 and 2: rotary positions, grouped heads, gated MLP.
+
+Gemma 2 adds post norms, soft caps and a window on every other block. All of it is read off the
+block being opened.
 """
 
 import keras

@@ -158,8 +158,8 @@ class CachedCausalLM(keras_hub.models.CausalLM):
                 progress.advance(task, len(part.rows))
         pairs = list(zip(prompts.rows, new_rows, strict=True))
         if self.preprocessor is None:
-            rows = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
-            return pack_right(rows, limits.width, 0)
+            shown = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
+            return pack_right(shown, limits.width, 0)
         texts = [batch.stops.render(p, n, strip_prompt) for p, n in pairs]
         return texts[0] if prompts.scalar else texts
 
@@ -212,8 +212,8 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         self, prompts: Prompts, batch: Batch, strategy: Any, strip_prompt: bool, chunk: int
     ) -> Iterator[Any]:
         shown = [""] * len(prompts.rows)
-        chunk = chunk if strategy.width == 1 else None  # beams change until the end
-        for rows in run_batch(self.programs, strategy, batch, chunk):
+        steps = chunk if strategy.width == 1 else None  # beams change until the end
+        for rows in run_batch(self.programs, strategy, batch, steps):
             pieces = []
             for i, (new, finished) in enumerate(rows):
                 text = batch.stops.render(prompts.rows[i], new, strip_prompt)

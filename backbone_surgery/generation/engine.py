@@ -91,8 +91,8 @@ def _read(
 ) -> list[tuple[np.ndarray, bool]]:
     """Read the rows off the state, the best beam of each, cut where they stop."""
     tokens, slot = np.asarray(state["tokens"]), int(state["slot"])
-    done = np.asarray(state["done"]).reshape(-1, strategy.width).all(axis=1)
-    best = np.zeros(len(done), int)
+    done: np.ndarray = np.asarray(state["done"]).reshape(-1, strategy.width).min(axis=1)
+    best = np.zeros(len(done), np.int64)
     if strategy.width > 1:
         best = np.asarray(state["draws"]["log_probs"]).reshape(-1, strategy.width).argmax(axis=1)
     rows = []

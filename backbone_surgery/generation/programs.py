@@ -101,7 +101,7 @@ class Programs:
 def _prefill(forward: Callable, strategy: Strategy, cache: Any, arguments: State) -> State:
     token_ids, mask = arguments["token_ids"], arguments["mask"]
     length = jax.tree.leaves(cache)[0].shape[1]
-    batch, prompt = token_ids.shape
+    prompt = token_ids.shape[1]
     lengths = mask.sum(axis=1, dtype=jnp.int32)
     cache_mask = jnp.pad(mask, ((0, 0), (0, length - prompt)), constant_values=True)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)

@@ -56,8 +56,8 @@ def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompt
             )
         if row.min() < 0 or row.max() >= vocabulary_size:
             raise SurgeryError(
-                f"generate at row {i}: expected token ids from 0 to {vocabulary_size - 1}. Received "
-                f"ids from {row.min()} to {row.max()}. Use the tokenizer of the model."
+                f"generate at row {i}: expected token ids from 0 to {vocabulary_size - 1}. "
+                f"Received ids from {row.min()} to {row.max()}. Use the tokenizer of the model."
             )
     return prompts
 

@@ -90,9 +90,9 @@ def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any) -> list[int]:
                 "`stop_token_ids=None` to go on to the maximal length, or token ids."
             )
         tokenizer = preprocessor.tokenizer
-        ids = [getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id")]
-        return [int(i) for i in ids if i is not None]
-    ids = list(np.atleast_1d(np.asarray(stop_token_ids)))
+        ends = (getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id"))
+        return [int(i) for i in ends if i is not None]
+    ids: list[Any] = list(np.atleast_1d(np.asarray(stop_token_ids)))
     if any(not _is_int(i) or i < 0 for i in ids):
         raise SurgeryError(
             f"generate at 'stop_token_ids': expected token ids. Received {stop_token_ids!r}. Pass "

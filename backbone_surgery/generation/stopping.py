@@ -1,7 +1,6 @@
 """Stopping: cut rows at a stop token or at a stop sequence, exactly, by tokens or by text."""
 
 import bisect
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,7 @@ class Stops:
 
     def cut(self, prompt: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, bool]:
         """Cut the new tokens of a row where it stops, and tell whether it does."""
-        ends = np.flatnonzero(np.isin(new, self.ids)) if self.ids else []
+        ends = np.flatnonzero(np.isin(new, self.ids))
         end = int(ends[0]) + 1 if len(ends) else len(new)
         stopped = bool(len(ends))
         for sequence in self.sequences:
@@ -58,7 +57,8 @@ class Stops:
         """Return the text of a row, and where its new part begins."""
         rows = [prompt, np.concatenate([prompt, new])]
         before, text = to_text(rows, self.preprocessor)
-        return text, len(os.path.commonprefix([before, text]))
+        pairs = zip(before, text, strict=False)
+        return text, next((i for i, (a, b) in enumerate(pairs) if a != b), len(before))
 
     def _first_text(self, prompt: np.ndarray, new: np.ndarray) -> int | None:
         """Return the smallest number of new tokens whose text holds a stop sequence."""

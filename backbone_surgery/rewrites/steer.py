@@ -29,7 +29,7 @@ class Steer(SiteRewrite):
         at: site selector; the sites with a direction are steered.
         tokens: which tokens: `"all"`, `"prompt"`, `"generated"`, or positions `(start, stop)`
             counted from the first token of the row.
-        mode: `"add"` gives h + s·v, `"ablate"` gives h − s·v̂(v̂·h) with v̂ of unit norm.
+        mode: `"add"` gives h + s·v, `"ablate"` gives h - s·v̂(v̂·h) with v̂ of unit norm.
         renormalize: whether to scale the result back to the norm of h, computed in float32.
         strength: where the control is not given.
     """
@@ -68,7 +68,7 @@ class Steer(SiteRewrite):
         """Return the positions to steer, int32[batch, 2]: from one, up to but without the other."""
         lengths = np.asarray(prompt_lengths, np.int32)
         if self.tokens == "all":
-            pair = (0, _LAST)
+            pair: tuple[Any, Any] = (0, _LAST)
         elif self.tokens == "prompt":
             pair = (0, lengths)
         elif self.tokens == "generated":

@@ -1,0 +1,70 @@
+"""Without TensorFlow everything works; on another backend all but generation does."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("tensorflow", "tensorflow_text", "torch"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocker())
+"""
+SURGERY = """
+import numpy as np, keras_hub, keras, backbone_surgery as bs
+backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16, dropout=0)
+edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(8)})])
+inputs = {"token_ids": np.ones((1, 4), "int32"), "padding_mask": np.ones((1, 4), "int32")}
+print(keras.backend.backend(), max(bs.check(edited).errors.values()) < 1e-5)
+"""
+
+
+def run(code, backend):
+    environment = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_generates_without_tensorflow():
+    code = """
+import backbone_surgery as bs
+for name in ("tiny_gpt2", "tiny_gemma"):
+    lm = bs.CachedCausalLM.from_preset(name)
+    print(lm.generate("Once upon a time there was a girl named Lily.", max_new_tokens=9))
+print("tensorflow" in sys.modules)
+"""
+    lines = run(BLOCK + code, "jax").strip().splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("Once upon a time") for line in lines[:2])
+    assert lines[2] == "False"
+
+
+def test_importing_starts_no_backend():
+    code = """
+import backbone_surgery
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+    assert run(code, "jax").strip() == "False"
+
+
+@pytest.mark.slow
+def test_surgery_on_tensorflow_and_generation_says_it_needs_jax():
+    code = (
+        SURGERY
+        + """
+try:
+    bs.CachedCausalLM(edited).generate(inputs, stop_token_ids=None)
+except bs.SurgeryError as error:
+    print(error)
+"""
+    )
+    out = run(code, "tensorflow")
+    assert out.startswith("tensorflow True")
+    assert "expected the JAX backend of Keras. Received 'tensorflow'" in out

@@ -1,0 +1,203 @@
+"""`CachedCausalLM` is a KerasHub task: generation sees at once what is done to the weights."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.conftest import FAMILIES, TASKS, make_gpt2, ragged
+
+OPTIONS = {"max_new_tokens": 12, "stop_token_ids": None}
+
+
+@pytest.fixture(params=["gpt2", "gemma2"])
+def family(request):
+    return request.param
+
+
+def greedy(lm, inputs):
+    lm.compile(sampler="greedy")
+    return lm.generate(inputs, **OPTIONS)["token_ids"]
+
+
+def wanted(family, backbone, inputs):
+    task = TASKS[family](backbone=backbone, preprocessor=None)
+    task.compile(sampler="greedy")
+    width = inputs["token_ids"].shape[1] + OPTIONS["max_new_tokens"]
+    padded = {k: np.pad(v, ((0, 0), (0, width - v.shape[1]))) for k, v in inputs.items()}
+    return np.asarray(task.generate(padded, stop_token_ids=None)["token_ids"])
+
+
+def batch(rng):
+    ids = rng.integers(1, 60, (8, 10))
+    x = {"token_ids": ids[:, :-1], "padding_mask": np.ones((8, 9), "int32")}
+    return x, ids[:, 1:], np.ones((8, 9))
+
+
+def test_fit_changes_what_is_generated(family, backbone, rng):
+    lm = bs.CachedCausalLM(bs.operate(backbone, []))
+    inputs = ragged(rng, (4, 4), 4)
+    before = greedy(lm, inputs)
+    lm.compile(sampler="greedy", optimizer=keras.optimizers.SGD(0.5))
+    x, y, weight = batch(rng)
+    history = lm.fit(x, y, sample_weight=weight, epochs=3, shuffle=False, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+    after = lm.generate(inputs, **OPTIONS)["token_ids"]
+    assert not np.array_equal(before, after)
+    assert np.array_equal(after, wanted(family, backbone, inputs))
+    assert np.isfinite(lm.evaluate(x, y, sample_weight=weight, verbose=0)).all()
+
+
+def test_fit_equals_kerashub(family, rng):
+    x, y, weight = batch(rng)
+    losses = []
+    for make in (lambda b: TASKS[family](backbone=b, preprocessor=None), bs.CachedCausalLM):
+        lm = make(FAMILIES[family]())
+        lm.compile(sampler="greedy", optimizer=keras.optimizers.SGD(0.1))
+        history = lm.fit(x, y, sample_weight=weight, epochs=2, shuffle=False, verbose=0)
+        losses.append(history.history["loss"])
+    assert np.allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_lora(family, backbone, rng, edited):
+    lm = bs.CachedCausalLM(bs.operate(backbone, []) if edited else backbone)
+    inputs = ragged(rng, (4, 4), 4)
+    before = greedy(lm, inputs)
+    lm.backbone.enable_lora(2)
+    assert np.array_equal(greedy(lm, inputs), before)
+    for variable in backbone.trainable_variables:
+        variable.assign(rng.normal(0, 0.6, variable.shape))
+    after = greedy(lm, inputs)
+    assert not np.array_equal(after, before)
+    assert np.array_equal(after, wanted(family, backbone, inputs))
+    count = lm.programs.compilations["decode"]
+    backbone.trainable_variables[0].assign(
+        rng.normal(0, 0.6, backbone.trainable_variables[0].shape)
+    )
+    greedy(lm, inputs)
+    assert lm.programs.compilations["decode"] == count
+
+
+@pytest.mark.parametrize("through", ["lm", "backbone", "edited"])
+def test_int8(family, backbone, rng, through):
+    edited = bs.operate(backbone, [])
+    lm = bs.CachedCausalLM(edited if through == "edited" else backbone)
+    inputs = ragged(rng, (4, 4), 4)
+    greedy(lm, inputs)
+    {"lm": lm, "backbone": backbone, "edited": edited}[through].quantize("int8")
+    kernels = [v for v in backbone.variables if str(v.dtype) == "int8"]
+    assert len(kernels) > 4 * backbone.num_layers
+    assert np.array_equal(greedy(lm, inputs), wanted(family, backbone, inputs))
+
+
+def test_weights_are_saved_and_loaded_through_the_backbone(family, backbone, rng, tmp_path):
+    edited = bs.operate(backbone, [bs.Steer("s", {0: np.ones(32)})])
+    path = str(tmp_path / "edited.weights.h5")
+    edited.save_weights(path)
+    other = FAMILIES[family](seed=3)
+    changed = bs.operate(other, [])
+    lm = bs.CachedCausalLM(changed)
+    inputs = ragged(rng, (4, 4), 4)
+    before = greedy(lm, inputs)
+    changed.load_weights(path)
+    for a, b in zip(other.weights, backbone.weights, strict=True):
+        assert np.array_equal(a, b)
+    assert not np.array_equal(greedy(lm, inputs), before)
+    assert np.array_equal(greedy(lm, inputs), wanted(family, backbone, inputs))
+
+
+def test_default_sampler_is_that_of_kerashub(family, backbone):
+    task = TASKS[family](backbone=backbone, preprocessor=None)
+    assert type(bs.CachedCausalLM(backbone).sampler) is type(task.sampler)
+
+
+def test_it_is_a_kerashub_causal_lm(backbone):
+    lm = bs.CachedCausalLM(backbone)
+    assert isinstance(lm, keras_hub.models.CausalLM)
+    assert lm.backbone is backbone
+    assert lm.backbone_with_cache.name == "backbone_with_cache"
+
+
+class ControlVectorLayer(keras.layers.Layer):
+    """The layer that the two keras-hub examples put behind each block."""
+
+    def build(self, shape):
+        self.vector = self.add_weight(shape=(shape[-1],), initializer="random_normal")
+
+    def call(self, x):
+        return x + self.vector
+
+
+@pytest.mark.parametrize("how", ["clone", "operate"])
+def test_the_examples_of_keras_hub_1598(family, backbone, rng, how):
+    def clone_fn(layer, *args, **kwargs):
+        if type(layer) is type(backbone.transformer_layers[0]):
+            x = layer(*args, **kwargs)
+            return ControlVectorLayer()(x)
+        return layer(*args, **kwargs)
+
+    if how == "clone":
+        outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+        model = keras.Model(backbone.input, outputs)
+    else:
+        model = bs.operate(backbone, [clone_fn])
+    lm = bs.CachedCausalLM(model)
+    inputs = ragged(rng, (4, 4), 4)
+    vectors = [v for v in lm.variables if v.path.endswith("control_vector_layer/vector")]
+    vectors = vectors or [v for v in lm.variables if "control_vector" in v.path]
+    assert len(vectors) == backbone.num_layers
+    for vector in vectors:
+        vector.assign(np.zeros(32))
+    assert np.array_equal(greedy(lm, inputs), wanted(family, backbone, inputs))
+    for vector in vectors:
+        vector.assign(rng.normal(0, 2, 32))
+    got = greedy(lm, inputs)
+    assert not np.array_equal(got, wanted(family, backbone, inputs))
+    assert np.array_equal(got, _token_by_token(model, lm, inputs))
+    assert max(bs.check(model).errors.values()) <= 5e-6
+
+
+def _token_by_token(model, lm, inputs):
+    """Greedy generation by the uncached model, one whole pass for each token."""
+    ids = inputs["token_ids"]
+    width = ids.shape[1] + OPTIONS["max_new_tokens"]
+    padded = np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
+    mask = np.ones_like(padded)
+    embedding = np.asarray(lm.opened.token_embedding.embeddings)
+    for slot in range(ids.shape[1], width):
+        hidden = model.predict_on_batch({"token_ids": padded, "padding_mask": mask})
+        padded[:, slot] = (hidden[:, slot - 1] @ embedding.T).argmax(-1)
+    return padded
+
+
+def test_an_input_that_a_user_adds_is_a_control(rng):
+    """A plain graph with a strength of its own, used inside a nested part of it."""
+    backbone = make_gpt2()
+    strength = keras.Input((), name="strength")
+
+    class Scaled(keras.layers.Layer):
+        def call(self, x, strength):
+            return x + strength[:, None, None] * x[..., ::-1]
+
+    def clone_fn(layer, *args, **kwargs):
+        result = layer(*args, **kwargs)
+        if layer.name == "transformer_layer_1":
+            return Scaled()(result, strength)
+        return result
+
+    outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+    model = keras.Model({**backbone.input, "strength": strength}, outputs)
+    lm = bs.CachedCausalLM(model)
+    lm.compile(sampler="greedy")
+    inputs = ragged(rng, (4, 4), 4)
+    zero = lm.generate(inputs, controls={"strength": 0.0}, **OPTIONS)["token_ids"]
+    assert np.array_equal(zero, wanted("gpt2", backbone, inputs))
+    mixed = lm.generate(inputs, controls={"strength": [0.0, 9.0]}, **OPTIONS)["token_ids"]
+    assert np.array_equal(mixed[0], zero[0])
+    assert not np.array_equal(mixed[1], zero[1])
+    with pytest.raises(bs.SurgeryError, match="'strength': expected a value"):
+        lm.generate(inputs, **OPTIONS)
+    with pytest.raises(bs.SurgeryError, match="expected an array that broadcasts to"):
+        lm.generate(inputs, controls={"strength": np.ones(3)}, **OPTIONS)
