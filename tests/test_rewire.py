@@ -102,6 +102,19 @@ def test_uncached_opened_graph_takes_padding_on_the_left_too(pair, rng):
     assert relative(got[1, 7:], wanted[0]) <= EXACT
 
 
+def test_query_scale_is_that_of_the_backbone(rng):
+    backbone = FAMILIES["gemma2"](query_head_dim_normalize=False, head_dim=16)
+    inputs = left_padded(rng, [9, 9], 9)
+    with pytest.warns(UserWarning, match="does not pass the setting on"):
+        opened = bs.open_backbone(backbone)
+    assert relative(run(opened, inputs), run(backbone, inputs)) <= EXACT
+    for block in backbone.transformer_layers:
+        block.attention.query_head_dim_normalize = False
+    wanted = np.asarray(backbone(inputs))
+    assert relative(run(bs.open_backbone(backbone), inputs), wanted) <= EXACT
+    assert relative(run(opened, inputs), wanted) > 1e-3
+
+
 def test_bfloat16(family, rng):
     backbone = FAMILIES[family](dtype="bfloat16")
     inputs = left_padded(rng, [16, 16], 16)

@@ -33,9 +33,13 @@ def test_greedy_text_equals_kerashub(lm, upstream):
     assert lm.generate(PROMPTS, max_length=96, strip_prompt=True) == stripped
 
 
-def test_the_cache_of_a_bundled_model_is_right(lm):
+def test_parity_of_a_bundled_model(lm, upstream):
     report = bs.check(lm.backbone)
     assert max(report.errors.values()) <= 5e-6
+    inputs = lm.preprocessor.generate_preprocess(PROMPTS, sequence_length=24)
+    wanted, got = upstream.predict_on_batch(inputs), lm.predict_on_batch(inputs)
+    assert np.abs(got - wanted).max() <= 5e-6 * np.abs(wanted).max()
+    assert np.array_equal(got.argmax(-1), wanted.argmax(-1))
 
 
 def test_a_whole_story_ends_by_itself(lm):

@@ -4,6 +4,8 @@ Gemma 2 adds post norms, soft caps and a window on every other block. All of it 
 block being opened.
 """
 
+import warnings
+
 import keras
 import numpy as np
 from keras import layers, ops
@@ -79,6 +81,13 @@ def _attention(block, x, padding_mask, positions):
     query = GemmaRotary(rotary, dtype=policy, name="query_rotary")(query, positions)
     key = GemmaRotary(rotary, dtype=policy, name="key_rotary")(key, positions)
     width = attention.hidden_dim // attention.num_query_heads
+    if attention.query_head_dim_normalize and not block.query_head_dim_normalize:
+        warnings.warn(
+            f"open at '{block.name}': the backbone was made with `query_head_dim_normalize=False`, "
+            f"but its attention scales queries by the head size {attention.head_dim} all the same "
+            f"(KerasHub does not pass the setting on). The opened graph does as the backbone does.",
+            stacklevel=2,
+        )
     scaled_by = attention.head_dim if attention.query_head_dim_normalize else width
     x = SelfAttention(
         num_heads=attention.num_query_heads,
