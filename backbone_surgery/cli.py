@@ -100,7 +100,8 @@ def plot(
 
     lm = _load(model)
     if to_file.suffix == ".mmd":
-        to_file.write_text(bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand) + "\n")
+        text = bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand)
+        _attempt(to_file.write_text, text + "\n")
     else:
         _attempt(bs.plot_model, lm.backbone_with_cache, str(to_file), expand_nested=expand)
     out.print(f"wrote {to_file}")

@@ -9,6 +9,8 @@ import keras
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.picture import COLOURS, Picture, kind, make_picture, mermaid_lines
 
+_FORMATS = (".png", ".svg", ".pdf", ".jpg", ".dot")
+
 
 def plot_model(
     model: keras.Model,
@@ -24,7 +26,7 @@ def plot_model(
 
     Args:
         model: a backbone, an edited backbone, a backbone with cache, or any Functional model.
-        to_file: the file; its ending says the format: png, svg, pdf, ...
+        to_file: the file; its ending says the format: .png, .svg, .pdf, .jpg or .dot.
         expand_nested: whether to draw what is inside each block, in a frame of its own, or one
             node for each block.
         show_shapes: whether to write shapes into the nodes.
@@ -44,6 +46,12 @@ def plot_model(
             "`apt install graphviz`, `brew install graphviz` or `conda install graphviz`; or use "
             "`backbone_surgery.to_mermaid(model)`, which needs neither."
         )
+    path = Path(to_file)
+    if path.suffix not in _FORMATS or not path.parent.is_dir():
+        raise SurgeryError(
+            f"plot_model at '{to_file}': expected a file in a folder that exists, ending in one of "
+            f"{', '.join(_FORMATS)}. Received another. Choose such a name."
+        )
     picture = make_picture(model, expand_nested)
     dot = keras.utils.model_to_dot(
         picture.model,
@@ -55,8 +63,7 @@ def plot_model(
         splines="spline",
     )
     _restyle(dot, picture)
-    path = Path(to_file)
-    dot.write(str(path), format=path.suffix.lstrip(".") or "png")
+    dot.write(str(path), format=path.suffix.lstrip("."))
     return _image(path)
 
 

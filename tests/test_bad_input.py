@@ -169,6 +169,10 @@ def test_sites():
         bs.operate(backbone, [bs.Steer("s", {0: np.ones(31)})])
     with pytest.raises(bs.SurgeryError, match="no other rewrite declares"):
         bs.operate(backbone, [bs.Steer("s", direction), bs.Steer("s", direction)])
+    with pytest.raises(bs.SurgeryError, match="expected one site in each block"):
+        bs.operate(backbone, [bs.Steer("s", direction, at="blocks.*.*_output")])
+    with pytest.raises(bs.SurgeryError, match="expected a name of letters"):
+        bs.operate(backbone, [bs.Steer("my/mood", direction)])
     with pytest.raises(bs.SelectorError, match="expected a site selector such as"):
         bs.operate(backbone, [bs.Steer("s", direction, at=3)])
 

@@ -51,6 +51,7 @@ def test_plot_writes_a_picture_and_mermaid(tmp_path):
     [
         (["generate", PROMPT, "--max-new-tokens", "900"], "tokens in a row"),
         (["inspect", "--model", "./nowhere"], "expected a folder that exists"),
+        (["plot", "missing/x.mmd"], "FileNotFoundError"),
     ],
     ids=str,
 )

@@ -80,6 +80,13 @@ def test_missing_dot_says_how_to_get_it(model, tmp_path, monkeypatch):
         bs.plot_model(model, str(tmp_path / "model.png"))
 
 
+@needs_dot
+@pytest.mark.parametrize("name", ["model.xyz", "model", "missing/model.png"])
+def test_bad_target(model, tmp_path, name):
+    with pytest.raises(bs.SurgeryError, match="expected a file in a folder that exists"):
+        bs.plot_model(model, str(tmp_path / name))
+
+
 def test_drawing_changes_nothing(model):
     before = (len(model.layers), [t.name for t in model.inputs])
     bs.to_mermaid(model, expand_nested=True)

@@ -108,6 +108,20 @@ def test_weights_are_saved_and_loaded_through_the_backbone(family, backbone, rng
     assert np.array_equal(greedy(lm, inputs), wanted(family, backbone, inputs))
 
 
+def test_weights_of_a_task_survive_an_edit(rng, tmp_path):
+    """A block is skipped, and saved all the same: each weight comes back where it was."""
+    backbone, path = make_gpt2(), str(tmp_path / "task.weights.h5")
+
+    def skip(layer, *args, **kwargs):
+        return args[0] if layer.name == "transformer_layer_1" else layer(*args, **kwargs)
+
+    bs.CachedCausalLM(bs.operate(backbone, [skip])).save_weights(path)
+    other = make_gpt2(seed=5)
+    bs.CachedCausalLM(other).load_weights(path)
+    for a, b in zip(other.weights, backbone.weights, strict=True):
+        assert np.array_equal(a, b)
+
+
 def test_default_sampler_is_that_of_kerashub(family, backbone):
     task = TASKS[family](backbone=backbone, preprocessor=None)
     assert type(bs.CachedCausalLM(backbone).sampler) is type(task.sampler)

@@ -89,6 +89,14 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
         return cls(backbone, preprocessor)
 
+    def save_weights(self, filepath: Any, **kwargs: Any) -> None:
+        """Save the weights of the backbone, in its own format, whatever was edited."""
+        self.backbone.save_weights(filepath, **kwargs)
+
+    def load_weights(self, filepath: Any, **kwargs: Any) -> None:
+        """Load a checkpoint of the backbone, whatever was edited."""
+        self.backbone.load_weights(filepath, **kwargs)
+
     def compile(
         self, optimizer: Any = "auto", loss: Any = "auto", *, sampler: Any = "auto", **kwargs: Any
     ) -> None:
@@ -123,8 +131,9 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         Args:
             inputs: a string or a list of strings; without a preprocessor a dict of `token_ids`
                 int[batch, length] and `padding_mask` [batch, length].
-            max_length: tokens of a row at most, its prompt included. Defaults to the sequence
-                length of the preprocessor, or to the width of the arrays.
+            max_length: tokens of a row at most, its prompt and start token included. Defaults to
+                the sequence length of the preprocessor, or to the width of the arrays. Unlike
+                KerasHub, which cuts a longer prompt short, this refuses it.
             max_new_tokens: new tokens of a row at most, instead of `max_length`.
             stop_token_ids: `"auto"` (the tokenizer's end token), `None`, or token ids. The stop
                 token ends the row and is part of it.

@@ -40,18 +40,7 @@ def resolve_limits(
         default_length: taken for `max_length` when neither is given.
         max_positions: how many positions the model has learned, if it is limited.
     """
-    if max_length is not None and max_new_tokens is not None:
-        raise SurgeryError(
-            "generate: expected `max_length` or `max_new_tokens`. Received both, "
-            f"{max_length} and {max_new_tokens}. Leave one out."
-        )
-    for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
-        smallest = 1 if name == "max_length" else 0
-        if value is not None and (not _is_int(value) or value < smallest):
-            raise SurgeryError(
-                f"generate at '{name}': expected an int of at least {smallest}. Received "
-                f"{value!r}. Pass a number of tokens."
-            )
+    _check_numbers(max_length, max_new_tokens)
     lengths = prompts.lengths
     longest = int(lengths.max())
     if max_new_tokens is not None:
@@ -75,6 +64,21 @@ def resolve_limits(
             f"longest prompt has {longest}). Shorten the prompt or ask for fewer new tokens."
         )
     return Limits(budget, needed)
+
+
+def _check_numbers(max_length: Any, max_new_tokens: Any) -> None:
+    if max_length is not None and max_new_tokens is not None:
+        raise SurgeryError(
+            "generate: expected `max_length` or `max_new_tokens`. Received both, "
+            f"{max_length} and {max_new_tokens}. Leave one out."
+        )
+    for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
+        smallest = 1 if name == "max_length" else 0
+        if value is not None and (not _is_int(value) or value < smallest):
+            raise SurgeryError(
+                f"generate at '{name}': expected an int of at least {smallest}. Received "
+                f"{value!r}. Pass a number of tokens."
+            )
 
 
 def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any) -> list[int]:

@@ -66,6 +66,11 @@ class Surgery:
             name: name of the input, unique in the graph.
             default: array of one row, used where the control is not given.
         """
+        if not name.isidentifier():
+            raise SurgeryError(
+                f"operate at control '{name}': expected a name of letters, digits and underscores. "
+                "Received one that is not. Give the rewrite another name."
+            )
         if name in self.inputs:
             raise SurgeryError(
                 f"operate at control '{name}': expected a name that no other rewrite declares. "

@@ -92,7 +92,14 @@ class Steer(SiteRewrite):
                 f"sites {[p.path for p in selected]}. Received directions for blocks "
                 f"{sorted(missing)} too. Drop them, or select more sites."
             )
-        return [p for p in selected if p.block in self.vector]
+        chosen = [p for p in selected if p.block in self.vector]
+        blocks = [p.block for p in chosen]
+        if len(set(blocks)) < len(blocks):
+            raise SurgeryError(
+                f"Steer at '{self.at}': expected one site in each block. Received "
+                f"{[p.path for p in chosen]}. Use one Steer for each kind of site."
+            )
+        return chosen
 
     def visitor(self, surgery: Surgery) -> Any:
         """Declare the controls, then visit the sites."""
