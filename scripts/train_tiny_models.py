@@ -103,7 +103,7 @@ recall is a name, object, pet or room that the story mentioned before.
 
 Made for examples, tests and interpretability experiments on a CPU. It knows a few hundred words
 and one kind of story; other prompts are tokenised but give nonsense. It is not a general language
-model.
+model. {gaps}
 
 Licence: Apache-2.0, weights and data alike.
 """
@@ -118,6 +118,7 @@ class Recipe:
     Attributes:
         architecture: name of the KerasHub backbone, for the card.
         config: keyword arguments of the backbone, without the vocabulary size.
+        gaps: what the model was seen to be bad at, for the card.
         cycles: optimizer steps of each cycle of warmup and decay. Each has a new optimizer; the
             return to a high rate gets small models out of having learned everything but one fact.
         batch_size: stories a step.
@@ -126,6 +127,7 @@ class Recipe:
 
     architecture: str
     config: dict[str, Any]
+    gaps: str
     cycles: tuple[int, ...]
     batch_size: int = 16
     peak_learning_rate: float = 3e-3
@@ -145,6 +147,10 @@ RECIPES = {
             "dropout": 0.0,
             "max_sequence_length": SEQUENCE_LENGTH,
         },
+        gaps=(
+            "It keeps names,\nits own objects, the mood and the number of characters well, but "
+            "mostly forgets the friend's\nobject, and often the time of day."
+        ),
         cycles=(2000,),
     ),
     "tiny_gemma": Recipe(
@@ -165,6 +171,10 @@ RECIPES = {
             "sliding_window_size": 64,
             "dropout": 0.0,
         },
+        gaps=(
+            "It keeps names,\nobjects, the mood and the number of characters well, but mostly "
+            "forgets the room that the story\nbegan in."
+        ),
         # The second cycle is what makes it remember the time of day.
         cycles=(1300, 1300),
     ),
@@ -457,7 +467,7 @@ def _write_card(name: str, folder: Path, facts: dict[str, Any], samples: dict[st
     recipe = RECIPES[name]
     settings = dataclasses.asdict(recipe)
     config = settings.pop("config")
-    del settings["architecture"]
+    del settings["architecture"], settings["gaps"]
     quality = facts["quality"]
     rows = [
         f"| {attribute} | "
@@ -482,6 +492,7 @@ def _write_card(name: str, folder: Path, facts: dict[str, Any], samples: dict[st
             held_out=f"{HELD_OUT_STORIES:,}",
             config=_bullets(config),
             settings=_bullets(settings),
+            gaps=recipe.gaps,
             core_minutes=f"{facts['core-minutes']:.0f}",
             measured=_bullets(measured),
             samples_count=SAMPLES,
