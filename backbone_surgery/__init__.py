@@ -4,6 +4,9 @@ Open a KerasHub backbone's layer graph, change it, derive a cached graph from th
 generate from that at compiled speed. Layers are shared at every step, never copied.
 """
 
+import backbone_surgery.startup  # noqa: F401 - first, before Keras is imported
+
+# isort: split
 from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.cache import new_cache
 from backbone_surgery.checking import CheckReport, check

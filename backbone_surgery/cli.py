@@ -1,6 +1,5 @@
 """The command line: `backbone-surgery generate`, `inspect` and `plot`."""
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,9 +7,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 app = typer.Typer(
     help="Surgery on LLM backbones, with the KV cache rewired automatically.",

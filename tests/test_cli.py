@@ -1,5 +1,10 @@
 """The command line, run as a user does."""
 
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -60,3 +65,20 @@ def test_bad_input_is_a_message_and_exit_code_2(args, words):
     assert result.exit_code == 2
     assert words in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.output
+
+
+def test_the_console_script_needs_no_configuration(tmp_path):
+    """As on a fresh machine: no backend chosen, no Keras settings, and nothing else on screen."""
+    script = Path(sysconfig.get_path("scripts")) / "backbone-surgery"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KERAS", "TF_"))}
+    result = subprocess.run(
+        [script, "generate", PROMPT, "--max-new-tokens", "5"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**environment, "HOME": str(tmp_path)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(PROMPT)
+    assert result.stderr == ""

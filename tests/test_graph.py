@@ -957,7 +957,9 @@ def test_emit_of_something_else_than_a_tensor_is_refused():
 
 def test_emitted_tensors_without_a_collector_are_refused():
     x = vector()
-    with pytest.raises(SurgeryError, match=r"emitted tensors \['a'\]. Received none. Wrap the call"):
+    with pytest.raises(
+        SurgeryError, match=r"emitted tensors \['a'\]. Received none. Wrap the call"
+    ):
         clone_layer_graph(x, dense("d")(x), by_name("d", lambda t: emit("a", t) or t))
 
 
