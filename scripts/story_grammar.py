@@ -1,6 +1,7 @@
 """A small story grammar: the training data, and the ruler, of the bundled tiny models.
 
-The idea this file holds: one table of sentence templates is both the generator and the checker.
+The idea this file holds: one table of sentence templates (`story_templates`) is both the generator
+and the checker.
 `generate_story` fills templates; `classify`, `well_formed` and `recall` read text back with
 word lists and regular expressions that are built from the same templates, so the two can't drift.
 
@@ -32,168 +33,17 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-ATTRIBUTES: dict[str, tuple[str, str]] = {
-    "mood": ("happy", "sad"),
-    "place": ("indoors", "outdoors"),
-    "characters": ("one", "two"),
-    "time": ("day", "night"),
-    "pet": ("dog", "cat"),
-}
-
-NAMES: dict[str, tuple[str, ...]] = {
-    "girl": ("Lily", "Mia", "Anna", "Emma", "Sara", "Lucy", "Zoe", "Ella"),
-    "boy": ("Tom", "Ben", "Max", "Sam", "Leo", "Jack", "Tim", "Finn"),
-}
-COLOURS = ("red", "blue", "green", "yellow", "pink", "purple", "brown", "white")
-THINGS = ("ball", "book", "drum", "hat", "cup", "car", "doll", "box", "bell", "truck")
-
-# Words that follow the first child's gender.
-_GENDERED: dict[str, dict[str, str]] = {
-    "girl": {"girl": "girl", "she": "she", "She": "She", "her": "her", "herself": "herself"},
-    "boy": {"girl": "boy", "she": "he", "She": "He", "her": "his", "herself": "himself"},
-}
-
-# slot: (attribute, ((words for its first value), (words for its second value))). The words of a
-# pair are counterparts, and every filler of a slot has the same number of words.
-_FILLERS: dict[str, tuple[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "feel": (
-        "mood",
-        (
-            ("happy", "glad", "cheerful", "joyful", "merry"),
-            ("sad", "gloomy", "unhappy", "miserable", "upset"),
-        ),
-    ),
-    "adv": (
-        "mood",
-        (
-            ("happily", "gladly", "cheerfully", "joyfully", "merrily"),
-            ("sadly", "gloomily", "unhappily", "miserably", "tearfully"),
-        ),
-    ),
-    "room": (
-        "place",
-        (
-            ("kitchen", "bedroom", "attic", "hall", "playroom"),
-            ("park", "garden", "forest", "meadow", "field"),
-        ),
-    ),
-    "spot": (
-        "place",
-        (
-            ("on the carpet", "by the sofa", "under the table", "near the lamp"),
-            ("on the grass", "by the pond", "under the tree", "near the bush"),
-        ),
-    ),
-    "light": ("time", (("sunlight", "daylight"), ("moonlight", "starlight"))),
-    "pet": ("pet", (("dog", "puppy"), ("cat", "kitten"))),
-}
-# Drawn once a story, so that later sentences have to recall them; the rest once a sentence.
-_STORY_FILLERS = ("room", "pet")
-_SENTENCE_FILLERS = ("feel", "adv", "spot", "light")
-
-# (part of the story, attribute): templates. Neutral parts have the attribute "".
-_TEMPLATES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("opening", ""): (
-        "Once upon a time there was a {girl} named {A}.",
-        "There once was a {girl} named {A}.",
-        "This is a story about a {girl} named {A}.",
-        "Long ago there lived a {girl} named {A}.",
-    ),
-    ("possession", ""): (
-        "{A} had a {thing_a}.",
-        "{She} had a {thing_a}.",
-        "{A} always carried a {thing_a}.",
-        "{She} owned a {thing_a}.",
-    ),
-    ("setup", "mood"): (
-        "{A} was a very {feel} {girl}.",
-        "{A} felt {feel} and [sang a song|wiped away a tear].",
-        "Everything was going [well|wrong] for {A}.",
-        "{A} [smiled and laughed|frowned and cried] because {she} felt {feel}.",
-        "{A} looked {feel} and {her} eyes were full of [joy|tears].",
-    ),
-    ("setup", "place"): (
-        "{A} was in the {room}.",
-        "{A} went into the {room} and sat {spot}.",
-        "{A} was playing in the {room} with the {thing_a}.",
-        "{A} liked to sit {spot} in the {room}.",
-    ),
-    ("setup", "time"): (
-        "It was a [sunny day|dark night].",
-        "The [sun|moon] was up in the sky.",
-        "It was almost [noon|midnight].",
-        "The {light} fell on {A}.",
-        "It was a fine [morning|evening] with a lot of {light}.",
-    ),
-    ("setup", "characters"): (
-        "{A} was [all alone|with a friend named {B}].",
-        "{A} had [come alone|a friend named {B}].",
-        "{A} was there [all by {herself}|with a friend named {B}].",
-        "[Nobody came to play with {A}|A friend named {B} came to play with {A}].",
-    ),
-    ("friend", "characters"): (
-        "[Nobody else was there|{B} had a {thing_b}].",
-        "[There was nobody else|{B} always carried a {thing_b}].",
-        "[{A} played without anyone|{B} owned a {thing_b}].",
-    ),
-    ("setup", "pet"): (
-        "{A} had a little {pet}.",
-        "{A} came with a little {pet}.",
-        "A little {pet} lived with {A}.",
-        "A little {pet} followed {A}.",
-    ),
-    ("body", "mood"): (
-        "{A} {adv} hugged the {thing_a}.",
-        "{A} [laughed|cried] and looked at the {thing_a}.",
-        "{A} looked at the {thing_a} and felt {feel}.",
-        "{A} said that {she} was very {feel}.",
-        "{A} saw that the {thing_a} was [clean and shiny|broken and dirty].",
-        "{A} [smiled|frowned] at the {thing_a}.",
-        "A [sweet|bitter] thought made {A} {feel}.",
-    ),
-    ("body", "place"): (
-        "{A} {adv} carried the {thing_a} around the {room}.",
-        "{A} {adv} put the {thing_a} {spot}.",
-        "{A} {adv} dropped the {thing_a} {spot}.",
-        "{A} looked {adv} around the {room} and sat {spot}.",
-        "{A} {adv} walked across the {room}.",
-    ),
-    ("body", "time"): (
-        "{A} {adv} looked up at the [sun|moon].",
-        "{A} {adv} watched the [sunbeams|stars].",
-        "{A} {adv} held the {thing_a} up in the {light}.",
-        "{A} [blinked|yawned] {adv} in the {light}.",
-        "The [sun|moon] shone down on the {thing_a}.",
-    ),
-    ("body", "characters"): (
-        "{A} [{adv} played a game alone|and {B} {adv} played a game together].",
-        "[{A} had only the {thing_a} to play with|{B} {adv} showed {A} the {thing_b}].",
-        "{A} [talked {adv} to {herself}|and {B} talked {adv} to each other].",
-        "[All by {herself}, {A} {adv} held the {thing_a}|"
-        "Side by side, {A} held the {thing_a} and {B} held the {thing_b}].",
-        "[Nobody asked {A} for the {thing_a}|{A} asked {her} friend {B} for the {thing_b}].",
-    ),
-    ("body", "pet"): (
-        "The {pet} {adv} ran to {A}.",
-        "{A} {adv} petted the {pet}.",
-        "The {pet} [barked|meowed] {adv}.",
-        "The {pet} [wagged its tail|licked its paws] and looked {feel}.",
-        "The {pet} {adv} sniffed the {thing_a}.",
-    ),
-    ("ending", "characters"): (
-        "In the end [{A} sat alone with the {thing_a}|"
-        "{A} and {B} sat together with the {thing_a} and the {thing_b}].",
-        "In the end {A} [{adv} rested alone|and {B} {adv} rested together] in the {room}.",
-        "In the end {A} [put away the {thing_a} alone|"
-        "put away the {thing_a} and {her} friend {B} put away the {thing_b}].",
-    ),
-    ("ending", "mood"): (
-        "At last {A} [found|lost] the {thing_a} and felt {feel}.",
-        "So {A} and the {pet} felt {feel} in the {light}.",
-        "So {A} held the {thing_a} and [smiled|cried] in the {room}.",
-        "At last {A} {adv} took the {thing_a} and called the {pet}.",
-    ),
-}
+from story_templates import (
+    ATTRIBUTES,
+    COLOURS,
+    FILLERS,
+    GENDERED,
+    NAMES,
+    SENTENCE_FILLERS,
+    STORY_FILLERS,
+    TEMPLATES,
+    THINGS,
+)
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _CHOICE = re.compile(r"\[([^|\]]*)\|([^|\]]*)\]")
@@ -404,18 +254,18 @@ def markers() -> dict[tuple[str, str], frozenset[str]]:
         for word in _WORD.findall(_SLOT.sub("", words).lower()):
             homes.setdefault(word, set()).add(home)
 
-    for (_, attribute), templates in _TEMPLATES.items():
+    for (_, attribute), templates in TEMPLATES.items():
         for template in templates:
             note(_CHOICE.sub(" ", template), ("", ""))
             for alternatives in _CHOICE.findall(template):
                 for value, words in zip(ATTRIBUTES[attribute], alternatives, strict=True):
                     note(words, (attribute, value))
-    for attribute, lists in _FILLERS.values():
+    for attribute, lists in FILLERS.values():
         for value, fillers in zip(ATTRIBUTES[attribute], lists, strict=True):
             note(" ".join(fillers), (attribute, value))
     for words in (*NAMES.values(), COLOURS, THINGS):
         note(" ".join(words), ("", ""))
-    for forms in _GENDERED.values():
+    for forms in GENDERED.values():
         note(" ".join(forms.values()), ("", ""))
     return {
         (attribute, value): frozenset(
@@ -451,10 +301,10 @@ def _story_slots(rng: Random, attributes: dict[str, str]) -> dict[str, str]:
     first = rng.choice(NAMES[gender])
     friend = rng.choice([name for names in NAMES.values() for name in names if name != first])
     colours, things = rng.sample(COLOURS, 2), rng.sample(THINGS, 2)
-    slots = {"A": first, "B": friend, **_GENDERED[gender]}
+    slots = {"A": first, "B": friend, **GENDERED[gender]}
     for slot, colour, thing in zip(("thing_a", "thing_b"), colours, things, strict=True):
         slots[slot] = f"{colour} {thing}"
-    return slots | _draw_fillers(_STORY_FILLERS, attributes, rng)
+    return slots | _draw_fillers(STORY_FILLERS, attributes, rng)
 
 
 def _draw_fillers(
@@ -462,7 +312,7 @@ def _draw_fillers(
 ) -> dict[str, str]:
     drawn = {}
     for name in names:
-        attribute, lists = _FILLERS[name]
+        attribute, lists = FILLERS[name]
         index = rng.randrange(len(lists[0]))
         drawn[name] = lists[_value_index(attribute, attributes[attribute])][index]
     return drawn
@@ -472,7 +322,7 @@ def _plot(rng: Random) -> list[tuple[str, str]]:
     """Draw the order of a story as (attribute, template)."""
 
     def some(part: str, attribute: str = "", count: int = 1) -> list[tuple[str, str]]:
-        return [(attribute, text) for text in rng.sample(_TEMPLATES[part, attribute], count)]
+        return [(attribute, text) for text in rng.sample(TEMPLATES[part, attribute], count)]
 
     setup = [
         some("setup", name) + (some("friend", name) if name == "characters" else [])
@@ -502,7 +352,7 @@ def _fill(
 ) -> str:
     # Every sentence draws all fillers, used or not, so that a change of one attribute's value
     # can't shift the random choices of the sentences after it.
-    slots = slots | _draw_fillers(_SENTENCE_FILLERS, attributes, rng)
+    slots = slots | _draw_fillers(SENTENCE_FILLERS, attributes, rng)
     if attribute:
         template = _choose(template, _value_index(attribute, attributes[attribute]))
     return _SLOT.sub(lambda match: slots[match[1]], template)
@@ -534,7 +384,7 @@ def _parse(sentence: str) -> tuple[tuple[tuple[str, str], ...], ...]:
 def _patterns() -> dict[int, list[re.Pattern[str]]]:
     """Compile the templates, keyed by words per sentence (fillers of a slot are as long)."""
     patterns: dict[int, dict[str, re.Pattern[str]]] = {}
-    for (_, attribute), templates in _TEMPLATES.items():
+    for (_, attribute), templates in TEMPLATES.items():
         for template in templates:
             for index in range(2 if attribute else 1):
                 chosen = _choose(template, index)
@@ -546,8 +396,8 @@ def _patterns() -> dict[int, list[re.Pattern[str]]]:
 
 
 def _example(slot: str) -> str:
-    if slot in _FILLERS:
-        return _FILLERS[slot][1][0][0]
+    if slot in FILLERS:
+        return FILLERS[slot][1][0][0]
     return "red ball" if slot.startswith("thing") else slot
 
 
@@ -560,18 +410,18 @@ def _pattern_source(template: str, gender: str) -> str:
         if slot in seen:
             return f"(?P={slot})"
         seen.add(slot)
-        if slot in _GENDERED[gender]:
+        if slot in GENDERED[gender]:
             seen.discard(slot)
-            return _GENDERED[gender][slot]
+            return GENDERED[gender][slot]
         return _group_source(slot, gender, seen)
 
     return _SLOT.sub(slot_source, template.replace(".", r"\."))
 
 
 def _group_source(slot: str, gender: str, seen: set[str]) -> str:
-    if slot in _FILLERS:
-        words = "|".join(word for fillers in _FILLERS[slot][1] for word in fillers)
-        return f"(?P<{slot}>{words})" if slot in _STORY_FILLERS else f"(?:{words})"
+    if slot in FILLERS:
+        words = "|".join(word for fillers in FILLERS[slot][1] for word in fillers)
+        return f"(?P<{slot}>{words})" if slot in STORY_FILLERS else f"(?:{words})"
     if slot.startswith("thing"):
         return f"(?P<{slot}>(?:{'|'.join(COLOURS)}) (?:{'|'.join(THINGS)}))"
     names = NAMES[gender] if slot == "A" else [n for group in NAMES.values() for n in group]
