@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from backbone_surgery.cache import new_cache
@@ -51,10 +52,10 @@ def run_batch(
     padded = bucket(count)
     prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
     last = prompt + int(batch.budget.max())
-    arguments = _arguments(strategy, batch, padded, prompt)
     if last == prompt:
         yield [(row[:0], True) for row in batch.rows]
         return
+    arguments = jax.device_put(_arguments(strategy, batch, padded, prompt))
     cache = new_cache(programs.model, padded, bucket(last, 2 * _SMALLEST))
     state = programs.prefill(strategy, cache, arguments)
     slot, finished = prompt + 1, False
@@ -68,7 +69,7 @@ def run_batch(
 
 def _arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> dict[str, Any]:
     """Pad the batch to its bucket: rows that fill it up repeat the first one and end at once."""
-    index = np.arange(padded) % len(batch.rows)
+    index = np.arange(padded)
     index[len(batch.rows) :] = 0
     token_ids, mask = pack_left([batch.rows[i] for i in index], prompt)
     budget = batch.budget[index]
