@@ -23,7 +23,9 @@ from backbone_surgery.opening import open_backbone, sites
 from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
 from backbone_surgery.rewire import rewire
-from backbone_surgery.rewrites import Rewrite, SiteRewrite, Steer
+from backbone_surgery.rewrites import Condition, Control, Rewrite, Schedule, SiteRewrite, Steer
+from backbone_surgery.sweep import Sweep, sweep
+from backbone_surgery.vectors import ControlVector, contrast_pairs
 
 __version__ = "0.1.0"
 
@@ -32,16 +34,22 @@ __all__ = [
     "CacheMismatchError",
     "CachedCausalLM",
     "CheckReport",
+    "Condition",
+    "Control",
+    "ControlVector",
     "EditedBackbone",
     "Rewrite",
+    "Schedule",
     "SelectorError",
     "SiteRewrite",
     "Steer",
     "SurgeryError",
+    "Sweep",
     "UnknownArchitectureError",
     "check",
     "clone_layer_graph",
     "collect",
+    "contrast_pairs",
     "emit",
     "new_cache",
     "open_backbone",
@@ -49,5 +57,6 @@ __all__ = [
     "plot_model",
     "rewire",
     "sites",
+    "sweep",
     "to_mermaid",
 ]

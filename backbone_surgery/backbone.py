@@ -57,6 +57,8 @@ class EditedBackbone(_WithControls):
         rewrites: the rewrites that were applied, in order.
         report: for each rewrite, the site paths at which it fired.
         defaults: `{input name: default of one row}` of the controls.
+        signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
+            whether a `Condition` is met.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EditedBackbone(_WithControls):
         rewrites: tuple = (),
         report: tuple = (),
         defaults: Mapping[str, np.ndarray] | None = None,
+        signals: Mapping[str, keras.KerasTensor] | None = None,
         name: str = "edited_backbone",
     ) -> None:
         super().__init__(inputs=inputs, outputs=outputs, name=name)
@@ -79,6 +82,7 @@ class EditedBackbone(_WithControls):
             rewrites=tuple(rewrites),
             report=tuple(report),
             defaults=dict(defaults or {}),
+            signals=dict(signals or {}),
         )
         self.dtype_policy = owner.dtype_policy
 

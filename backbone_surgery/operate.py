@@ -67,6 +67,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         rewrites=(*(before.rewrites if before else ()), *applied),
         report=(*(before.report if before else ()), *report),
         defaults=opened.defaults,
+        signals=opened.signals,
     )
 
 
@@ -99,6 +100,7 @@ def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, lis
         positions=positions,
         inputs=dict(inputs),
         defaults=dict(model.defaults),
+        mapping={id(t): t for t in inputs.values()},
     )
     visit = rewrite.visitor(surgery)
 
@@ -107,14 +109,18 @@ def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, lis
             return positions
         return visit(layer, *args, **kwargs)
 
-    mapping = {id(t): t for t in inputs.values()}
-    outputs, emitted = graph.replay(model.output, mapping, with_positions, per_use=True)
-    if emitted or not surgery.fired:
+    # Signals first: a steered block must find the condition replayed that it depends on.
+    wanted = [model.signals, model.output]
+    (signals, outputs), emitted = graph.replay(
+        wanted, surgery.mapping, with_positions, per_use=True
+    )
+    if not surgery.fired:
         raise SurgeryError(
             f"operate with {rewrite!r}: expected a rewrite that changes the graph. Received one "
-            "that fired nowhere" + (" and emitted tensors" if emitted else "") + ". Check it."
+            "that fired nowhere. Check it."
         )
-    return _derived(model, surgery.inputs, outputs, surgery.defaults), surgery.fired
+    signals |= {name: tensors[0] for name, tensors in emitted.items()}
+    return _derived(model, surgery.inputs, outputs, surgery.defaults, signals), surgery.fired
 
 
 def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, list[str]]:
@@ -129,7 +135,8 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
 
     opened = isinstance(model, EditedBackbone)
     mapping = {id(t): t for t in tree.flatten(model.input)}
-    outputs, emitted = graph.replay(model.output, mapping, visit, per_use=opened)
+    wanted = [model.signals if opened else {}, model.output]
+    (signals, outputs), emitted = graph.replay(wanted, mapping, visit, per_use=opened)
     if emitted:
         raise SurgeryError(
             f"operate with {clone_fn!r}: expected a clone_fn that changes the graph. Received one "
@@ -142,15 +149,18 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
             stacklevel=3,
         )
     if opened:
-        return _derived(model, model.input, outputs, model.defaults), fired
+        return _derived(model, model.input, outputs, model.defaults, signals), fired
     return keras.Model(model.input, outputs, name=model.name), fired
 
 
-def _derived(model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any) -> EditedBackbone:
+def _derived(
+    model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any, signals: Any
+) -> EditedBackbone:
     return EditedBackbone(
         {t.name: t for t in tree.flatten(inputs)},
         outputs,
         owner=model.owner,
         family=model.family,
         defaults=defaults,
+        signals=signals,
     )

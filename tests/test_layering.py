@@ -12,11 +12,11 @@ LAYERS = [
     ["errors", "startup"],
     ["emission"],
     ["graph"],
-    ["attention", "layers", "site", "backbone"],
+    ["attention", "layers", "site", "backbone", "digest"],
     ["families"],
     ["opening", "cache"],
     ["rewrites", "operate", "rewire"],
-    ["generation", "vectors", "weights", "plotting", "picture", "checking"],
+    ["generation", "vectors", "sweep", "weights", "plotting", "picture", "checking"],
     ["__init__", "cli", "__main__"],
 ]
 """What stands in one entry may import one another, but never in a circle."""

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, closest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _BUNDLED = (_PACKAGE / "models", _PACKAGE.parent / "models")
@@ -19,6 +19,20 @@ def bundled_models() -> dict[str, Path]:
     """Return the folder of each bundled model, by name."""
     folders = (f for root in _BUNDLED if root.is_dir() for f in sorted(root.iterdir()))
     return {f.name: f for f in folders if (f / "config.json").is_file()}
+
+
+def find_vector(preset: str, name: str) -> Path:
+    """Return the file of a control vector that comes with a model, in its folder's `vectors`."""
+    folder = bundled_models().get(preset, Path(preset)) / "vectors"
+    found = sorted(folder.glob("*.gguf")) + sorted(folder.glob("*.safetensors"))
+    for path in found:
+        if path.stem == name:
+            return path
+    raise SurgeryError(
+        f"control vector '{name}' of '{preset}': expected one of the vectors that come with the "
+        f"model. {closest(name, dict.fromkeys(p.stem for p in found))} Name one of these, or load "
+        "a file."
+    )
 
 
 def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[keras.Model, Any]:

@@ -1,7 +1,7 @@
 """What a rewrite is: frozen data that knows which nodes to put where, and its run-time controls."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.attention import SelfAttention, split
-from backbone_surgery.errors import SelectorError, SurgeryError
+from backbone_surgery.errors import SelectorError, SurgeryError, closest
 from backbone_surgery.site import Place, Site, select
 
 
@@ -42,6 +42,7 @@ class Surgery:
         positions: int32[batch, time], the number of each token within its row.
         inputs: the inputs declared so far, by name.
         defaults: the default of one row, for each of them that has one.
+        mapping: `{id(old tensor): new tensor}`, as far as the graph has been replayed.
         fired: the paths of the sites that were rewritten.
     """
 
@@ -52,19 +53,22 @@ class Surgery:
     positions: keras.KerasTensor
     inputs: dict[str, keras.KerasTensor]
     defaults: dict[str, np.ndarray]
+    mapping: dict[int, Any]
     fired: list[str] = field(default_factory=list)
+    _made: dict[str, keras.KerasTensor] = field(default_factory=dict)
 
     def select(self, selector: str) -> list[Place]:
         """Return the sites that a selector picks; raises when it picks none."""
         chosen = set(select(selector, [p.path for p in self.places]))
         return [p for p in self.places if p.path in chosen]
 
-    def control(self, name: str, default: Any) -> keras.KerasTensor:
+    def control(self, name: str, default: Any, variable: bool = False) -> keras.KerasTensor:
         """Declare a run-time input: `default.dtype[batch, *default.shape]`.
 
         Args:
             name: name of the input, unique in the graph.
             default: array of one row, used where the control is not given.
+            variable: whether arrays of other lengths than that of `default` may be given.
         """
         if not name.isidentifier():
             raise SurgeryError(
@@ -78,9 +82,32 @@ class Surgery:
                 "name."
             )
         default = np.asarray(default)
-        tensor = keras.Input(default.shape, dtype=default.dtype.name, name=name)
+        shape = (None,) * default.ndim if variable else default.shape
+        tensor = keras.Input(shape, dtype=default.dtype.name, name=name)
         self.inputs[name] = tensor
         self.defaults[name] = default
+        return tensor
+
+    def once(self, name: str, make: Callable[[], keras.KerasTensor]) -> keras.KerasTensor:
+        """Make a tensor at the first site that wants it, and share it with the others."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def signal(self, name: str) -> keras.KerasTensor:
+        """Return what an earlier rewrite emitted under this name, if it runs before this site."""
+        if name not in self.model.signals:
+            raise SurgeryError(
+                f"operate at when='{name}': expected the name of a Condition that comes before. "
+                f"{closest(name, self.model.signals)} Put the Condition into the list, first."
+            )
+        tensor = self.mapping.get(id(self.model.signals[name]))
+        if tensor is None:
+            raise SurgeryError(
+                f"operate at when='{name}': expected sites in blocks after the one that the "
+                "Condition watches. Received an earlier site, where it is not known yet. Steer "
+                "later blocks, or watch an earlier one."
+            )
         return tensor
 
 
