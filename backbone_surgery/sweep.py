@@ -114,9 +114,9 @@ class Sweep:
         return figure
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100)
-        console.print(self.table())
-        return console.file.getvalue()
+        text = io.StringIO()
+        Console(file=text, width=100).print(self.table())
+        return text.getvalue()
 
 
 def sweep(

@@ -122,7 +122,7 @@ class Condition(SiteRewrite):
         try:
             threshold = np.asarray(value, "float32")
         except (TypeError, ValueError):
-            threshold = np.float32(np.nan)
+            threshold = np.array(np.nan)
         if threshold.shape not in ((), (batch,)) or not (np.abs(threshold) <= 1).all():
             raise SurgeryError(
                 f"{self._where}: expected a threshold from -1 to 1, a number or [{batch}]. "

@@ -124,7 +124,8 @@ class Steer(SiteRewrite):
                 f"{x.shape[2:]}. Received directions of size {hidden_dim}. Use a vector made for "
                 "this model, and a site of hidden states."
             )
-        index = list(directions).index(place.block)
+        blocks: list[int | None] = [*directions]
+        index = blocks.index(place.block)
         layer = Steering(index, self.mode, self.renormalize, name=f"steer_{self.name}")
         inputs = [surgery.inputs[f"{self.name}_{part}"] for part in ("strength", "directions")]
         return layer(x, surgery.once("scale", lambda: self._scale(surgery)), *inputs)
