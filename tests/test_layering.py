@@ -15,7 +15,7 @@ LAYERS = [
     ["attention", "layers", "site", "backbone"],
     ["families"],
     ["opening", "cache"],
-    ["rewrites", "operate", "rewire"],
+    ["rewrites", "operate", "rewire", "nested"],
     ["generation", "vectors", "weights", "plotting", "picture", "checking"],
     ["__init__", "cli", "__main__"],
 ]
