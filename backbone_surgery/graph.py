@@ -19,7 +19,6 @@ private name, so that a Keras release which moves one says so plainly.
 """
 
 import operator
-import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -432,147 +431,48 @@ def _repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     return outputs
 
 
+# What a twin has to know of a layer; see `twin.py`.
+
+LEFT_BY_CALLS: dict[str, type] = {
+    "_inbound_nodes": list,
+    "_outbound_nodes": list,
+    "_losses": list,
+    "_loss_ids": set,
+}
+"""The attributes in which calls leave nodes and losses on a layer, and what each is."""
+
+LISTS_OF_LAYERS = {"_layers", "_operations", "_operations_by_depth", "_functional", "_modules"}
+"""The attributes in which Keras itself, or torch, lists the layers that a layer is made of."""
+
+
 def sublayers(layer: keras.Layer) -> list[keras.Layer]:
     """List the layers that a layer is made of, as Keras tracks them, inputs left out."""
-    layer = _below(layer)
     return [sub for sub in layer._layers if not isinstance(sub, keras.layers.InputLayer)]
 
 
-def attributes(layer: keras.Layer) -> dict[str, Any]:
-    """Return the attributes of a layer, without those in which Keras itself lists its layers."""
-    return {k: v for k, v in _held(_below(layer)).items() if k not in _BOOKKEEPING}
-
-
-class Twin:
-    """Base of all twins: other objects over the very same state as a layer.
-
-    A twin has no attributes of its own: its `__dict__` is that of the layer, so whatever happens
-    to the layer later, such as LoRA or quantisation, happens to the twin. What differs is its
-    class, a subclass of the layer's. A property in a class goes before an attribute of the same
-    name, so a twin can show another sub-layer where the layer shows its own, and nothing is set on
-    the layer. What a call leaves behind on a layer, nodes and losses, each has for itself.
-
-    Attributes:
-        diverted: where calls run another function: the layer, the function, and what it uses.
-    """
-
-    diverted: tuple | None = None
-
-    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace the call: what the layer itself says may no longer hold."""
-        return keras.Operation.compute_output_spec(self, *args, **kwargs)
-
-    def get_config(self) -> dict:
-        """Refuse: a config would bring back the layer as it was."""
-        raise SurgeryError(
-            f"get_config at '{getattr(self, 'name', '')}': expected a layer that can be rebuilt "
-            "from a config. Received one that was rewritten inside. Save the weights with "
-            "`save_weights`, and rewrite a new model before loading them."
-        )
-
-
-def twin(layer: keras.Layer, swaps: dict[int, keras.Layer]) -> keras.Layer:
-    """Make a twin of a layer that has other layers in place of some of its own.
-
-    Args:
-        layer: what to make a twin of. It is not changed.
-        swaps: `{id(sub-layer): what takes its place}`, wherever an attribute holds it, also inside
-            lists, dicts, tuples and sets, or a nested model calls it.
-
-    Returns:
-        A layer that shares all state with `layer`.
-    """
-    if isinstance(layer, Twin) and layer.diverted:
-        below, run, brought_in = layer.diverted
-        return divert(twin(below, swaps), run, brought_in)
-    functional = as_functional(layer)
-    if functional is not None and functional is not layer:
-        swaps = {**swaps, id(functional): twin(functional, swaps)}
-
-    def shown(name: str) -> property:
-        return property(lambda _: _swap(getattr(layer, name), swaps))
-
-    def run(self: Any, inputs: Any, operation_fn: Any = lambda op: op, **kwargs: Any) -> Any:
-        other = lambda op: operation_fn(swaps.get(id(op), op))  # noqa: E731
-        return type(layer)._run_through_graph(self, inputs, operation_fn=other, **kwargs)
-
-    names = [name for name, value in _held(layer).items() if _holds(value, swaps)]
-    graph_runner = {"_run_through_graph": run} if isinstance(layer, Functional) else {}
-    return _make_twin(layer, {**{name: shown(name) for name in names}, **graph_runner})
-
-
-def divert(
-    layer: keras.Layer, run: Callable[..., Any], brought_in: list[keras.Layer]
-) -> keras.Layer:
-    """Make a twin of a layer whose calls run another function.
-
-    Args:
-        layer: what to make a twin of. It is not changed.
-        run: called in place of the layer, with the layer and the arguments of the call.
-        brought_in: layers that `run` uses; Keras will find them inside the twin. May grow later.
-
-    Returns:
-        A layer that shares all state with `layer`.
-    """
-
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(layer, *args, **kwargs)
-
-    members: dict[str, Any] = {
-        "__call__": call,
-        "call": call,
-        "diverted": property(lambda _: (layer, run, brought_in)),
-        "brought_in": property(lambda _: brought_in),
-        "_layers": property(lambda _: [layer, *brought_in]),
+def members_tracking(layers: Callable[[], list[keras.Layer]]) -> dict[str, property]:
+    """Return members of a class whose instances track these layers, and nothing else of theirs."""
+    return {
+        "_layers": property(lambda _: layers()),
         "_metrics": property(lambda _: []),
         "_seed_generators": property(lambda _: []),
     }
-    if hasattr(layer, "layers"):
-        members["layers"] = property(lambda _: layer.layers)
-    return _make_twin(layer, members)
 
 
-_BOOKKEEPING = {"_layers", "_operations", "_operations_by_depth", "_functional", "_modules"}
+def members_running(layer: keras.Layer, swaps: dict[int, Any]) -> dict[str, Any]:
+    """Return members of a subclass that runs the graph of a nested model with other layers.
 
+    Args:
+        layer: an instance of the class around which the subclass is made.
+        swaps: `{id(layer of the graph): what runs in its place}`.
+    """
+    if not isinstance(layer, Functional):
+        return {}
 
-def _make_twin(layer: keras.Layer, members: dict[str, Any]) -> Any:
-    kind = type(layer)
-    own: dict[str, list | set] = {"_inbound_nodes": [], "_outbound_nodes": [], "_losses": []}
-    own["_loss_ids"] = set()
-    apart = {name: property(lambda _, value=value: value) for name, value in own.items()}
-    bases = (kind,) if issubclass(kind, Twin) else (Twin, kind)
-    namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, **apart, **members}
-    made = object.__new__(types.new_class(kind.__name__, bases, {}, lambda d: d.update(namespace)))
-    object.__setattr__(made, "__dict__", vars(layer))
-    return made
+    def run(self: Any, inputs: Any, operation_fn: CloneFn = lambda op: op, **kwargs: Any) -> Any:
+        def swapped(op: Any) -> Any:
+            return operation_fn(swaps.get(id(op), op))
 
+        return type(layer)._run_through_graph(self, inputs, operation_fn=swapped, **kwargs)
 
-def _below(layer: Any) -> Any:
-    return _below(layer.diverted[0]) if isinstance(layer, Twin) and layer.diverted else layer
-
-
-def _held(layer: keras.Layer) -> dict[str, Any]:
-    """Return the attributes of a layer, as a twin shows them."""
-    # On the torch backend layers are torch modules, which keep sub-modules apart.
-    names = [*vars(layer), *vars(layer).get("_modules", ())]
-    return {name: getattr(layer, name) for name in names}
-
-
-def _holds(value: Any, swaps: Container[int]) -> bool:
-    if isinstance(value, dict | list | tuple | set) and id(value) not in swaps:
-        items = value.values() if isinstance(value, dict) else value
-        return any(_holds(item, swaps) for item in items)
-    return id(value) in swaps
-
-
-def _swap(value: Any, swaps: dict[int, Any]) -> Any:
-    if not _holds(value, swaps):
-        return value
-    if isinstance(value, dict):
-        return {key: _swap(item, swaps) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        items = [_swap(item, swaps) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return next(kind for kind in (list, tuple, set) if isinstance(value, kind))(items)
-    return swaps[id(value)]
+    return {"_run_through_graph": run}

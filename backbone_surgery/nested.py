@@ -2,7 +2,7 @@
 
 The inside of a user's own layer is Python code, so there is no node to replace. What can be
 replaced is the object that the code finds when it reads `self.inner`. The composite layer, and each
-layer on the way down, gets a twin (`graph.Twin`), an object over the same state that shows another
+layer on the way down, gets a twin (`twin.py`), an object over the same state that shows another
 `inner`: one whose call runs the `clone_fn`. Only the new model holds the twins, so neither the
 original layers nor any other model notices, in any thread.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from backbone_surgery import graph
+from backbone_surgery import graph, twin
 from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import SelectorError, SurgeryError, closest
 from backbone_surgery.operate import operate
@@ -63,7 +63,7 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
         >>> new.variables[0] is model.variables[0]
         True
     """
-    graph.graph_nodes(model)
+    graph.graph_nodes(model)  # Refuses what has no graph.
     if not callable(clone_fn):
         raise SurgeryError(
             f"rewrite_nested at '{path}': expected a `clone_fn(layer, *args, **kwargs)`. Received "
@@ -73,7 +73,7 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
     diversion = _Diversion(inner[-1] if inner else composite, clone_fn, path)
     replacement = diversion.twin
     for container, child in reversed(list(zip([composite, *inner], inner, strict=False))):
-        replacement = graph.twin(container, {id(child): replacement})
+        replacement = twin.twin(container, {id(child): replacement})
 
     def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if layer is not composite:
@@ -92,16 +92,15 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
 def _clone(model: keras.Model, visit: graph.CloneFn) -> keras.Model:
     if isinstance(model, EditedBackbone):
         return operate(model, [visit])
-    functional = graph.as_functional(model)
-    outputs = graph.clone_layer_graph(functional.input, functional.output, visit)
-    return keras.Model(functional.input, outputs, name=model.name)
+    whole = graph.as_functional(model) or model
+    outputs = graph.clone_layer_graph(whole.input, whole.output, visit)
+    return keras.Model(whole.input, outputs, name=model.name)
 
 
 def _trace_training(layer: keras.Layer, args: tuple, kwargs: dict) -> None:
     """Trace a call as in training, on tensors of no graph: some layers are called only then."""
-    if kwargs.get("training") is None:
-        args, kwargs = tree.map_structure(_without_graph, (args, kwargs))
-        layer(*args, **{**kwargs, "training": True})
+    args, kwargs = tree.map_structure(_without_graph, (args, kwargs))
+    layer(*args, **{**kwargs, "training": True})
 
 
 def _without_graph(x: Any) -> Any:
@@ -121,7 +120,7 @@ class _Diversion:
         self.brought_in: list[keras.Layer] = []
         self.read: dict[int, keras.Variable] = {}
         self.fired, self.building = False, True
-        self.twin = graph.divert(layer, self.run, self.brought_in)
+        self.twin = twin.divert(layer, self.run, self.brought_in)
 
     def run(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         if not self.building:
@@ -153,8 +152,9 @@ class _Diversion:
     def _look(self, args: tuple, kwargs: dict) -> None:
         """Run `clone_fn` on symbolic tensors like these, and keep the layers it calls."""
         args, kwargs = tree.map_structure(_stand_in, (args, kwargs))
-        expected = len(tree.flatten(self.layer(*args, **kwargs)))
-        layers, again = (self._layers(expected, args, kwargs) for _ in range(2))
+        result = tree.flatten(self.layer(*args, **kwargs))
+        own = _layers_above(result)
+        layers, again = (self._layers(len(result), args, kwargs) for _ in range(2))
         made = [layer.name for key, layer in layers.items() if key not in again]
         if made:
             raise SurgeryError(
@@ -162,7 +162,8 @@ class _Diversion:
                 f"it runs at every call. Received one that made {', '.join(made)}. Make layers "
                 "once, before the call of `rewrite_nested`, or use `keras.ops`."
             )
-        self.brought_in += [x for x in layers.values() if all(x is not y for y in self.brought_in)]
+        known = {*own, *map(id, self.brought_in)}
+        self.brought_in += [layer for key, layer in layers.items() if key not in known]
 
     def _layers(self, expected: int, args: tuple, kwargs: dict) -> dict[int, keras.Layer]:
         result = self.clone_fn(self.layer, *args, **kwargs)
@@ -174,10 +175,14 @@ class _Diversion:
                 f"{'None' if result is None else f'{len(flat)} value(s)'}. Return what takes the "
                 "place of `layer(*args, **kwargs)`."
             )
-        tensors = [t for t in flat if isinstance(t, keras.KerasTensor)]
-        called = [node.operation for node in graph.topological_nodes(tensors) if not node.is_input]
-        layers = [x for x in called if isinstance(x, keras.Layer) and x is not self.layer]
-        return {id(layer): layer for layer in layers}
+        return _layers_above(flat)
+
+
+def _layers_above(tensors: list[Any]) -> dict[int, keras.Layer]:
+    """Return the layers in the graph above some tensors, by their ids."""
+    symbolic = [t for t in tensors if isinstance(t, keras.KerasTensor)]
+    called = [node.operation for node in graph.topological_nodes(symbolic) if not node.is_input]
+    return {id(layer): layer for layer in called if isinstance(layer, keras.Layer)}
 
 
 class _Reads(keras.StatelessScope):
@@ -244,9 +249,10 @@ def _paths(layer: keras.Layer) -> list[str]:
 
 def _children(layer: keras.Layer) -> list[tuple[keras.Layer, list[str]]]:
     """Return the layers that a layer is made of, with their names: attributes first."""
-    children = {id(child): child for child in graph.sublayers(layer)}
+    layers, attributes = twin.inside(layer)
+    children = {id(child): child for child in layers}
     names: dict[int, list[str]] = {key: [] for key in children}
-    for name, value in graph.attributes(layer).items():
+    for name, value in attributes.items():
         for path, held in _items(value, name):
             if id(held) in names:
                 names[id(held)].append(path)
