@@ -154,7 +154,7 @@ class _Diversion:
         args, kwargs = tree.map_structure(_stand_in, (args, kwargs))
         result = tree.flatten(self.layer(*args, **kwargs))
         own = _layers_above(result)
-        layers, again = (self._layers(len(result), args, kwargs) for _ in range(2))
+        layers, again = (self._brought_in_by(len(result), args, kwargs) for _ in range(2))
         made = [layer.name for key, layer in layers.items() if key not in again]
         if made:
             raise SurgeryError(
@@ -165,7 +165,7 @@ class _Diversion:
         known = {*own, *map(id, self.brought_in)}
         self.brought_in += [layer for key, layer in layers.items() if key not in known]
 
-    def _layers(self, expected: int, args: tuple, kwargs: dict) -> dict[int, keras.Layer]:
+    def _brought_in_by(self, expected: int, args: tuple, kwargs: dict) -> dict[int, keras.Layer]:
         result = self.clone_fn(self.layer, *args, **kwargs)
         flat = [] if result is None else tree.flatten(result)
         if len(flat) != expected:

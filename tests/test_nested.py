@@ -3,6 +3,7 @@
 import collections
 import threading
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -197,6 +198,9 @@ def test_layers_in_any_holder_are_reached(hold, path, residuals):
 @pytest.mark.parametrize("build", [keras.Sequential, lambda held: model_of(*held)])
 def test_layers_of_a_model_called_one_by_one_are_reached(build):
     class OneByOne(Residual):
+        def build(self, shape):
+            self.inner.build(shape)
+
         def run(self, x):
             return self.inner.get_layer("second")(self.inner.get_layer("first")(x))
 
@@ -344,10 +348,13 @@ def test_losses_of_all_layers_count_once():
         return x + x @ kernel
 
     y = X + run(X)
-    losses = 1000 * X.sum() + X.sum() + y.sum() + 0.01 * (kernel**2).sum()
-    for each, wanted in [(new, losses + 100 * run(X).sum()), (model, losses)]:
+    new(X)
+    wanted = [1000 * X.sum(), X.sum(), y.sum(), 0.01 * (kernel**2).sum(), 100 * run(X).sum()]
+    np.testing.assert_allclose(sorted(map(float, new.losses)), sorted(wanted), rtol=1e-4)
+    for each in (model, new):
         each.compile(keras.optimizers.SGD(0.0), "mse")
-        np.testing.assert_allclose(each.train_on_batch(X, y + run(y)), wanted, rtol=1e-4)
+    more = new.train_on_batch(X, y + run(y)) - model.train_on_batch(X, y + run(y))
+    np.testing.assert_allclose(more, 100 * run(X).sum(), rtol=1e-4)
 
 
 def test_eager_losses_stay_apart():
@@ -403,18 +410,26 @@ def test_threads_each_get_the_results_of_their_own_model():
     assert not np.allclose(wanted[model], wanted[new])
     got, start = [], threading.Barrier(4)
 
+    def traced(model):
+        # Not `predict`, in which Keras gives the shared variables away for the time of the call.
+        state = [
+            [v.value for v in vs]
+            for vs in (model.trainable_variables, model.non_trainable_variables)
+        ]
+        return lambda images: jax.jit(model.stateless_call)(*state, images)[0]
+
     def work(model, run):
         start.wait()
-        for _ in range(5):
+        for _ in range(3):
             got.append((model, np.asarray(run(IMAGES)[0])))
 
-    runs = [(m, run) for m in wanted for run in (m, m.predict_on_batch)]
+    runs = [(m, run) for m in wanted for run in (m, traced(m))]
     threads = [threading.Thread(target=work, args=run) for run in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) == 20
+    assert len(got) == 12
     for model, y in got:
         np.testing.assert_allclose(y, wanted[model], rtol=1e-4, atol=1e-5)
 
@@ -487,7 +502,7 @@ class Adapter(layers.Layer):
 
 
 def test_adapter_in_a_backbone_is_rewritten_and_rewired(rng):
-    backbone, adapter = make_gpt2(), Adapter(32, name="adapter")
+    backbone, adapter = make_gpt2(num_layers=2), Adapter(32, name="adapter")
     block = backbone.transformer_layers[1]
 
     def insert(layer, *args, **kwargs):
@@ -512,7 +527,7 @@ def test_adapter_in_a_backbone_is_rewritten_and_rewired(rng):
 
 def test_decoder_block_of_a_known_family_is_opened_instead():
     path = "transformer_layer_0._feedforward_output_dense"
-    new = bs.rewrite_nested(make_gpt2(), path, double)
+    new = bs.rewrite_nested(make_gpt2(num_layers=1), path, double)
     with pytest.raises(bs.SurgeryError, match="Open the backbone first"):
         bs.open_backbone(new)
 
