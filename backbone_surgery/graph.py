@@ -18,6 +18,7 @@ This is the only module that touches private Keras. `tests/test_keras_internals.
 private name, so that a Keras release which moves one says so plainly.
 """
 
+import contextlib
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 
 import keras
 from keras import tree
+from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 
@@ -476,3 +478,32 @@ def members_running(layer: keras.Layer, swaps: dict[int, Any]) -> dict[str, Any]
         return type(layer)._run_through_graph(self, inputs, operation_fn=swapped, **kwargs)
 
     return {"_run_through_graph": run}
+
+
+@contextlib.contextmanager
+def watching_calls() -> Iterator[dict[int, keras.Layer]]:
+    """Collect the layers called inside, in this thread, but not those that other layers call.
+
+    Keras keeps a list of open name scopes for each thread, and a layer opens one when it is called.
+    """
+    before = global_state.get_global_attribute("name_scope_stack", default=[])
+    scopes = _WatchedScopes(before)
+    global_state.set_global_attribute("name_scope_stack", scopes)
+    try:
+        yield scopes.called
+    finally:
+        global_state.set_global_attribute("name_scope_stack", before)
+
+
+class _WatchedScopes(list):
+    def __init__(self, scopes: list) -> None:
+        super().__init__(scopes)
+        self.depth = len(scopes)
+        self.called: dict[int, keras.Layer] = {}
+
+    def append(self, scope: Any) -> None:
+        callers = [s.caller for s in (*self[self.depth :], scope)]
+        layers = [caller for caller in callers if isinstance(caller, keras.Layer)]
+        if layers == [scope.caller]:
+            self.called[id(scope.caller)] = scope.caller
+        super().append(scope)

@@ -116,7 +116,7 @@ class _Diversion:
     """
 
     def __init__(self, layer: keras.Layer, clone_fn: graph.CloneFn, path: str) -> None:
-        self.layer, self.clone_fn, self.path = layer, clone_fn, path
+        self.clone_fn, self.path = clone_fn, path
         self.brought_in: list[keras.Layer] = []
         self.read: dict[int, keras.Variable] = {}
         self.fired, self.building = False, True
@@ -126,9 +126,7 @@ class _Diversion:
         if not self.building:
             return self.clone_fn(layer, *args, **kwargs)
         self.fired = True
-        self._look(args, kwargs)
-        with _Reads(self.read):
-            return self.clone_fn(layer, *args, **kwargs)
+        return self._look(layer, args, kwargs)
 
     def finish(self, model: keras.Model, known: list[str]) -> None:
         """Check what was seen while `model` was built."""
@@ -149,40 +147,33 @@ class _Diversion:
                 "new model would not track. Make a layer of what uses them, once, before the call."
             )
 
-    def _look(self, args: tuple, kwargs: dict) -> None:
-        """Run `clone_fn` on symbolic tensors like these, and keep the layers it calls."""
-        args, kwargs = tree.map_structure(_stand_in, (args, kwargs))
-        result = tree.flatten(self.layer(*args, **kwargs))
-        own = _layers_above(result)
-        layers, again = (self._brought_in_by(len(result), args, kwargs) for _ in range(2))
-        made = [layer.name for key, layer in layers.items() if key not in again]
+    def _look(self, layer: keras.Layer, args: tuple, kwargs: dict) -> Any:
+        """Run `clone_fn`, twice, and keep the layers that it calls and the variables it reads."""
+        with graph.watching_calls() as own:
+            expected = len(tree.flatten(layer(*args, **kwargs)))
+        with _Reads(self.read):
+            with graph.watching_calls() as first:
+                self.clone_fn(layer, *args, **kwargs)
+            with graph.watching_calls() as again:
+                result = self.clone_fn(layer, *args, **kwargs)
+        made = [made.name for key, made in again.items() if key not in first]
         if made:
             raise SurgeryError(
                 f"rewrite_nested at '{self.path}': expected a clone_fn that makes no layers, since "
                 f"it runs at every call. Received one that made {', '.join(made)}. Make layers "
                 "once, before the call of `rewrite_nested`, or use `keras.ops`."
             )
-        known = {*own, *map(id, self.brought_in)}
-        self.brought_in += [layer for key, layer in layers.items() if key not in known]
-
-    def _brought_in_by(self, expected: int, args: tuple, kwargs: dict) -> dict[int, keras.Layer]:
-        result = self.clone_fn(self.layer, *args, **kwargs)
-        flat = [] if result is None else tree.flatten(result)
-        if len(flat) != expected:
+        count = 0 if result is None else len(tree.flatten(result))
+        if count != expected:
             raise TypeError(
-                f"clone_fn at '{self.path}' ({type(self.layer).__name__}): expected {expected} "
+                f"clone_fn at '{self.path}' ({type(layer).__name__}): expected {expected} "
                 "tensor(s), as many as the layer call being replaced. Received "
-                f"{'None' if result is None else f'{len(flat)} value(s)'}. Return what takes the "
-                "place of `layer(*args, **kwargs)`."
+                f"{'None' if result is None else f'{count} value(s)'}. Return what takes the place "
+                "of `layer(*args, **kwargs)`."
             )
-        return _layers_above(flat)
-
-
-def _layers_above(tensors: list[Any]) -> dict[int, keras.Layer]:
-    """Return the layers in the graph above some tensors, by their ids."""
-    symbolic = [t for t in tensors if isinstance(t, keras.KerasTensor)]
-    called = [node.operation for node in graph.topological_nodes(symbolic) if not node.is_input]
-    return {id(layer): layer for layer in called if isinstance(layer, keras.Layer)}
+        known = {*own, *map(id, self.brought_in)}
+        self.brought_in += [layer for key, layer in again.items() if key not in known]
+        return result
 
 
 class _Reads(keras.StatelessScope):
@@ -195,12 +186,6 @@ class _Reads(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         self.read[id(variable)] = variable
         return super().get_current_value(variable)
-
-
-def _stand_in(x: Any) -> Any:
-    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor | keras.Variable):
-        return keras.Input(batch_shape=x.shape, dtype=keras.backend.standardize_dtype(x.dtype))
-    return x
 
 
 # Paths.

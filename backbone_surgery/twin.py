@@ -24,6 +24,7 @@ class Twin:
         diverted: for a twin made by `divert`, what it was made of.
     """
 
+    name: str
     diverted: tuple | None = None
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +34,7 @@ class Twin:
     def get_config(self) -> dict:
         """Refuse: a config would bring back the layer as it was."""
         raise SurgeryError(
-            f"get_config at '{getattr(self, 'name', '')}': expected a layer that can be rebuilt "
+            f"get_config at '{self.name}': expected a layer that can be rebuilt "
             "from a config. Received one that was rewritten inside. Save the weights with "
             "`save_weights`, and rewrite a new model before loading them."
         )

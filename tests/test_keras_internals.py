@@ -14,7 +14,11 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "backbone_surgery"
 ENGINE = "graph.py"
 
-IMPORTS = {"keras.src.models.functional": "Functional", "keras.src.ops.node": "Node"}
+IMPORTS = {
+    "keras.src.backend.common": "global_state",
+    "keras.src.models.functional": "Functional",
+    "keras.src.ops.node": "Node",
+}
 ATTRIBUTES = {
     "_keras_history",
     "_inbound_nodes",
@@ -33,7 +37,7 @@ ATTRIBUTES = {
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
 
-ALSO_PRIVATE = {"_nodes", "_keras_mask"}
+ALSO_PRIVATE = {"_nodes", "_keras_mask", "name_scope_stack"}
 
 
 def moved(name):
@@ -191,6 +195,23 @@ def test_what_a_layer_tracks_and_what_calls_leave_on_it(x):
     assert len(vars(layer)["_outbound_nodes"]) == 1, moved("Layer._outbound_nodes")
     assert len(vars(layer)["_losses"]) == 1, moved("Layer._losses")
     assert vars(layer)["_loss_ids"] == set(), moved("Layer._loss_ids")
+
+
+def test_a_layer_call_opens_a_name_scope(x):
+    from keras.src.backend.common import global_state
+
+    class Looks(keras.layers.Layer):
+        def call(self, x):
+            stacks.append(global_state.get_global_attribute("name_scope_stack"))
+            callers.append([scope.caller for scope in stacks[-1]])
+            return x
+
+    stacks, callers, layer = [], [], Looks()
+    mine = []
+    global_state.set_global_attribute("name_scope_stack", mine)
+    layer(keras.ops.ones(3))
+    assert stacks[0] is mine, moved("global attribute name_scope_stack")
+    assert callers[0] == [layer], moved("name_scope.caller")
 
 
 def test_a_model_runs_its_graph_through_one_method(x):
