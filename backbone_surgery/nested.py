@@ -190,28 +190,39 @@ class _Reads(keras.StatelessScope):
 
 # Paths.
 
+_MANY = 60
+"""From this many paths on, an error lists only the layers at the top."""
+
 
 def _find(model: keras.Model, path: str) -> list[keras.Layer]:
     """Return the layers on a path, from the one that is a node of the graph to the last."""
     found = {tuple(map(id, chain)): chain for chain in _chains(model, str(path))}
     if not found:
-        known = _paths(model)
-        parts = str(path).split(".")
-        heads = [".".join(parts[:k]) + "." for k in range(len(parts) - 1, 0, -1)]
-        near = ([p for p in known if p.startswith(head)] for head in heads)
         raise SelectorError(
             f"rewrite_nested at '{path}': expected the path of a layer in '{model.name}'. Received "
-            f"one that leads nowhere. {closest(str(path), next(filter(None, near), known))}"
+            f"one that leads nowhere. {closest(str(path), _near(model, str(path)))}"
         )
     if len(found) > 1:
         raise SelectorError(
             f"rewrite_nested at '{path}': expected a path to one layer. Received one that fits "
-            f"{len(found)} layers of the same name. Use attributes: {', '.join(_paths(model))}."
+            f"{len(found)} layers of the same name. Use attributes: "
+            f"{', '.join(_near(model, str(path)))}."
         )
     (chain,) = found.values()
     while len(chain) > 1 and graph.as_functional(chain[0]) is not None:
         chain = chain[1:]
     return chain
+
+
+def _near(model: keras.Model, path: str) -> list[str]:
+    """List the paths below the last layer that a path reaches."""
+    parts = path.split(".")
+    for head in (".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)):
+        for *_, layer in _chains(model, head):
+            if below := _paths(layer):
+                return [f"{head}.{path}" for path in below]
+    known = _paths(model)
+    return known if len(known) < _MANY else [names[0] for _, names in _children(model)]
 
 
 def _chains(layer: keras.Layer, path: str) -> Iterator[list[keras.Layer]]:

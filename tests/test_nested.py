@@ -567,6 +567,16 @@ def test_bad_path(refused, path, words):
         bs.rewrite_nested(refused, path, double)
 
 
+def test_miss_in_a_large_model_lists_what_is_near():
+    model = make_gpt2(num_layers=4)
+    with pytest.raises(bs.SelectorError, match=r"Known: transformer_layer_3\._self_att") as error:
+        bs.rewrite_nested(model, "transformer_layer_3.attention", double)
+    assert "layers.0" not in str(error.value)
+    with pytest.raises(bs.SelectorError, match=r"transformer_layers\.2, ") as error:
+        bs.rewrite_nested(model, "layer_3.attention", double)
+    assert "dense" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("clone_fn", "error", "words"),
     [
