@@ -453,11 +453,10 @@ def sublayers(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def members_tracking(layers: Callable[[], list[keras.Layer]]) -> dict[str, property]:
-    """Return members of a class whose instances track these layers, and nothing else of theirs."""
+    """Return members of a class whose instances track these layers, and have no own metrics."""
     return {
         "_layers": property(lambda _: layers()),
         "_metrics": property(lambda _: []),
-        "_seed_generators": property(lambda _: []),
     }
 
 

@@ -138,7 +138,7 @@ class _Diversion:
                 "code that Keras does not trace. Choose another of these layers: "
                 f"{', '.join(known)}."
             )
-        tracked = {id(v) for v in model.variables}
+        tracked = {id(v) for v in (*model.variables, *model.metrics_variables)}
         untracked = [v.path for key, v in self.read.items() if key not in tracked]
         if untracked:
             raise SurgeryError(

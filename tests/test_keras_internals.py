@@ -27,7 +27,6 @@ ATTRIBUTES = {
     "_functional",
     "_layers",
     "_metrics",
-    "_seed_generators",
     "_outbound_nodes",
     "_losses",
     "_loss_ids",
@@ -179,7 +178,6 @@ def test_what_a_layer_tracks_and_what_calls_leave_on_it(x):
             super().__init__()
             self.inner = keras.layers.Dropout(0.5)
             self.metric = keras.metrics.Mean()
-            self.seed = keras.random.SeedGenerator(1)
 
         def call(self, x):
             self.add_loss(keras.ops.sum(x))
@@ -188,7 +186,6 @@ def test_what_a_layer_tracks_and_what_calls_leave_on_it(x):
     layer = Outer()
     assert vars(layer)["_layers"] == [layer.inner], moved("Layer._layers")
     assert vars(layer)["_metrics"] == [layer.metric], moved("Layer._metrics")
-    assert vars(layer)["_seed_generators"] == [layer.seed], moved("Layer._seed_generators")
     layer(layer(x))
     layer(keras.ops.ones((1, 3)))
     assert len(vars(layer)["_inbound_nodes"]) == 2, moved("Layer._inbound_nodes")

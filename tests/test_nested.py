@@ -382,6 +382,23 @@ def test_dropout_that_is_brought_in_draws_anew_at_each_step():
     assert not np.array_equal(first, second)
 
 
+def test_metrics_and_seeds_of_inner_layers_are_listed_once():
+    class Measured(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.mean, self.seed = keras.metrics.Mean(), keras.random.SeedGenerator(1)
+
+        def call(self, x):
+            self.mean.update_state(x)
+            return keras.random.dropout(x, 0.5, seed=self.seed)
+
+    inner = Measured(name="inner")
+    model = model_of(Residual(inner, name="outer"))
+    new = bs.rewrite_nested(model, "outer.inner", double)
+    assert [id(v) for v in new.metrics] == [id(inner.mean)]
+    assert [v is inner.seed.state for v in new.variables] == [True]
+
+
 def test_mixed_precision_and_masks_are_as_in_a_call():
     ids = np.array([[3, 5, 0, 0], [1, 2, 4, 8]])
     outer = Residual(layers.GRU(4, return_sequences=True), dtype="mixed_bfloat16", name="outer")
