@@ -453,11 +453,8 @@ def sublayers(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def members_tracking(layers: Callable[[], list[keras.Layer]]) -> dict[str, property]:
-    """Return members of a class whose instances track these layers, and have no own metrics."""
-    return {
-        "_layers": property(lambda _: layers()),
-        "_metrics": property(lambda _: []),
-    }
+    """Return members of a class whose instances track these layers."""
+    return {"_layers": property(lambda _: layers())}
 
 
 def members_running(layer: keras.Layer, swaps: dict[int, Any]) -> dict[str, Any]:

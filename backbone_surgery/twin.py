@@ -88,6 +88,8 @@ def divert(
         "call": call,
         "diverted": property(lambda _: (layer, run, brought_in)),
         "brought_in": property(lambda _: brought_in),
+        # The layer itself, which is inside, lists them.
+        "metrics": property(lambda _: []),
         **graph.members_tracking(lambda: [layer, *brought_in]),
     }
     if hasattr(layer, "layers"):

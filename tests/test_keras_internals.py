@@ -26,7 +26,6 @@ ATTRIBUTES = {
     "_outputs_struct",
     "_functional",
     "_layers",
-    "_metrics",
     "_outbound_nodes",
     "_losses",
     "_loss_ids",
@@ -177,7 +176,6 @@ def test_what_a_layer_tracks_and_what_calls_leave_on_it(x):
         def __init__(self):
             super().__init__()
             self.inner = keras.layers.Dropout(0.5)
-            self.metric = keras.metrics.Mean()
 
         def call(self, x):
             self.add_loss(keras.ops.sum(x))
@@ -185,7 +183,6 @@ def test_what_a_layer_tracks_and_what_calls_leave_on_it(x):
 
     layer = Outer()
     assert vars(layer)["_layers"] == [layer.inner], moved("Layer._layers")
-    assert vars(layer)["_metrics"] == [layer.metric], moved("Layer._metrics")
     layer(layer(x))
     layer(keras.ops.ones((1, 3)))
     assert len(vars(layer)["_inbound_nodes"]) == 2, moved("Layer._inbound_nodes")
