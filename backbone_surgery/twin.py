@@ -18,14 +18,13 @@ from backbone_surgery.errors import SurgeryError
 
 
 class Twin:
-    """Base of all twins.
-
-    Attributes:
-        diverted: for a twin made by `divert`, what it was made of.
-    """
+    """Base of all twins."""
 
     name: str
-    diverted: tuple | None = None
+
+    def diverted(self) -> tuple | None:
+        """Return what a twin made by `divert` was made of. A method: Keras saves attributes."""
+        return None
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the call: what the layer itself says may no longer hold."""
@@ -51,8 +50,8 @@ def twin(layer: keras.Layer, swaps: dict[int, keras.Layer]) -> keras.Layer:
     Returns:
         A layer that shares all state with `layer`.
     """
-    if isinstance(layer, Twin) and layer.diverted:
-        below, run, brought_in = layer.diverted
+    if isinstance(layer, Twin) and (made_of := layer.diverted()):
+        below, run, brought_in = made_of
         return divert(twin(below, swaps), run, brought_in)
     functional = graph.as_functional(layer)
     if functional is not None and functional is not layer:
@@ -86,7 +85,7 @@ def divert(
     members: dict[str, Any] = {
         "__call__": call,
         "call": call,
-        "diverted": property(lambda _: (layer, run, brought_in)),
+        "diverted": lambda _: (layer, run, brought_in),
         "brought_in": property(lambda _: brought_in),
         # The layer itself, which is inside, lists them.
         "metrics": property(lambda _: []),
@@ -99,8 +98,8 @@ def divert(
 
 def inside(layer: keras.Layer) -> tuple[list[keras.Layer], dict[str, Any]]:
     """Return the layers that a layer is made of, and its attributes, as a twin of it shows them."""
-    if isinstance(layer, Twin) and layer.diverted:
-        return inside(layer.diverted[0])
+    if isinstance(layer, Twin) and (made_of := layer.diverted()):
+        return inside(made_of[0])
     held = _held(layer)
     return graph.sublayers(layer), {k: held[k] for k in held if k not in graph.LISTS_OF_LAYERS}
 

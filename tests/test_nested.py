@@ -4,6 +4,7 @@ import collections
 import threading
 from pathlib import Path
 
+import h5py
 import jax
 import keras
 import numpy as np
@@ -209,6 +210,18 @@ def test_layers_of_a_model_called_one_by_one_are_reached(build):
     new = bs.rewrite_nested(model, "outer.inner.first", double)
     wanted = X + tanh_dense(second, 2 * tanh_dense(first, X))
     np.testing.assert_allclose(predict(new), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rewritten_model_can_still_be_taken_apart():
+    class Both(Residual):
+        def run(self, x):
+            return self.inner(x) + self.inner.layers[-1](x)
+
+    first, second = dense("first"), dense("second")
+    model = model_of(Both(keras.Sequential([first, second]), name="outer"))
+    new = bs.rewrite_nested(model, "outer.inner", double)
+    y = 2 * tanh_dense(second, tanh_dense(first, X)) + tanh_dense(second, X)
+    np.testing.assert_allclose(predict(new), X + y, rtol=1e-5, atol=1e-6)
 
 
 def test_layer_that_is_run_by_its_method_call_is_reached():
@@ -482,6 +495,10 @@ def test_weights_are_saved_and_loaded_with_what_was_brought_in(tmp_path):
     saved, loaded = build(5.0), build(1.0)
     assert not np.array_equal(predict(loaded), predict(saved))
     saved.save_weights(tmp_path / "new.weights.h5")
+    with h5py.File(tmp_path / "new.weights.h5") as file:
+        arrays = []
+        file.visititems(lambda _, item: arrays.append(item) if hasattr(item, "shape") else None)
+    assert len(arrays) == len(saved.weights)
     loaded.load_weights(tmp_path / "new.weights.h5")
     assert np.array_equal(predict(loaded), predict(saved))
     with pytest.raises(bs.SurgeryError, match="Save the weights with `save_weights`"):
@@ -620,6 +637,13 @@ def test_layer_that_is_called_on_weights_alone_is_tracked():
     wanted = X + 3 * X @ np.asarray(inner.kernel)
     np.testing.assert_allclose(predict(new), wanted, rtol=1e-5, atol=1e-6)
     assert [v for v in new.trainable_variables if v is scale.scale]
+
+
+def test_only_what_clone_fn_itself_calls_is_brought_in():
+    extra = Residual(Scale(), name="extra")
+    model = model_of(Residual(dense("inner"), name="outer"))
+    new = bs.rewrite_nested(model, "outer.inner", lambda layer, x: extra(layer(x)))
+    assert new.get_layer("outer").inner.brought_in == [extra]
 
 
 def test_variable_that_no_layer_holds(refused):
