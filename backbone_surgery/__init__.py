@@ -19,6 +19,7 @@ from backbone_surgery.errors import (
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.graph import clone_layer_graph
+from backbone_surgery.nested import rewrite_nested
 from backbone_surgery.opening import open_backbone, sites
 from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
@@ -56,6 +57,7 @@ __all__ = [
     "operate",
     "plot_model",
     "rewire",
+    "rewrite_nested",
     "sites",
     "sweep",
     "to_mermaid",

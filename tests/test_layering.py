@@ -12,10 +12,10 @@ LAYERS = [
     ["errors", "startup"],
     ["emission"],
     ["graph"],
-    ["attention", "layers", "site", "backbone", "digest"],
+    ["attention", "layers", "site", "backbone", "digest", "twin"],
     ["families"],
     ["opening", "cache"],
-    ["rewrites", "operate", "rewire"],
+    ["rewrites", "operate", "rewire", "nested"],
     ["generation", "vectors", "sweep", "weights", "plotting", "picture", "checking"],
     ["__init__", "cli", "__main__"],
 ]
