@@ -210,7 +210,7 @@ def test_bad_training(trained):
         ([([1, 2], [1, 2])], {}, "two texts that differ"),
         ([([1, 2], [])], {}, "an empty one"),
         ([[1, 2, 3]], {}, r"expected \(positive, negative\)"),
-        (pairs, {"method": "pca"}, "Did you mean"),
+        (pairs, {"method": "pca_dif"}, "Did you mean 'pca_diff'"),
         (pairs, {"token": 7}, "token=7: expected texts with such a token"),
         ([([1, 99], [1, 2])], {}, "expected token ids from 0 to 59"),
         ([("happy", "sad")], {}, "has no preprocessor"),
