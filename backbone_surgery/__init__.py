@@ -13,9 +13,11 @@ from backbone_surgery.checking import CheckReport, check
 from backbone_surgery.emission import collect, emit
 from backbone_surgery.errors import (
     CacheMismatchError,
+    RecipeError,
     SelectorError,
     SurgeryError,
     UnknownArchitectureError,
+    WeightMismatchError,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.graph import clone_layer_graph
@@ -24,6 +26,10 @@ from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
 from backbone_surgery.rewire import rewire
 from backbone_surgery.rewrites import Rewrite, SiteRewrite, Steer
+from backbone_surgery.weights.digest import weights_digest
+from backbone_surgery.weights.report import TransferReport
+from backbone_surgery.weights.transfer import transfer_weights
+from backbone_surgery.weights.tree import weight_tree
 
 __version__ = "0.1.0"
 
@@ -33,12 +39,15 @@ __all__ = [
     "CachedCausalLM",
     "CheckReport",
     "EditedBackbone",
+    "RecipeError",
     "Rewrite",
     "SelectorError",
     "SiteRewrite",
     "Steer",
     "SurgeryError",
+    "TransferReport",
     "UnknownArchitectureError",
+    "WeightMismatchError",
     "check",
     "clone_layer_graph",
     "collect",
@@ -50,4 +59,7 @@ __all__ = [
     "rewire",
     "sites",
     "to_mermaid",
+    "transfer_weights",
+    "weight_tree",
+    "weights_digest",
 ]

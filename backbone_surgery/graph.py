@@ -19,6 +19,7 @@ private name, so that a Keras release which moves one says so plainly.
 """
 
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -429,3 +430,19 @@ def _repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     outputs = [keras.KerasTensor(shape=t.shape, dtype=t.dtype) for t in node.outputs]
     Node(layer, call_args=args, call_kwargs=kwargs, outputs=outputs)
     return outputs
+
+
+def sublayers(layer: keras.Layer) -> list[keras.Layer]:
+    """List a layer and every layer in it, at any depth, each once."""
+    return list(dict.fromkeys(layer._flatten_layers()))
+
+
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """List the weights that a layer holds itself, without those of the layers in it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def is_auto_named(layer: keras.Layer) -> bool:
+    """Tell whether Keras made up the name of a layer, out of the name of its class."""
+    stem = re.sub(r"_\d+$", "", layer.name)
+    return stem.replace("_", "") == type(layer).__name__.replace("_", "").lower()

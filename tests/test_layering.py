@@ -12,7 +12,7 @@ LAYERS = [
     ["errors", "startup"],
     ["emission"],
     ["graph"],
-    ["attention", "layers", "site", "backbone"],
+    ["attention", "layers", "site", "backbone", "checkpoint"],
     ["families"],
     ["opening", "cache"],
     ["rewrites", "operate", "rewire"],

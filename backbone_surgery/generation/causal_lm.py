@@ -94,8 +94,12 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         self.backbone.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """Load a checkpoint of the backbone, whatever was edited."""
-        self.backbone.load_weights(filepath, **kwargs)
+        """Load a checkpoint of the backbone, whatever was edited.
+
+        Raises:
+            WeightMismatchError: see `EditedBackbone.load_weights`.
+        """
+        self.opened.load_weights(filepath, **kwargs)
 
     def compile(
         self, optimizer: Any = "auto", loss: Any = "auto", *, sampler: Any = "auto", **kwargs: Any
