@@ -26,12 +26,13 @@ from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
 from backbone_surgery.rewire import rewire
 from backbone_surgery.rewrites import Rewrite, SiteRewrite, Steer
+from backbone_surgery.version import __version__
+from backbone_surgery.weights.describe import register_rewrite
 from backbone_surgery.weights.digest import weights_digest
+from backbone_surgery.weights.recipe import load_recipe, save_recipe
 from backbone_surgery.weights.report import TransferReport
 from backbone_surgery.weights.transfer import transfer_weights
 from backbone_surgery.weights.tree import weight_tree
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BackboneWithCache",
@@ -48,15 +49,19 @@ __all__ = [
     "TransferReport",
     "UnknownArchitectureError",
     "WeightMismatchError",
+    "__version__",
     "check",
     "clone_layer_graph",
     "collect",
     "emit",
+    "load_recipe",
     "new_cache",
     "open_backbone",
     "operate",
     "plot_model",
+    "register_rewrite",
     "rewire",
+    "save_recipe",
     "sites",
     "to_mermaid",
     "transfer_weights",

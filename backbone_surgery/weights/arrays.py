@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -110,8 +110,12 @@ def as_bytes(value: np.ndarray) -> memoryview:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
 
 
-def read_arrays(path: Path) -> dict[str, Array]:
+def read_arrays(opener: Callable[[], IO[bytes]], where: str) -> dict[str, Array]:
     """Read the header of a `.safetensors` file.
+
+    Args:
+        opener: opens the file; also later, when an array is read.
+        where: named in errors.
 
     Returns:
         The arrays by name, each to be read when it is needed.
@@ -119,9 +123,9 @@ def read_arrays(path: Path) -> dict[str, Array]:
     Raises:
         RecipeError: the header is malformed, or does not describe the file.
     """
-    where = path.name
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with opener() as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _HEADER):
             raise _damaged(where, f"a header of at most {min(max(size - 8, 0), _HEADER)} bytes")
@@ -137,7 +141,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
         if math.prod(shape) * dtype.itemsize != end - begin:
             raise _damaged(where, f"{end - begin} bytes of {dtype}{list(shape)} for '{name[:60]}'")
         spans.append((begin, end))
-        found[name] = Array(dtype, shape, _reader(path, dtype, shape, start + begin))
+        found[name] = Array(dtype, shape, _reader(opener, where, dtype, shape, start + begin))
     position = 0
     for begin, end in sorted(spans):
         if begin != position:
@@ -160,21 +164,21 @@ def _entry(where: str, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...]
 
 
 def _reader(
-    path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
+    opener: Callable[[], IO[bytes]], where: str, dtype: np.dtype, shape: tuple[int, ...], start: int
 ) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
-        count = math.prod(shape)
-        with open_file(path) as file:
-            file.seek(offset)
-            data = np.fromfile(file, np.uint8, count * dtype.itemsize)
-        if data.size != count * dtype.itemsize:
-            raise _damaged(path.name, "a file that stays as it is while it is read")
-        return data.view(dtype).reshape(shape)
+        size = math.prod(shape) * dtype.itemsize
+        with opener() as file:
+            file.seek(start)
+            data = file.read(size)
+        if len(data) != size:
+            raise _damaged(where, "a file that stays as it is while it is read")
+        return np.frombuffer(data, dtype).reshape(shape)
 
     return read
 
 
-def open_file(path: Path) -> Any:
+def open_file(path: Path) -> IO[bytes]:
     """Open a file for reading, refusing anything that is not a regular file of its own folder."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _NONBLOCK)
@@ -195,15 +199,6 @@ def open_file(path: Path) -> Any:
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """So that a named pipe in place of a file does not block."""
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal, a few megabytes at a time."""
-    digest = hashlib.sha256()
-    with open_file(path) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def all_finite(value: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
-from backbone_surgery.weights.arrays import FLOATS, Array, held, read_arrays
+from backbone_surgery.weights.arrays import FLOATS, Array, held, open_file, read_arrays
 from backbone_surgery.weights.paths import aliases, owner_of, resolve, variable_paths
 from backbone_surgery.weights.report import Difference, TransferReport
 from backbone_surgery.weights.selecting import Rename, renamed, scopes
@@ -196,7 +196,7 @@ def _arrays(
                 "Received another path. Files of Keras are loaded by `load_weights` of the "
                 "backbone that they were saved from."
             )
-        return {**read_arrays(file.resolve())}, {}
+        return {**read_arrays(lambda: open_file(file.resolve()), file.name)}, {}
     if not isinstance(source, keras.Model):
         raise SurgeryError(
             f"transfer_weights: expected a Keras model, a weight tree or the path of a "
