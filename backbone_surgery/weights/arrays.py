@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,22 +180,19 @@ def _reader(
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file for reading, refusing anything that is not a regular file of its own folder."""
+    """Open a file for reading, if it is a regular file and no link to one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+        received = "something else"
     except OSError as error:
-        raise RecipeError(
-            f"read at '{path.name}': expected a regular file. Received {error.strerror}. Links are "
-            "not followed; copy the file itself."
-        ) from None
-    file = os.fdopen(descriptor, "rb")
-    if not os.path.isfile(descriptor):
-        file.close()
-        raise RecipeError(
-            f"read at '{path.name}': expected a regular file. Received something else. Copy the "
-            "file itself."
-        )
-    return file
+        received = error.strerror or "an error"
+    raise RecipeError(
+        f"read at '{path.name}': expected a regular file. Received: {received}. Links are not "
+        "followed; copy the file itself."
+    )
 
 
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)

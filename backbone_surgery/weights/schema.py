@@ -102,7 +102,7 @@ SCHEMA: dict[str, Any] = {
                         "size": _SIZE,
                         "arrays": {
                             "type": "object",
-                            "maxProperties": 50_000,
+                            "maxProperties": 10_000,
                             "additionalProperties": _object(
                                 {
                                     "dtype": {"type": "string"},

@@ -29,7 +29,7 @@ RECIPE = "recipe.json"
 READABLE_BY = "0.1.0"
 """The oldest release that reads what is written here."""
 
-_MOST = 32 * 2**20
+_MOST = 2 * 2**20
 
 
 def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
