@@ -29,6 +29,7 @@ from backbone_surgery.rewrites import Rewrite, SiteRewrite, Steer
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.describe import register_rewrite
 from backbone_surgery.weights.digest import weights_digest
+from backbone_surgery.weights.merge import merge
 from backbone_surgery.weights.recipe import load_recipe, save_recipe
 from backbone_surgery.weights.report import TransferReport
 from backbone_surgery.weights.transfer import transfer_weights
@@ -55,6 +56,7 @@ __all__ = [
     "collect",
     "emit",
     "load_recipe",
+    "merge",
     "new_cache",
     "open_backbone",
     "operate",

@@ -311,6 +311,17 @@ def test_checkpoints_survive_rewrites(backbone, other, tmp_path):
     same(arrays(other), arrays(backbone))
 
 
+def test_a_plain_clone_loads_its_own_file(backbone, tmp_path):
+    path = str(tmp_path / "own.weights.h5")
+    clone = plain(backbone, inserting)
+    wanted = snapshot(clone)
+    clone.save_weights(path)
+    for variable in clone.weights:
+        variable.assign(np.zeros(variable.shape))
+    bs.CachedCausalLM(clone).load_weights(path)
+    same(snapshot(clone), wanted)
+
+
 def test_a_file_of_another_kind_is_refused(backbone, tmp_path):
     path = str(tmp_path / "other.weights.h5")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
