@@ -13,9 +13,11 @@ from backbone_surgery.checking import CheckReport, check
 from backbone_surgery.emission import collect, emit
 from backbone_surgery.errors import (
     CacheMismatchError,
+    RecipeError,
     SelectorError,
     SurgeryError,
     UnknownArchitectureError,
+    WeightMismatchError,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.graph import clone_layer_graph
@@ -27,8 +29,14 @@ from backbone_surgery.rewire import rewire
 from backbone_surgery.rewrites import Condition, Control, Rewrite, Schedule, SiteRewrite, Steer
 from backbone_surgery.sweep import Sweep, sweep
 from backbone_surgery.vectors import ControlVector, contrast_pairs
-
-__version__ = "0.1.0"
+from backbone_surgery.version import __version__
+from backbone_surgery.weights.describe import register_rewrite
+from backbone_surgery.weights.digest import weights_digest
+from backbone_surgery.weights.merge import merge
+from backbone_surgery.weights.recipe import load_recipe, save_recipe
+from backbone_surgery.weights.report import TransferReport
+from backbone_surgery.weights.transfer import transfer_weights
+from backbone_surgery.weights.tree import weight_tree
 
 __all__ = [
     "BackboneWithCache",
@@ -39,6 +47,7 @@ __all__ = [
     "Control",
     "ControlVector",
     "EditedBackbone",
+    "RecipeError",
     "Rewrite",
     "Schedule",
     "SelectorError",
@@ -46,19 +55,29 @@ __all__ = [
     "Steer",
     "SurgeryError",
     "Sweep",
+    "TransferReport",
     "UnknownArchitectureError",
+    "WeightMismatchError",
+    "__version__",
     "check",
     "clone_layer_graph",
     "collect",
     "contrast_pairs",
     "emit",
+    "load_recipe",
+    "merge",
     "new_cache",
     "open_backbone",
     "operate",
     "plot_model",
+    "register_rewrite",
     "rewire",
     "rewrite_nested",
+    "save_recipe",
     "sites",
     "sweep",
     "to_mermaid",
+    "transfer_weights",
+    "weight_tree",
+    "weights_digest",
 ]

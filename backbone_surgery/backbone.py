@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from backbone_surgery.checkpoint import check_checkpoint
 from backbone_surgery.errors import SurgeryError
 
 
@@ -96,7 +97,13 @@ class EditedBackbone(_WithControls):
         self.owner.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: str, **kwargs: Any) -> None:
-        """Load a checkpoint of the owning backbone, as if nothing had been edited."""
+        """Load a checkpoint of the owning backbone, as if nothing had been edited.
+
+        Raises:
+            WeightMismatchError: the file was saved from a model with other layers. Keras finds
+                layers by their order alone, and would load the weights of one into another.
+        """
+        check_checkpoint(self.owner, filepath)
         self.owner.load_weights(filepath, **kwargs)
 
     def enable_lora(self, rank: int, **kwargs: Any) -> None:

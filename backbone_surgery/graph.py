@@ -20,6 +20,7 @@ private name, so that a Keras release which moves one says so plainly.
 
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -503,3 +504,19 @@ class _WatchedScopes(list):
         if layers == [scope.caller]:
             self.called[id(scope.caller)] = scope.caller
         super().append(scope)
+
+
+def layers_within(layer: keras.Layer) -> list[keras.Layer]:
+    """List a layer and every layer in it, at any depth, each once."""
+    return list(dict.fromkeys(layer._flatten_layers()))
+
+
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """List the weights that a layer holds itself, without those of the layers in it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def is_auto_named(layer: keras.Layer) -> bool:
+    """Tell whether Keras made up the name of a layer, out of the name of its class."""
+    stem = re.sub(r"_\d+$", "", layer.name)
+    return stem.replace("_", "") == type(layer).__name__.replace("_", "").lower()

@@ -32,6 +32,9 @@ ATTRIBUTES = {
     "_operations",
     "_operations_by_depth",
     "_run_through_graph",
+    "_flatten_layers",
+    "_trainable_variables",
+    "_non_trainable_variables",
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
 
@@ -299,3 +302,20 @@ def test_check_sees_a_private_use(source):
 
 def test_check_lets_public_uses_pass():
     assert not private_uses("import keras\nfrom keras import ops, tree\nself._own = keras.ops")
+
+
+def test_flatten_layers():
+    inner = keras.layers.Dense(2)
+    model = keras.Sequential([keras.layers.TimeDistributed(inner)])
+    assert hasattr(model, "_flatten_layers"), moved("Layer._flatten_layers")
+    found = model._flatten_layers()
+    assert found[0] is model, moved("Layer._flatten_layers")
+    assert any(layer is inner for layer in found), moved("Layer._flatten_layers")
+
+
+def test_own_variables():
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 3))
+    for name, count in (("_trainable_variables", 2), ("_non_trainable_variables", 2)):
+        assert len(getattr(layer, name, ())) == count, moved(f"Layer.{name}")
+        assert getattr(keras.Sequential([layer]), name) == [], moved(f"Layer.{name}")

@@ -9,10 +9,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "backbone_surgery"
 
 LAYERS = [
-    ["errors", "startup"],
+    ["errors", "startup", "version"],
     ["emission"],
     ["graph"],
-    ["attention", "layers", "site", "backbone", "digest", "twin"],
+    ["attention", "layers", "site", "backbone", "checkpoint", "twin"],
     ["families"],
     ["opening", "cache"],
     ["rewrites", "operate", "rewire", "nested"],

@@ -1,5 +1,6 @@
 """Presets: find the backbone and preprocessor behind a name or a folder."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ _BUNDLED = (_PACKAGE / "models", _PACKAGE.parent / "models")
 """Where bundled models are: inside an installed package, or next to it in a source checkout."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+_names: weakref.WeakKeyDictionary[keras.Model, str] = weakref.WeakKeyDictionary()
 
 
 def bundled_models() -> dict[str, Path]:
@@ -67,8 +70,21 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
     else:
         has_tokenizer = True
     preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
-    backbone = keras_hub.models.Backbone.from_preset(path, load_weights=load_weights, **kwargs)
-    return backbone, preprocessor
+    return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
+
+
+def load_backbone(preset: str, **kwargs: Any) -> keras.Model:
+    """Load a backbone alone, and remember the name of the preset it came from."""
+    path = str(bundled_models().get(preset, preset))
+    backbone = keras_hub.models.Backbone.from_preset(path, **kwargs)
+    if not Path(preset).is_dir():
+        _names[backbone] = preset
+    return backbone
+
+
+def preset_of(backbone: keras.Model) -> str | None:
+    """Return the name of the preset a backbone was loaded from, if it has one and came this way."""
+    return _names.get(backbone)
 
 
 def _load_preprocessor(preset: str, path: str) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery import site
-from backbone_surgery.digest import weights_digest
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.presets import find_vector
 from backbone_surgery.rewrites.control import read_directions
@@ -20,6 +19,7 @@ from backbone_surgery.vectors import files
 from backbone_surgery.vectors.activations import TokenNorms, TokenState, measure, read_texts
 from backbone_surgery.vectors.directions import check_method, find_direction
 from backbone_surgery.vectors.pairs import check_pairs
+from backbone_surgery.weights.digest import weights_digest
 
 _NEUTRAL_TEXTS = (
     "The town lies on the bank of a wide river, between two hills.",
