@@ -85,8 +85,9 @@ RECIPES = {
             "max_sequence_length": SEQUENCE_LENGTH,
         },
         gaps=(
-            "It keeps names,\nits own objects, the mood and the number of characters well, but "
-            "mostly forgets the friend's\nobject, and often the time of day."
+            "It keeps names,\nobjects, the room, the mood and the number of characters well, but "
+            "calls the pet by another\nword about one time in four, and its halves disagree on the "
+            "time of day about as often."
         ),
         cycles=(2000, 800),
     ),

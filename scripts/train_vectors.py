@@ -20,7 +20,16 @@ import backbone_surgery as bs
 STORIES, SEED = 128, 11
 BLOCKS = (4, 5)
 LENGTHS = {
-    ("tiny_gpt2", "mood"): 0.3,
+    ("tiny_gpt2", "mood"): 0.48,
+    ("tiny_gpt2", "place"): 0.28,
+    ("tiny_gpt2", "characters"): 0.6,
+    ("tiny_gpt2", "time"): 0.45,
+    ("tiny_gpt2", "pet"): 0.33,
+    ("tiny_gemma", "mood"): 0.23,
+    ("tiny_gemma", "place"): 0.3,
+    ("tiny_gemma", "characters"): 0.25,
+    ("tiny_gemma", "time"): 0.3,
+    ("tiny_gemma", "pet"): 0.25,
 }
 """How long the vector of each block is, in units of the residual norm there, at strength 1."""
 

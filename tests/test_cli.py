@@ -102,7 +102,7 @@ def test_sweep_counts_words_and_plots(tmp_path):
         (["inspect", "--model", "./nowhere"], "expected a folder that exists"),
         (["plot", "missing/x.mmd"], "FileNotFoundError"),
         (["steer", PROMPT, "--vector", "moot"], "Did you mean 'mood'"),
-        (["steer", PROMPT, "--vector", "no.gguf"], "there is none"),
+        (["steer", PROMPT, "--vector", "no.gguf"], "expected a file"),
         (["steer", PROMPT, "--vector", "mood", "--strengths", "1,x"], "numbers separated by"),
         (["generate", PROMPT, "--control", "mood"], "expected NAME=STRENGTH"),
         (["sweep", PROMPT, "--vector", "mood", "--plot", "x.png"], "Name words to count"),
