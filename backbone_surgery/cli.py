@@ -97,7 +97,7 @@ def generate(
 def steer(
     prompt: Annotated[str, typer.Argument(help="How the text begins.")],
     vector: Annotated[str, typer.Option("--vector", "-v", help="As of generate.")],
-    strengths: Strengths = "-2,0,2",
+    strengths: Strengths = "-1,0,1",
     model: Model = "tiny_gpt2",
     max_new_tokens: NewTokens = 60,
     sampler: Sampler = SamplerName.greedy,
@@ -116,7 +116,7 @@ def steer(
     table.add_column(f"{found.control} at", justify="right")
     table.add_column("goes on")
     for row in found.rows:
-        table.add_row(f"{row.strength:+g}", row.text.strip())
+        table.add_row(f"{row.strength:+g}" if row.strength else "0", row.text.strip())
     Console(highlight=False).print(table)
 
 

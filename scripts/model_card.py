@@ -50,6 +50,9 @@ Training took {core_minutes} core-minutes of a CPU. To rebuild, with the same se
 KERAS_BACKEND=jax python scripts/train_tiny_models.py --only {name} --output models
 ```
 
+`vectors` holds a control vector for each attribute, from its second value to its first, made by
+`scripts/train_vectors.py`; at strengths 1 and -1 a story follows it.
+
 ## Measurements
 
 {measured}

@@ -69,7 +69,7 @@ def test_train_then_steer_with_the_file(tmp_path):
     options = ["--max-new-tokens", "20"]
     result = run("steer", PROMPT, "--vector", str(vector), "--strengths", "-3,0,3", *options)
     assert result.exit_code == 0, result.output
-    for word in ("feeling at", "-3", "+0", "+3"):
+    for word in ("feeling at", "-3", " 0 ", "+3"):
         assert word in result.stdout
     plain = run("generate", PROMPT, *options).stdout
     same = run("generate", PROMPT, "--vector", str(vector), "-c", "feeling=0", *options).stdout
