@@ -660,6 +660,6 @@ def test_memory_of_a_transfer_is_that_of_single_arrays(monkeypatch):
     finally:
         tracemalloc.stop()
     assert len(seen) == 12
-    assert set(seen) == {before}
+    assert max(seen) - before == largest
     assert held_by_jax() == before
     assert by_numpy < 2.2 * largest
