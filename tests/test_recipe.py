@@ -177,6 +177,7 @@ def test_values_of_every_kind_come_back(gpt2, tmp_path):
         "b": np.zeros((0, 4), "bool"),
         "c": np.float64(0.1),
         "d": bs.Steer("inner", {0: vector()}),
+        np.int64(7): "a key that is no int",
     }
     bs.save_recipe(bs.operate(gpt2, [Own("blocks.0", values)]), tmp_path / "r")
     found = bs.load_recipe(tmp_path / "r", make_gpt2()).rewrites[0].values
@@ -186,6 +187,7 @@ def test_values_of_every_kind_come_back(gpt2, tmp_path):
         assert found[key].dtype == values[key].dtype
         np.testing.assert_array_equal(found[key], values[key])
     np.testing.assert_array_equal(found["d"].vector[0], values["d"].vector[0])
+    assert found[7] == "a key that is no int"
 
 
 def test_a_vector_object_is_kept_as_its_directions(gpt2, tmp_path):

@@ -150,6 +150,7 @@ class Describer:
         return value
 
     def _item(self, key: Any, value: Any, where: str) -> list[Any]:
+        key = int(key) if isinstance(key, np.integer) else key
         if type(key) not in (int, str):
             raise _no_description(where, key)
         return [key, self.value(value, f"{where}.{key}")]

@@ -1,7 +1,8 @@
 """Transfer: copy weights from one model to another by path, and explain what does not match.
 
 Both sides are walked and compared in full before the first array is written. Arrays are then read
-and written one at a time, so that a transfer needs no more memory than its largest array.
+and written one at a time, so that a transfer needs a few times the memory of its largest array,
+however large the models are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,8 +179,11 @@ class _Plan:
         """Write what was planned, one array at a time."""
         for path, array in self.writes.items():
             variable = self.variables[path]
-            # A copy, since JAX may keep the memory of the array that it is given.
-            variable.assign(np.array(array.read(), keras.backend.standardize_dtype(variable.dtype)))
+            # `ops.array` copies: no two models share the memory of a weight.
+            variable.assign(keras.ops.array(array.read(), variable.dtype))
+            if keras.config.backend() == "jax":
+                # Else JAX runs ahead, with the old and new arrays of many weights in memory.
+                variable.value.block_until_ready()
 
 
 def _arrays(
