@@ -75,14 +75,15 @@ class Sweep:
             table.add_row(f"{strength:g}", *scores, shown.strip())
         return table
 
-    def plot(self, to_file: str | Path | None = None) -> Any:
+    def plot(self, to_file: str | Path | None = None, ax: Any = None) -> Any:
         """Plot the mean of each score, with its standard error, against the strength.
 
         Args:
             to_file: where to save the picture, if anywhere.
+            ax: matplotlib axes to draw into; new ones by default.
 
         Returns:
-            The matplotlib figure.
+            The axes.
         """
         if not self.names:
             raise SurgeryError(
@@ -90,14 +91,13 @@ class Sweep:
                 "`score=function_of_a_text` to `sweep`."
             )
         try:
-            from matplotlib.figure import Figure
+            from matplotlib import pyplot as plt
         except ImportError as error:
             raise SurgeryError(
                 "plot of a sweep: expected matplotlib. Received an environment without it. Run "
                 '`pip install "backbone-surgery[plot]"`.'
             ) from error
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        axes = figure.add_subplot()
+        axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")[1] if ax is None else ax
         order = sorted(self.strengths)
         for name in self.names:
             groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]
@@ -110,8 +110,8 @@ class Sweep:
         if len(self.names) > 1:
             axes.legend(frameon=False)
         if to_file is not None:
-            figure.savefig(to_file, dpi=150)
-        return figure
+            axes.figure.savefig(to_file, dpi=150)
+        return axes
 
     def __str__(self) -> str:
         text = io.StringIO()
