@@ -17,13 +17,23 @@ from backbone_surgery.errors import (
     SurgeryError,
     UnknownArchitectureError,
 )
+from backbone_surgery.generation.captures import Captures
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.graph import clone_layer_graph
 from backbone_surgery.opening import open_backbone, sites
 from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
 from backbone_surgery.rewire import rewire
-from backbone_surgery.rewrites import Rewrite, SiteRewrite, Steer
+from backbone_surgery.rewrites import (
+    Capture,
+    Remove,
+    Reorder,
+    Repeat,
+    Rewrite,
+    SiteRewrite,
+    Skip,
+    Steer,
+)
 
 __version__ = "0.1.0"
 
@@ -31,11 +41,17 @@ __all__ = [
     "BackboneWithCache",
     "CacheMismatchError",
     "CachedCausalLM",
+    "Capture",
+    "Captures",
     "CheckReport",
     "EditedBackbone",
+    "Remove",
+    "Reorder",
+    "Repeat",
     "Rewrite",
     "SelectorError",
     "SiteRewrite",
+    "Skip",
     "Steer",
     "SurgeryError",
     "UnknownArchitectureError",

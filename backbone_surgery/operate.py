@@ -52,7 +52,8 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     report: list[Fired] = []
     for rewrite in _listed(rewrites):
         if isinstance(rewrite, Rewrite):
-            model, fired = _apply(open_backbone(model), rewrite)
+            model, surgery = _apply(open_backbone(model), rewrite)
+            rewrite, fired = rewrite.applied(surgery), surgery.fired
         else:
             model, fired = _apply_clone_fn(model, rewrite)
         applied.append(rewrite)
@@ -67,6 +68,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         rewrites=(*(before.rewrites if before else ()), *applied),
         report=(*(before.report if before else ()), *report),
         defaults=opened.defaults,
+        trained_layers=opened.trained_layers,
     )
 
 
@@ -86,35 +88,54 @@ def _listed(rewrites: Iterable[Any]) -> list[Any]:
     return listed
 
 
-def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, list[str]]:
+def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Surgery]:
     """Apply one rewrite to an opened graph."""
-    inputs = {t.name: t for t in tree.flatten(model.input)}
-    token_ids, padding_mask = inputs["token_ids"], inputs["padding_mask"]
-    positions = TokenPositions(name="positions")(token_ids, padding_mask)
-    surgery = Surgery(
-        model=model,
-        places=site.places(model),
-        token_ids=token_ids,
-        padding_mask=padding_mask,
-        positions=positions,
-        inputs=dict(inputs),
-        defaults=dict(model.defaults),
-    )
-    visit = rewrite.visitor(surgery)
-
-    def with_positions(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(layer, TokenPositions):
-            return positions
-        return visit(layer, *args, **kwargs)
-
-    mapping = {id(t): t for t in inputs.values()}
-    outputs, emitted = graph.replay(model.output, mapping, with_positions, per_use=True)
-    if emitted or not surgery.fired:
+    surgery = _begin(model)
+    outputs, emitted = rewrite.rebuild(surgery)
+    if not surgery.fired:
         raise SurgeryError(
             f"operate with {rewrite!r}: expected a rewrite that changes the graph. Received one "
             "that fired nowhere" + (" and emitted tensors" if emitted else "") + ". Check it."
         )
-    return _derived(model, surgery.inputs, outputs, surgery.defaults), surgery.fired
+    outputs = _with_captures(outputs, {name: tensors[0] for name, tensors in emitted.items()})
+    _check_controls(rewrite, surgery.defaults, outputs)
+    trained = (*model.trained_layers, *surgery.trained)
+    derived = _derived(model, surgery.inputs, outputs, surgery.defaults, trained)
+    return derived, surgery
+
+
+def _begin(model: EditedBackbone) -> Surgery:
+    inputs = {t.name: t for t in tree.flatten(model.input)}
+    token_ids, padding_mask = inputs["token_ids"], inputs["padding_mask"]
+    return Surgery(
+        model=model,
+        places=site.places(model),
+        token_ids=token_ids,
+        padding_mask=padding_mask,
+        positions=TokenPositions(name="positions")(token_ids, padding_mask),
+        inputs=dict(inputs),
+        defaults=dict(model.defaults),
+    )
+
+
+def _with_captures(outputs: Any, captured: dict[str, keras.KerasTensor]) -> Any:
+    """Add captures to the outputs of a model: from the first one on, they are a dict."""
+    before = outputs if isinstance(outputs, dict) else {"hidden_states": outputs, "captures": {}}
+    captures = {**before["captures"], **captured}
+    return {**before, "captures": captures} if captures else outputs
+
+
+def _check_controls(rewrite: Rewrite, defaults: dict[str, Any], outputs: Any) -> None:
+    """Refuse a graph in which a control does nothing, such as that of a rewrite in a lost block."""
+    nodes = graph.topological_nodes(tree.flatten(outputs))
+    used = {node.operation.name for node in nodes if node.is_input}
+    lost = [name for name in defaults if name not in used]
+    if lost:
+        raise SurgeryError(
+            f"operate with {rewrite!r}: expected every control to reach the outputs afterwards. "
+            f"Received a graph in which nothing uses {', '.join(lost)} any more. Leave out the "
+            "rewrite that declared it, or apply it later, elsewhere."
+        )
 
 
 def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, list[str]]:
@@ -142,15 +163,18 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
             stacklevel=3,
         )
     if opened:
-        return _derived(model, model.input, outputs, model.defaults), fired
+        return _derived(model, model.input, outputs, model.defaults, model.trained_layers), fired
     return keras.Model(model.input, outputs, name=model.name), fired
 
 
-def _derived(model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any) -> EditedBackbone:
+def _derived(
+    model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any, trained_layers: tuple
+) -> EditedBackbone:
     return EditedBackbone(
         {t.name: t for t in tree.flatten(inputs)},
         outputs,
         owner=model.owner,
         family=model.family,
         defaults=defaults,
+        trained_layers=trained_layers,
     )

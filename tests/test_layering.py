@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "backbone_surgery"
 
 LAYERS = [
-    ["errors", "startup"],
+    ["errors", "startup", "training"],
     ["emission"],
     ["graph"],
     ["attention", "layers", "site", "backbone"],

@@ -24,8 +24,8 @@ def bind_controls(
         prompt_lengths: int[batch].
     """
     given = dict(controls or {})
-    rows = Rows(np.asarray(prompt_lengths))
     inputs = {t.name: t for t in model.inputs if t.name not in ("token_ids", "padding_mask")}
+    rows = Rows(np.asarray(prompt_lengths), {name: t.shape[1:] for name, t in inputs.items()})
     rewrites = {r.control: r for r in model.rewrites if isinstance(r, Rewrite) and r.control}
     by_hand = {name: t for name, t in inputs.items() if name not in model.defaults}
     for name in given:
