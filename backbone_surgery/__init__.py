@@ -25,19 +25,27 @@ from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
 from backbone_surgery.rewire import rewire
 from backbone_surgery.rewrites import (
+    Ablate,
     Capture,
+    Insert,
+    LowRank,
+    Patch,
     Remove,
     Reorder,
     Repeat,
+    Replace,
     Rewrite,
     SiteRewrite,
     Skip,
+    SparseAutoencoder,
     Steer,
+    Wrap,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablate",
     "BackboneWithCache",
     "CacheMismatchError",
     "CachedCausalLM",
@@ -45,16 +53,22 @@ __all__ = [
     "Captures",
     "CheckReport",
     "EditedBackbone",
+    "Insert",
+    "LowRank",
+    "Patch",
     "Remove",
     "Reorder",
     "Repeat",
+    "Replace",
     "Rewrite",
     "SelectorError",
     "SiteRewrite",
     "Skip",
+    "SparseAutoencoder",
     "Steer",
     "SurgeryError",
     "UnknownArchitectureError",
+    "Wrap",
     "check",
     "clone_layer_graph",
     "collect",

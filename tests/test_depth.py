@@ -193,9 +193,9 @@ def test_a_connection_past_a_block_is_refused(rng):
         result = layer(*args, **kwargs)
         if layer is backbone.transformer_layers[0]:
             kept.append(result)
-        if layer is backbone.transformer_layers[1]:
+        if layer is backbone.transformer_layers[2]:
             return keras.layers.Add(name="past")([result, kept[0]])
         return result
 
-    with pytest.raises(bs.SurgeryError, match="a connection past 'blocks.1'"):
+    with pytest.raises(bs.SurgeryError, match="a connection past a block"):
         bs.operate(backbone, [remember, bs.Remove("blocks.0")])

@@ -163,9 +163,9 @@ class _Chain:
         self.starts = [n.input_tensors[i] for n, i in zip(self.blocks, streams, strict=True)]
         self.ends = [*self.starts[1:], self.blocks[-1].outputs[0]]
         self.side = _independent(nodes, self.starts[0])
-        tails = [*self.ends, *tree.flatten(model.output)]
-        for i, end in enumerate(tails):
-            self._check_segment(i, end, [*self.starts, self.ends[-1]][min(i, len(self.ends))])
+        for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
+            self._check_segment(start, end, self.blocks[i : i + 1])
+        self._check_segment(self.ends[-1], tree.flatten(model.output)[0], [])
 
     def run(self, order: list[int], visit: graph.CloneFn) -> Any:
         """Connect the segments in a new order; returns the new outputs of the model."""
@@ -176,16 +176,13 @@ class _Chain:
         mapping = {**self.side, id(self.ends[-1]): x}
         return graph.replay(self.model.output, mapping, visit, enter_nested=False)[0]
 
-    def _check_segment(self, index: int, end: Any, start: Any) -> None:
+    def _check_segment(self, start: Any, end: Any, own: list[Any]) -> None:
         """Refuse a segment that uses anything of the stream but its own start."""
-        own = self.blocks[index : index + 1]
-        nodes = graph.topological_nodes([end], {**self.side, id(start): start})
-        if any(is_block(n.operation) and n not in own or n.is_input for n in nodes):
-            raise self._refuse(f"a connection past 'blocks.{index}'")
-        if self.starts[0] is not start and any(
-            t is self.starts[0] for n in nodes for t in n.input_tensors
-        ):
-            raise self._refuse("a connection from 'embeddings' to a later layer")
+        first = self.starts[0]
+        for node in graph.topological_nodes([end], {**self.side, id(start): start}):
+            past = first is not start and any(t is first for t in node.input_tensors)
+            if past or (is_block(node.operation) and node not in own):
+                raise self._refuse(f"a connection past a block, from '{node.operation.name}'")
 
     def _refuse(self, received: str) -> SurgeryError:
         return SurgeryError(

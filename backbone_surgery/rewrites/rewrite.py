@@ -23,11 +23,15 @@ class Rows:
 
     Attributes:
         prompt_lengths: int[batch], number of prompt tokens of each row.
+        sites: the paths of the sites at which the rewrite fired.
         shapes: `{input name: shape of one row}` of the graph.
+        defaults: `{input name: default of one row}` of the graph.
     """
 
     prompt_lengths: np.ndarray
-    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    sites: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
