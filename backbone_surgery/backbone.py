@@ -46,8 +46,9 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
     """A Functional model over the layers of a backbone, as `open_backbone` and `operate` make it.
 
     It is called like the backbone, on `{"token_ids", "padding_mask"}`, and gives the hidden
-    states; with a `Capture` among the rewrites, `{"hidden_states", "captures"}`. Controls, the run-time inputs that rewrites declare, may be given under the names of
-    their inputs; those left out take their defaults.
+    states; with a `Capture` among the rewrites, `{"hidden_states", "captures"}`. Controls, the
+    run-time inputs that rewrites declare, may be given under the names of their inputs; those left
+    out take their defaults.
 
     The backbone stays the owner of the weights: saving, loading, LoRA and quantisation go through
     it, and every graph made from it sees the result at once.

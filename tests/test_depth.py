@@ -157,9 +157,7 @@ def test_repeated_blocks_generate_as_the_uncached_graph_does(rng):
     lm.compile(sampler="greedy")
     ids = tokens(rng, 1, 5)["token_ids"]
     prompt = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-    got, captures = lm.generate(
-        prompt, max_new_tokens=7, stop_token_ids=None, return_captures=True
-    )
+    got, captures = lm.generate(prompt, max_new_tokens=7, stop_token_ids=None, return_captures=True)
     row = {"token_ids": got["token_ids"][:, :-1], "padding_mask": np.ones((1, 11), "int32")}
     wanted = edited.predict_on_batch(row)
     assert relative(captures["blocks.4"], wanted["captures"]["blocks.4"]) <= EXACT
@@ -170,7 +168,10 @@ def test_repeated_blocks_generate_as_the_uncached_graph_does(rng):
 @pytest.mark.parametrize(
     ("rewrites", "words"),
     [
-        ([bs.Repeat("blocks.1.query")], r"Repeat at 'blocks.1.query': expected a selector of whole"),
+        (
+            [bs.Repeat("blocks.1.query")],
+            r"Repeat at 'blocks.1.query': expected a selector of whole",
+        ),
         ([bs.Skip("final_norm")], r"Skip at 'final_norm': .* Select among blocks.0, blocks.1"),
         ([bs.Remove("blocks.7")], r"select at 'blocks.7': .* Known: .*blocks.\*"),
         ([bs.Remove("blocks.*")], "expected at least one block to stay"),

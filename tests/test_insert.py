@@ -159,11 +159,13 @@ def test_a_wrapped_block_stays_open(rng):
     outer, inner = list(layers.values())
     block = np.asarray(got["captures"]["block/blocks.0"])
     x = np.asarray(
-        keras.Model(backbone.input, backbone.transformer_layers[0].input).predict_on_batch(inputs)[0]
+        keras.Model(backbone.input, backbone.transformer_layers[0].input).predict_on_batch(inputs)[
+            0
+        ]
         if isinstance(backbone.transformer_layers[0].input, list)
-        else keras.Model(
-            backbone.input, backbone.transformer_layers[0].input
-        ).predict_on_batch(inputs)
+        else keras.Model(backbone.input, backbone.transformer_layers[0].input).predict_on_batch(
+            inputs
+        )
     )
 
     def dense(layer, x):

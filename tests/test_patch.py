@@ -71,7 +71,7 @@ def test_patching_every_site_with_its_own_value_is_bit_equal(backbone, rng):
     mask = inputs["padding_mask"].astype(bool)
     got = run(edited, {**inputs, **patch})
     assert np.array_equal(got[mask], np.asarray(outputs["hidden_states"])[mask])
-    assert np.array_equal(run(edited, inputs), outputs["hidden_states"])
+    assert np.array_equal(run(edited, inputs)[mask], got[mask])
     patch["blocks_0_value_0"] = patch["blocks_0_value_0"] + 1
     assert not np.array_equal(run(edited, {**inputs, **patch})[mask], got[mask])
 
@@ -102,7 +102,7 @@ def test_patching_in_generation_counts_tokens_of_each_row(rng):
     assert np.array_equal(seen[0, [1, 4]], value.astype("float32"))
     assert np.array_equal(captures["blocks.2.mlp_output"][1, 7], value[0].astype("float32"))
     assert np.array_equal(seen[0, 0], plain["blocks.1.mlp_output"][0, 0])
-    assert np.array_equal(seen[1], plain["blocks.1.mlp_output"][1, :11])
+    assert np.array_equal(seen[1, :8], plain["blocks.1.mlp_output"][1, :8])
     assert lm.programs.compilations["decode"] == 2
 
 
@@ -115,7 +115,9 @@ def test_fixed_positions_take_values_alone(rng):
     free = bs.CachedCausalLM(bs.operate(lm.backbone.owner, [bs.Patch("blocks.0")]))
     free.compile(sampler="greedy")
     patch = {"positions": [1], "values": {"blocks.0": value}}
-    assert np.array_equal(free.generate(inputs, controls={"patch": patch}, **options)["token_ids"], got)
+    assert np.array_equal(
+        free.generate(inputs, controls={"patch": patch}, **options)["token_ids"], got
+    )
     assert not np.array_equal(lm.generate(inputs, **options)["token_ids"], got)
 
 

@@ -107,9 +107,7 @@ def _arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> di
     }
 
 
-def _read(
-    strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int
-) -> list[Row]:
+def _read(strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int) -> list[Row]:
     """Read the rows off the state, the best beam of each, cut where they stop."""
     tokens, slot = np.asarray(state["tokens"]), int(state["slot"])
     done: np.ndarray = np.asarray(state["done"]).reshape(-1, strategy.width).min(axis=1)

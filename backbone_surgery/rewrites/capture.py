@@ -42,9 +42,7 @@ class Capture(SiteRewrite):
     at: tuple[str, ...]  # type: ignore[assignment]
     name: str | None
 
-    def __init__(
-        self, *selectors: str, at: tuple[str, ...] = (), name: str | None = None
-    ) -> None:
+    def __init__(self, *selectors: str, at: tuple[str, ...] = (), name: str | None = None) -> None:
         given = (*((at,) if isinstance(at, str) else tuple(at)), *selectors)
         if not given or not (name is None or (isinstance(name, str) and name.isidentifier())):
             raise SurgeryError(

@@ -187,7 +187,7 @@ class _Chain:
     def _refuse(self, received: str) -> SurgeryError:
         return SurgeryError(
             f"{self.where}: expected blocks in one chain, each fed by the one before alone. "
-            f"Received {received}. Change the order of the blocks before other connections are made."
+            f"Received {received}. Change the order of the blocks before you connect anything else."
         )
 
 

@@ -84,7 +84,9 @@ class SparseAutoencoder(SiteRewrite):
                 f"SparseAutoencoder at '{place.path}': expected a feature from 0 to {latents - 1}. "
                 f"Received {self.feature!r}. Choose one of the autoencoder's."
             )
-        return FeatureSteering(weights["W_dec"][self.feature], name=f"{self.name}_feature")(x, amount)
+        return FeatureSteering(weights["W_dec"][self.feature], name=f"{self.name}_feature")(
+            x, amount
+        )
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind an amount: a number, or one for each row."""
