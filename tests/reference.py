@@ -14,9 +14,14 @@ def block_of(backbone, index):
     return lambda x: layer(x, **{name: backbone.input["padding_mask"]})
 
 
+def stream_of(backbone):
+    """Return the symbolic hidden states that the first block of a backbone is given."""
+    return backbone.transformer_layers[0]._inbound_nodes[0].input_tensors[0]
+
+
 def by_hand(backbone, between):
     """Make a model of a backbone whose blocks are replaced by `between(x, blocks)`."""
-    x = backbone.transformer_layers[0]._inbound_nodes[0].input_tensors[0]
+    x = stream_of(backbone)
     blocks = [block_of(backbone, i) for i in range(len(backbone.transformer_layers))]
     return keras.Model(backbone.input, backbone.layer_norm(between(x, blocks)))
 

@@ -72,7 +72,7 @@ def test_order_of_the_list_decides_what_is_captured(rng):
     edited = bs.operate(backbone, rewrites)
     got = captured(edited, left_padded(rng, [6], 6))
     assert relative(got["blocks.1"], got["before/blocks.1"] + 2) <= EXACT
-    with pytest.raises(bs.SurgeryError, match="'blocks.1': expected captures under names of"):
+    with pytest.raises(bs.SurgeryError, match=r"'blocks.1': expected captures under names of"):
         bs.operate(backbone, [*rewrites, bs.Capture("blocks.1")])
 
 

@@ -78,7 +78,7 @@ def test_what_was_done_inside_a_block_goes_with_it(rng):
 
     wanted = run(by_hand(backbone, between), inputs)
     assert relative(run(edited, inputs), wanted) <= EXACT
-    with pytest.raises(bs.SurgeryError, match="nothing uses mood_strength, .* any more"):
+    with pytest.raises(bs.SurgeryError, match=r"nothing uses mood_strength, .* any more"):
         bs.operate(backbone, [steer, bs.Remove("blocks.0")])
 
 

@@ -149,9 +149,9 @@ def test_low_rank_beside_lora_and_in_bfloat16(rng):
 
 def test_errors():
     backbone = make_gpt2()
-    with pytest.raises(bs.SurgeryError, match="'blocks.0.query': expected a rank of 1 or more"):
+    with pytest.raises(bs.SurgeryError, match=r"'blocks.0.query': expected a rank of 1 or more"):
         bs.LowRank("blocks.0.query", rank=0)
-    with pytest.raises(bs.SurgeryError, match="LowRank at 'blocks.0.attention': expected a site"):
+    with pytest.raises(bs.SurgeryError, match=r"LowRank at 'blocks.0.attention': expected a site"):
         bs.operate(backbone, [bs.LowRank("blocks.0.attention", rank=2)])
     rewrite = bs.operate(backbone, [bs.LowRank("blocks.*.query", rank=2)]).rewrites[0]
     with pytest.raises(bs.SurgeryError, match="expected an adapter for exactly the selected"):

@@ -115,9 +115,8 @@ def test_fixed_positions_take_values_alone(rng):
     free = bs.CachedCausalLM(bs.operate(lm.backbone.owner, [bs.Patch("blocks.0")]))
     free.compile(sampler="greedy")
     patch = {"positions": [1], "values": {"blocks.0": value}}
-    assert np.array_equal(
-        free.generate(inputs, controls={"patch": patch}, **options)["token_ids"], got
-    )
+    wanted = free.generate(inputs, controls={"patch": patch}, **options)["token_ids"]
+    assert np.array_equal(got, wanted)
     assert not np.array_equal(lm.generate(inputs, **options)["token_ids"], got)
 
 
