@@ -62,17 +62,11 @@ class Site(Identity):
 
 @keras.saving.register_keras_serializable("backbone_surgery")
 class BlockInput(Identity):
-    """Mark the hidden states that an opened block was given. No site: they are that of a block.
+    """Mark the hidden states that an opened block was given. No site: they are that of a block."""
 
-    Args:
-        owner: a layer that the block runs piece by piece. Named here, its variables are those of
-            the graph.
-    """
-
-    def __init__(self, owner: keras.layers.Layer | None = None, **kwargs) -> None:
+    def __init__(self, **kwargs) -> None:
         kwargs.setdefault("name", "block_input")
         super().__init__(**kwargs)
-        self.owner = owner
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Scaled(keras.layers.Layer):
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="random_normal")
-        self.dense = keras.layers.Dense(shape[-1], name="wrapper_dense")
+        self.dense = keras.layers.Dense(shape[-1], name=f"{self.block.name}_dense")
 
     def call(self, x):
         return self.dense(2.0 * x + self.scale * self.block(x * 0.5))
@@ -148,8 +148,8 @@ def test_a_wrapped_block_stays_open(rng):
     got = edited.predict_on_batch({**inputs, **amount})
     layers = {}
     for op in edited.get_layer("transformer_layer_0").operations:
-        if op.name.endswith("_input"):
-            layers[op.name] = op.owner
+        if op.name.endswith("_before"):
+            layers[op.name] = op.wrapper
     outer, inner = list(layers.values())
     block = np.asarray(got["captures"]["block/blocks.0"])
     x = np.asarray(keras.Model(backbone.input, stream_of(backbone)).predict_on_batch(inputs))
@@ -213,19 +213,19 @@ def wraps(call):
         (lambda: bs.Wrap("blocks.1", lambda block: block), "Wrap at 'blocks.1': .* Received <"),
         (
             lambda: bs.Wrap("blocks.1", wraps(lambda self, x: x)),
-            "Received a layer that calls it 0 times",
+            "Received one that calls it 0 times",
         ),
         (
             lambda: bs.Wrap("blocks.1", wraps(lambda self, x: self.block(self.block(x)))),
-            "Received a layer that calls it 2 times",
+            "Received one that calls it 2 times",
         ),
         (
             lambda: bs.Wrap("blocks.1", wraps(lambda self, x: self.block(x)[:, :1])),
-            "Received a layer that gives",
+            "Received one that makes",
         ),
         (
             lambda: bs.Wrap("blocks.1", wraps(lambda self, x: np.tanh(self.block(x)))),
-            "whose `call` cannot be traced",
+            "which fails with",
         ),
     ],
 )

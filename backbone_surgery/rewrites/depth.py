@@ -56,7 +56,10 @@ class Depth(Rewrite):
                 f"{where}: expected at least one block to stay. Received {len(chain.blocks)} "
                 "blocks, all of which would go. Select fewer."
             )
-        return chain.run(order, self.visitor(surgery)), {}
+        visit = self.visitor(surgery)
+        inputs = {id(t): t for t in tree.flatten(surgery.model.input)}
+        # Once more, so that each use of a block is a nested model of its own.
+        return graph.replay(chain.run(order, visit), inputs, visit, per_use=True)
 
     def selected(self, surgery: Surgery, selector: str) -> list[int]:
         """Return the numbers of the selected blocks, and report them."""
