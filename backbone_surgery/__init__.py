@@ -7,6 +7,14 @@ generate from that at compiled speed. Layers are shared at every step, never cop
 import backbone_surgery.startup  # noqa: F401 - first, before Keras is imported
 
 # isort: split
+from backbone_surgery.analysis import (
+    Attribution,
+    LogitLens,
+    PatchGrid,
+    attribute,
+    logit_lens,
+    patch_grid,
+)
 from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.cache import new_cache
 from backbone_surgery.checking import CheckReport, check
@@ -17,6 +25,7 @@ from backbone_surgery.errors import (
     SurgeryError,
     UnknownArchitectureError,
 )
+from backbone_surgery.figures import plot_attention, plot_grid, plot_lens
 from backbone_surgery.generation.captures import Captures
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.graph import clone_layer_graph
@@ -46,6 +55,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Ablate",
+    "Attribution",
     "BackboneWithCache",
     "CacheMismatchError",
     "CachedCausalLM",
@@ -54,8 +64,10 @@ __all__ = [
     "CheckReport",
     "EditedBackbone",
     "Insert",
+    "LogitLens",
     "LowRank",
     "Patch",
+    "PatchGrid",
     "Remove",
     "Reorder",
     "Repeat",
@@ -69,13 +81,19 @@ __all__ = [
     "SurgeryError",
     "UnknownArchitectureError",
     "Wrap",
+    "attribute",
     "check",
     "clone_layer_graph",
     "collect",
     "emit",
+    "logit_lens",
     "new_cache",
     "open_backbone",
     "operate",
+    "patch_grid",
+    "plot_attention",
+    "plot_grid",
+    "plot_lens",
     "plot_model",
     "rewire",
     "sites",

@@ -16,7 +16,7 @@ LAYERS = [
     ["families"],
     ["opening", "cache"],
     ["rewrites", "operate", "rewire"],
-    ["generation", "vectors", "weights", "plotting", "picture", "checking"],
+    ["generation", "vectors", "weights", "plotting", "picture", "checking", "analysis", "figures"],
     ["__init__", "cli", "__main__"],
 ]
 """What stands in one entry may import one another, but never in a circle."""
