@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, relative
+from backbone_surgery.generation.controls import bind_controls
+from tests.conftest import FAMILIES, ragged, relative
 from tests.numpy_models import Model, weights_of
 from tests.reference import run_chunks, tokens
 
@@ -232,3 +233,85 @@ def test_each_pair(backbone, rng, tmp_path, pair):
 @pytest.mark.parametrize("order", [1, -1], ids=["in order", "in reverse"])
 def test_all_together(backbone, rng, tmp_path, order):
     assert_equal(list(EDITS)[::order], backbone, rng, tmp_path, [[3, 1, 1, 1]])
+
+
+CONTROLS = {
+    "mood": [1.5, -0.5],
+    "patch": {"positions": [[2], [5]], "values": np.ones((2, 1, SIZE))},
+    "ablate": [1.0, 0.0],
+    "skip": [0.25, 0.0],
+}
+
+
+def test_all_together_in_generation(backbone, rng, tmp_path):
+    """Every token follows from an uncached pass over the text, and so do the captures."""
+    edited, _, _ = make(list(EDITS), backbone, rng, tmp_path)
+    lm = bs.CachedCausalLM(edited)
+    lm.compile(sampler="greedy")
+    prompts = ragged(rng, (4, 7), 7)
+    options = {"max_new_tokens": 6, "stop_token_ids": None, "controls": CONTROLS}
+    text, captures = lm.generate(prompts, return_captures=True, **options)
+    controls = bind_controls(edited, CONTROLS, np.array([4, 7]))
+    for i, length in enumerate((4, 7)):
+        ids = text["token_ids"][i : i + 1, : length + 5]
+        inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+        row = {name: value[i : i + 1] for name, value in controls.items()}
+        outputs = edited.predict_on_batch({**inputs, **row})
+        logits = lm.opened.token_embedding(outputs["hidden_states"], reverse=True)
+        new = text["token_ids"][i, length : length + 6]
+        assert np.array_equal(np.asarray(logits)[0, length - 1 :].argmax(-1), new)
+        for path, value in captures.row(i).items():
+            wanted = np.asarray(outputs["captures"][path][0])
+            assert np.abs(value - wanted).max() <= EXACT * max(np.abs(wanted).max(), 1), path
+
+
+def test_all_together_in_bfloat16_with_lora(rng, tmp_path):
+    backbone = FAMILIES["gemma2"](num_layers=2, dtype="bfloat16")
+    backbone.enable_lora(2)
+    for variable in backbone.trainable_variables:
+        variable.assign(rng.normal(0, 0.05, variable.shape))
+    edited, controls, _ = make(list(EDITS), backbone, rng, tmp_path)
+    inputs = tokens(rng, 2, TIME)
+    wanted = edited.predict_on_batch({**inputs, **controls})["hidden_states"]
+    cached = bs.rewire(edited)
+    assert {t.dtype for pair in cached.input["cache"] for t in pair.values()} == {"bfloat16"}
+    got = run_chunks(cached, inputs, [3, 1, 1, 1], **controls)[0]
+    assert relative(got, wanted) <= 3e-2
+
+
+def fingerprint(backbone, inputs):
+    """Everything about a backbone that an edit could have changed."""
+    layers = list(backbone._flatten_layers())
+    return {
+        "outputs": np.asarray(backbone.predict_on_batch(inputs)).tobytes(),
+        "config": json.dumps(backbone.get_config(), default=str),
+        "graph": graph_of(backbone),
+        "calls": [(layer.name, layer.call.__func__, layer.trainable) for layer in layers],
+        "attributes": [sorted(vars(layer)) for layer in layers],
+        "weights": [(v.path, v.trainable, np.asarray(v).tobytes()) for v in backbone.variables],
+    }
+
+
+def graph_of(model):
+    return [
+        (op.name, [t.name for t in node.input_tensors], [id(t) for t in node.outputs])
+        for depth in sorted(model._nodes_by_depth)
+        for node in model._nodes_by_depth[depth]
+        for op in [node.operation]
+    ]
+
+
+def test_the_source_stays_what_it_was(backbone, rng, tmp_path):
+    inputs = tokens(rng, 2, TIME)
+    before = fingerprint(backbone, inputs)
+    edited, controls, _ = make(list(EDITS), backbone, rng, tmp_path)
+    edited.predict_on_batch({**inputs, **controls})
+    lm = bs.CachedCausalLM(edited)
+    lm.compile(sampler="greedy", optimizer=keras.optimizers.SGD(0.1))
+    ids = inputs["token_ids"]
+    x = {"token_ids": ids[:, :-1], "padding_mask": np.ones_like(ids[:, :-1])}
+    lm.fit(x, ids[:, 1:], epochs=1, shuffle=False, verbose=0)
+    lm.generate(ragged(rng, (4, 7), 7), max_new_tokens=2, stop_token_ids=None)
+    after = fingerprint(backbone, inputs)
+    for what, value in before.items():
+        assert after[what] == value, what
