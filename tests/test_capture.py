@@ -161,6 +161,12 @@ def test_a_capturing_model_trains_and_is_checked(rng):
     assert np.allclose(*losses, rtol=1e-5)
 
 
+def test_pictures_show_captures_as_outputs(lm):
+    for model in (lm.backbone, lm.backbone_with_cache):
+        text = bs.to_mermaid(model, expand_nested=True)
+        assert text.count("blocks.1.attention_pattern_output") == 1
+
+
 def test_errors(rng):
     backbone = FAMILIES["gpt2"]()
     with pytest.raises(bs.SurgeryError, match="expected at least one site selector"):

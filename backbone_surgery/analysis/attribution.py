@@ -8,10 +8,15 @@ import keras
 import numpy as np
 
 from backbone_surgery import graph
-from backbone_surgery.analysis.question import bind_rows, make_metric, next_token_logits, read_text
+from backbone_surgery.analysis.question import (
+    bind_rows,
+    derived,
+    make_metric,
+    next_token_logits,
+    read_text,
+)
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.operate import operate
 from backbone_surgery.rewrites import Capture, SiteRewrite, Surgery
 from backbone_surgery.site import Place
 
@@ -73,7 +78,7 @@ def attribute(
 
     read = read_text(lm, text, "attribute")
     measure = make_metric(lm, target, "attribute")
-    model = operate(lm.opened, [Capture(at, name=_NAME), _Nudge(at)])
+    model = derived(lm, Capture(at, name=_NAME), _Nudge(at))
     sites = list(model.report[-1].sites)
     inputs = {**read.inputs(), **bind_rows(lm, controls, read, 1)}
     variables = [*model.variables]

@@ -8,11 +8,10 @@ import keras
 import numpy as np
 
 from backbone_surgery import graph
-from backbone_surgery.analysis.question import bind_rows, read_text, token_label
+from backbone_surgery.analysis.question import bind_rows, derived, read_text, token_label
 from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.operate import operate
 from backbone_surgery.rewrites import Capture
 from backbone_surgery.site import is_block
 
@@ -66,7 +65,7 @@ def logit_lens(
         (2, 3)
     """
     read = read_text(lm, text, "logit_lens")
-    capturing = operate(lm.opened, [Capture(at, name=_NAME)])
+    capturing = derived(lm, Capture(at, name=_NAME))
     sites = list(capturing.report[-1].sites)
     reader = _reader(lm)
     for site in sites:

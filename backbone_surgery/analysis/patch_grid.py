@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from backbone_surgery.analysis.question import bind_rows, make_metric, next_token_logits, read_text
+from backbone_surgery.analysis.question import (
+    bind_rows,
+    derived,
+    make_metric,
+    next_token_logits,
+    read_text,
+)
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.operate import operate
 from backbone_surgery.rewrites import Capture, Patch
 
 _NAME = "patch_grid"
@@ -47,12 +52,13 @@ def patch_grid(
     metric: Any,
     at: str = "blocks.*",
     controls: Mapping[str, Any] | None = None,
-    batch_size: int = 64,
+    batch_size: int = 32,
 ) -> PatchGrid:
     """Patch every site and token of one text with the activation of another, one at a time.
 
     Source: Meng et al. 2022, https://arxiv.org/abs/2202.05262; Wang et al. 2022,
-    https://arxiv.org/abs/2211.00593. All cells run in a few batches of one compiled pass.
+    https://arxiv.org/abs/2211.00593. All cells run in a few batches of one compiled pass; another
+    pair of texts of that length compiles nothing.
 
     Args:
         lm: the model, edited or not.
@@ -82,8 +88,8 @@ def patch_grid(
             f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
         )
     measure = make_metric(lm, metric, "patch_grid")
-    capturing = operate(lm.opened, [Capture(at, name=_NAME)])
-    patching = operate(lm.opened, [Patch(at, name=_NAME)])
+    capturing = derived(lm, Capture(at, name=_NAME))
+    patching = derived(lm, Patch(at, name=_NAME))
     sites = list(patching.report[-1].sites)
     ends, captured = [], {}
     for text in reversed(texts):

@@ -1,15 +1,20 @@
 """A question: one text as tokens with labels, and a number to be read off the next-token logits."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 
+from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import read_prompts
+from backbone_surgery.operate import operate
+from backbone_surgery.rewrites import Rewrite
 
 Metric = Callable[[Any], Any]
 """Maps logits float[batch, vocabulary] of the next token to float[batch]."""
@@ -92,6 +97,19 @@ def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:
             "word."
         )
     return int(ids[0])
+
+
+_derived: weakref.WeakKeyDictionary[keras.Model, dict[tuple, EditedBackbone]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def derived(lm: CachedCausalLM, *rewrites: Rewrite) -> EditedBackbone:
+    """Apply rewrites to a model, once: asking again gives the same, compiled model."""
+    models = _derived.setdefault(lm.opened, {})
+    if rewrites not in models:
+        models[rewrites] = operate(lm.opened, rewrites)
+    return models[rewrites]
 
 
 def bind_rows(lm: CachedCausalLM, controls: Any, text: Text, rows: int) -> dict[str, np.ndarray]:

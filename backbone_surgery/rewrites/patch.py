@@ -171,13 +171,16 @@ class Patching(keras.layers.Layer):
 
     def call(self, x, positions, patched, value):
         """Take the value where a position is to be patched; leave all else exactly as it is."""
+        # One gather out of both, and no `where`: that would be compiled together with what makes x,
+        # and round differently.
         match = ops.equal(patched[:, self.index, :, None], positions[:, None, :])
-        which = ops.argmax(ops.cast(match, "int32"), axis=1)
-        trailing = len(x.shape) - 2
-        which = ops.reshape(which, (*ops.shape(which), *[1] * trailing))
-        taken = ops.cast(ops.take_along_axis(value, which, axis=1), x.dtype)
-        hit = ops.any(match, axis=1)
-        return ops.where(ops.reshape(hit, (*ops.shape(hit), *[1] * trailing)), taken, x)
+        time = ops.shape(x)[1]
+        which = time + ops.cast(ops.argmax(ops.cast(match, "int32"), axis=1), "int32")
+        own = ops.arange(time, dtype="int32")[None]
+        source = ops.where(ops.any(match, axis=1), which, own)
+        source = ops.reshape(source, (*ops.shape(source), *[1] * (len(x.shape) - 2)))
+        both = ops.concatenate([x, ops.cast(value, x.dtype)], axis=1)
+        return ops.take_along_axis(both, source, axis=1)
 
     def compute_output_spec(self, x, positions, patched, value):
         """Keep the shape and dtype of `x`."""
