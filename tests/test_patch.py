@@ -57,23 +57,25 @@ def test_a_patched_token_has_the_given_value(backbone, rng):
 def test_patching_every_site_with_its_own_value_is_bit_equal(backbone, rng):
     paths = [p for p in bs.sites(bs.open_backbone(backbone)) if "pattern" not in p]
     inputs = left_padded(rng, [9, 6], 9)
-    capturing = bs.operate(backbone, [bs.Capture(*paths)])
-    outputs = capturing.predict_on_batch(inputs)
-    rewrites = [bs.Patch(p, name=p.replace(".", "_")) for p in paths]
-    edited = bs.operate(backbone, rewrites)
-    positions = np.stack([np.arange(9), np.where(np.arange(9) < 6, np.arange(9), -1)])
-    patch = {}
-    for path in paths:
-        own = np.asarray(outputs["captures"][path])
-        name = path.replace(".", "_")
-        patch[f"{name}_positions"] = positions[:, None]
-        patch[f"{name}_value_0"] = np.stack([own[0], np.roll(own[1], -3, axis=0)])
     mask = inputs["padding_mask"].astype(bool)
-    got = run(edited, {**inputs, **patch})
-    assert np.array_equal(got[mask], np.asarray(outputs["hidden_states"])[mask])
-    assert np.array_equal(run(edited, inputs)[mask], got[mask])
-    patch["blocks_0_value_0"] = patch["blocks_0_value_0"] + 1
-    assert not np.array_equal(run(edited, {**inputs, **patch})[mask], got[mask])
+    patches = [bs.Patch(p, name=p.replace(".", "_")) for p in paths]
+    edited = bs.operate(backbone, [bs.Capture(*paths), *patches])
+    positions = np.stack([np.arange(9), np.where(np.arange(9) < 6, np.arange(9), -1)])
+    idle = {f"{p.name}_positions": np.full((2, 1, 9), -1) for p in patches}
+    for i, tensor in enumerate(edited.captures[path] for path in paths):
+        idle[f"{patches[i].name}_value_0"] = np.zeros((2, 9, *tensor.shape[2:]), "float32")
+    plain = edited.predict_on_batch({**inputs, **idle})
+    hidden = np.asarray(plain["hidden_states"])[mask]
+    assert relative(hidden, run(bs.open_backbone(backbone), inputs)[mask]) <= EXACT
+    for path, rewrite in zip(paths, patches, strict=True):
+        own = np.asarray(plain["captures"][path])
+        value = np.stack([own[0], np.roll(own[1], -3, axis=0)])
+        name = rewrite.name
+        for change, same in ((0, True), (1, False)):
+            patch = {f"{name}_positions": positions[:, None], f"{name}_value_0": value + change}
+            got = edited.predict_on_batch({**inputs, **idle, **patch})
+            equal = np.array_equal(np.asarray(got["hidden_states"])[mask], hidden)
+            assert equal == same, path
 
 
 def test_all_of_a_block_from_another_prompt_gives_the_other_prompts_states(backbone, rng):
