@@ -21,14 +21,17 @@ from backbone_surgery.checking import CheckReport, check
 from backbone_surgery.emission import collect, emit
 from backbone_surgery.errors import (
     CacheMismatchError,
+    RecipeError,
     SelectorError,
     SurgeryError,
     UnknownArchitectureError,
+    WeightMismatchError,
 )
 from backbone_surgery.figures import plot_attention, plot_grid, plot_lens
 from backbone_surgery.generation.captures import Captures
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.graph import clone_layer_graph
+from backbone_surgery.nested import rewrite_nested
 from backbone_surgery.opening import open_backbone, sites
 from backbone_surgery.operate import operate
 from backbone_surgery.plotting import plot_model, to_mermaid
@@ -36,6 +39,8 @@ from backbone_surgery.rewire import rewire
 from backbone_surgery.rewrites import (
     Ablate,
     Capture,
+    Condition,
+    Control,
     Insert,
     LowRank,
     Patch,
@@ -44,14 +49,23 @@ from backbone_surgery.rewrites import (
     Repeat,
     Replace,
     Rewrite,
+    Schedule,
     SiteRewrite,
     Skip,
     SparseAutoencoder,
     Steer,
     Wrap,
 )
-
-__version__ = "0.1.0"
+from backbone_surgery.sweep import Sweep, sweep
+from backbone_surgery.vectors import ControlVector, contrast_pairs
+from backbone_surgery.version import __version__
+from backbone_surgery.weights.describe import register_rewrite
+from backbone_surgery.weights.digest import weights_digest
+from backbone_surgery.weights.merge import merge
+from backbone_surgery.weights.recipe import load_recipe, save_recipe
+from backbone_surgery.weights.report import TransferReport
+from backbone_surgery.weights.transfer import transfer_weights
+from backbone_surgery.weights.tree import weight_tree
 
 __all__ = [
     "Ablate",
@@ -62,31 +76,43 @@ __all__ = [
     "Capture",
     "Captures",
     "CheckReport",
+    "Condition",
+    "Control",
+    "ControlVector",
     "EditedBackbone",
     "Insert",
     "LogitLens",
     "LowRank",
     "Patch",
     "PatchGrid",
+    "RecipeError",
     "Remove",
     "Reorder",
     "Repeat",
     "Replace",
     "Rewrite",
+    "Schedule",
     "SelectorError",
     "SiteRewrite",
     "Skip",
     "SparseAutoencoder",
     "Steer",
     "SurgeryError",
+    "Sweep",
+    "TransferReport",
     "UnknownArchitectureError",
+    "WeightMismatchError",
     "Wrap",
+    "__version__",
     "attribute",
     "check",
     "clone_layer_graph",
     "collect",
+    "contrast_pairs",
     "emit",
+    "load_recipe",
     "logit_lens",
+    "merge",
     "new_cache",
     "open_backbone",
     "operate",
@@ -95,7 +121,14 @@ __all__ = [
     "plot_grid",
     "plot_lens",
     "plot_model",
+    "register_rewrite",
     "rewire",
+    "rewrite_nested",
+    "save_recipe",
     "sites",
+    "sweep",
     "to_mermaid",
+    "transfer_weights",
+    "weight_tree",
+    "weights_digest",
 ]

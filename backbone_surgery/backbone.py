@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from backbone_surgery.checkpoint import check_checkpoint
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.training import TrainsOwnLayers
 
@@ -61,6 +62,8 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         defaults: `{input name: default of one row}` of the controls.
         trained_layers: layers that rewrites brought along to be trained. Where their variables
             are trainable, the model's own trainable variables are those alone.
+        signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
+            whether a `Condition` is met.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         report: tuple = (),
         defaults: Mapping[str, np.ndarray] | None = None,
         trained_layers: tuple = (),
+        signals: Mapping[str, keras.KerasTensor] | None = None,
         name: str = "edited_backbone",
     ) -> None:
         super().__init__(inputs=inputs, outputs=outputs, name=name)
@@ -85,6 +89,7 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
             report=tuple(report),
             defaults=dict(defaults or {}),
             trained_layers=tuple(trained_layers),
+            signals=dict(signals or {}),
         )
         self.dtype_policy = owner.dtype_policy
 
@@ -108,7 +113,13 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         self.owner.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: str, **kwargs: Any) -> None:
-        """Load a checkpoint of the owning backbone, as if nothing had been edited."""
+        """Load a checkpoint of the owning backbone, as if nothing had been edited.
+
+        Raises:
+            WeightMismatchError: the file was saved from a model with other layers. Keras finds
+                layers by their order alone, and would load the weights of one into another.
+        """
+        check_checkpoint(self.owner, filepath)
         self.owner.load_weights(filepath, **kwargs)
 
     def enable_lora(self, rank: int, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """The key/value cache: one `{"key", "value"}` pair of arrays for each attention of a graph."""
 
+import math
 from typing import Any
 
 import keras
@@ -20,7 +21,8 @@ def new_cache(
 
     Returns:
         For each attention of the graph, in order, `{"key", "value"}`: zeros of the dtype that the
-        graph computes in, float[batch_size, length, num_key_value_heads, head_dim]. Under a
+        graph computes in, float[batch_size, length, num_key_value_heads, head_dim]; then, for
+        each `Condition`, `{"found"}`: bool[batch_size, length]. Under a
         `keras.distribution` they are laid out by the layout map's entry for `cache_<i>_key` or
         `cache_<i>_value`, else like data.
 
@@ -53,7 +55,7 @@ def cache_inputs(backbone_with_cache: keras.Model) -> list[dict[str, keras.Keras
 def bytes_per_token(backbone_with_cache: keras.Model) -> int:
     """Return how many bytes of cache one token of one row takes."""
     tensors = tree.flatten(cache_inputs(backbone_with_cache))
-    return sum(t.shape[2] * t.shape[3] * _itemsize(t.dtype) for t in tensors)
+    return sum(math.prod(t.shape[2:]) * _itemsize(t.dtype) for t in tensors)
 
 
 def _itemsize(dtype: str) -> int:

@@ -24,6 +24,22 @@ class CacheMismatchError(SurgeryError):
     """The cached graph and the uncached one disagree, so it must not be used to generate."""
 
 
+class WeightMismatchError(SurgeryError):
+    """Two sets of weights do not match; nothing was written.
+
+    Attributes:
+        report: the `TransferReport` with every difference, or `None`.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class RecipeError(SurgeryError):
+    """A recipe is damaged, unknown or does not fit; nothing was built from it."""
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return a hint such as `Did you mean 'key'? Known: key, value.` for an unknown name."""
     known = list(known)

@@ -18,13 +18,16 @@ This is the only module that touches private Keras. `tests/test_keras_internals.
 private name, so that a Keras release which moves one says so plainly.
 """
 
+import contextlib
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 from keras import tree
+from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 
@@ -430,3 +433,91 @@ def _repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     outputs = [keras.KerasTensor(shape=t.shape, dtype=t.dtype) for t in node.outputs]
     Node(layer, call_args=args, call_kwargs=kwargs, outputs=outputs)
     return outputs
+
+
+# What a twin has to know of a layer; see `twin.py`.
+
+LEFT_BY_CALLS: dict[str, type] = {
+    "_inbound_nodes": list,
+    "_outbound_nodes": list,
+    "_losses": list,
+    "_loss_ids": set,
+}
+"""The attributes in which calls leave nodes and losses on a layer, and what each is."""
+
+LISTS_OF_LAYERS = {"_layers", "_operations", "_operations_by_depth", "_functional", "_modules"}
+"""The attributes in which Keras itself, or torch, lists the layers that a layer is made of."""
+
+
+def sublayers(layer: keras.Layer) -> list[keras.Layer]:
+    """List the layers that a layer is made of, as Keras tracks them, inputs left out."""
+    return [sub for sub in layer._layers if not isinstance(sub, keras.layers.InputLayer)]
+
+
+def members_tracking(layers: Callable[[], list[keras.Layer]]) -> dict[str, property]:
+    """Return members of a class whose instances track these layers."""
+    return {"_layers": property(lambda _: layers())}
+
+
+def members_running(layer: keras.Layer, swaps: dict[int, Any]) -> dict[str, Any]:
+    """Return members of a subclass that runs the graph of a nested model with other layers.
+
+    Args:
+        layer: an instance of the class around which the subclass is made.
+        swaps: `{id(layer of the graph): what runs in its place}`.
+    """
+    if not isinstance(layer, Functional):
+        return {}
+
+    def run(self: Any, inputs: Any, operation_fn: CloneFn = lambda op: op, **kwargs: Any) -> Any:
+        def swapped(op: Any) -> Any:
+            return operation_fn(swaps.get(id(op), op))
+
+        return type(layer)._run_through_graph(self, inputs, operation_fn=swapped, **kwargs)
+
+    return {"_run_through_graph": run}
+
+
+@contextlib.contextmanager
+def watching_calls() -> Iterator[dict[int, keras.Layer]]:
+    """Collect the layers called inside, in this thread, but not those that other layers call.
+
+    Keras keeps a list of open name scopes for each thread, and a layer opens one when it is called.
+    """
+    before = global_state.get_global_attribute("name_scope_stack", default=[])
+    scopes = _WatchedScopes(before)
+    global_state.set_global_attribute("name_scope_stack", scopes)
+    try:
+        yield scopes.called
+    finally:
+        global_state.set_global_attribute("name_scope_stack", before)
+
+
+class _WatchedScopes(list):
+    def __init__(self, scopes: list) -> None:
+        super().__init__(scopes)
+        self.depth = len(scopes)
+        self.called: dict[int, keras.Layer] = {}
+
+    def append(self, scope: Any) -> None:
+        callers = [s.caller for s in (*self[self.depth :], scope)]
+        layers = [caller for caller in callers if isinstance(caller, keras.Layer)]
+        if layers == [scope.caller]:
+            self.called[id(scope.caller)] = scope.caller
+        super().append(scope)
+
+
+def layers_within(layer: keras.Layer) -> list[keras.Layer]:
+    """List a layer and every layer in it, at any depth, each once."""
+    return list(dict.fromkeys(layer._flatten_layers()))
+
+
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """List the weights that a layer holds itself, without those of the layers in it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def is_auto_named(layer: keras.Layer) -> bool:
+    """Tell whether Keras made up the name of a layer, out of the name of its class."""
+    stem = re.sub(r"_\d+$", "", layer.name)
+    return stem.replace("_", "") == type(layer).__name__.replace("_", "").lower()

@@ -10,6 +10,7 @@ from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.errors import SurgeryError, UnknownArchitectureError
 from backbone_surgery.families import FAMILIES, Family
 from backbone_surgery.layers import TokenPositions
+from backbone_surgery.twin import Twin
 
 
 def open_backbone(backbone: keras.Model) -> EditedBackbone:
@@ -113,6 +114,12 @@ class _Opener:
 
     def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, self.family.block):
+            if isinstance(layer, Twin):
+                raise SurgeryError(
+                    f"open at '{layer.name}': expected a decoder block as it was made. Received "
+                    "one that `rewrite_nested` rewrote inside, which opening would pass by. Open "
+                    "the backbone first, and rewrite its nodes with a clone_fn in `operate`."
+                )
             x, padding_mask = self.family.arguments(layer, args, kwargs)
             if not self.names:
                 x = site.Site("embeddings")(x)

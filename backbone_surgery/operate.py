@@ -69,6 +69,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         report=(*(before.report if before else ()), *report),
         defaults=opened.defaults,
         trained_layers=opened.trained_layers,
+        signals=opened.signals,
     )
 
 
@@ -91,16 +92,20 @@ def _listed(rewrites: Iterable[Any]) -> list[Any]:
 def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Surgery]:
     """Apply one rewrite to an opened graph."""
     surgery = _begin(model)
-    outputs, emitted = rewrite.rebuild(surgery)
+    (signals, outputs), emitted = rewrite.rebuild(surgery)
     if not surgery.fired:
         raise SurgeryError(
             f"operate with {rewrite!r}: expected a rewrite that changes the graph. Received one "
-            "that fired nowhere" + (" and emitted tensors" if emitted else "") + ". Check it."
+            "that fired nowhere. Check it."
         )
-    outputs = _with_captures(outputs, {name: tensors[0] for name, tensors in emitted.items()})
-    _check_controls(rewrite, surgery.defaults, outputs)
+    handed_out = {name: tensors[0] for name, tensors in emitted.items()}
+    if rewrite.captures:
+        outputs = _with_captures(outputs, handed_out)
+    else:
+        signals = {**signals, **handed_out}
+    _check_controls(rewrite, surgery.defaults, [outputs, signals])
     trained = (*model.trained_layers, *surgery.trained)
-    derived = _derived(model, surgery.inputs, outputs, surgery.defaults, trained)
+    derived = _derived(model, surgery.inputs, outputs, surgery.defaults, signals, trained)
     return derived, surgery
 
 
@@ -115,19 +120,19 @@ def _begin(model: EditedBackbone) -> Surgery:
         positions=TokenPositions(name="positions")(token_ids, padding_mask),
         inputs=dict(inputs),
         defaults=dict(model.defaults),
+        mapping={id(t): t for t in inputs.values()},
     )
 
 
 def _with_captures(outputs: Any, captured: dict[str, keras.KerasTensor]) -> Any:
     """Add captures to the outputs of a model: from the first one on, they are a dict."""
     before = outputs if isinstance(outputs, dict) else {"hidden_states": outputs, "captures": {}}
-    captures = {**before["captures"], **captured}
-    return {**before, "captures": captures} if captures else outputs
+    return {**before, "captures": {**before["captures"], **captured}}
 
 
-def _check_controls(rewrite: Rewrite, defaults: dict[str, Any], outputs: Any) -> None:
+def _check_controls(rewrite: Rewrite, defaults: dict[str, Any], tensors: Any) -> None:
     """Refuse a graph in which a control does nothing, such as that of a rewrite in a lost block."""
-    nodes = graph.topological_nodes(tree.flatten(outputs))
+    nodes = graph.topological_nodes(tree.flatten(tensors))
     used = {node.operation.name for node in nodes if node.is_input}
     lost = [name for name in defaults if name not in used]
     if lost:
@@ -150,7 +155,8 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
 
     opened = isinstance(model, EditedBackbone)
     mapping = {id(t): t for t in tree.flatten(model.input)}
-    outputs, emitted = graph.replay(model.output, mapping, visit, per_use=opened)
+    wanted = [model.signals if opened else {}, model.output]
+    (signals, outputs), emitted = graph.replay(wanted, mapping, visit, per_use=opened)
     if emitted:
         raise SurgeryError(
             f"operate with {clone_fn!r}: expected a clone_fn that changes the graph. Received one "
@@ -163,12 +169,20 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
             stacklevel=3,
         )
     if opened:
-        return _derived(model, model.input, outputs, model.defaults, model.trained_layers), fired
+        derived = _derived(
+            model, model.input, outputs, model.defaults, signals, model.trained_layers
+        )
+        return derived, fired
     return keras.Model(model.input, outputs, name=model.name), fired
 
 
 def _derived(
-    model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any, trained_layers: tuple
+    model: EditedBackbone,
+    inputs: Any,
+    outputs: Any,
+    defaults: Any,
+    signals: Any,
+    trained_layers: tuple,
 ) -> EditedBackbone:
     return EditedBackbone(
         {t.name: t for t in tree.flatten(inputs)},
@@ -177,4 +191,5 @@ def _derived(
         family=model.family,
         defaults=defaults,
         trained_layers=trained_layers,
+        signals=signals,
     )

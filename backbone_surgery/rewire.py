@@ -11,6 +11,7 @@ from backbone_surgery.emission import emit
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening import open_backbone
+from backbone_surgery.rewrites.condition import CachedLatch, Latch
 
 
 def rewire(backbone: keras.Model) -> BackboneWithCache:
@@ -30,6 +31,7 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
         slot of the first token; `positions` int32[batch, time], the number of each token within
         its row; `cache_mask` bool[batch, length], false where a slot holds padding; and the
         controls. Its outputs are `{"hidden_states", "cache"}`, and `captures` where there are any.
+        For each `Condition` of the graph `cache` ends with a `{"found"}` of bool[batch, length].
 
     Raises:
         SurgeryError: the graph cannot be opened, or holds no attention.
@@ -57,21 +59,21 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
             f"rewire at '{backbone.name}': expected a graph with attention in it. Received one "
             "without any. Keep at least one decoder block."
         )
+    caches = _entries(rewirer.keys, rewirer.values, rewirer.found)
+    updates = ([emitted[t.name][0] for t in made] for made in rewirer.made)
     return BackboneWithCache(
-        {**inputs, **controls, "cache": _pairs(rewirer.keys, rewirer.values)},
+        {**inputs, **controls, "cache": caches},
         {
             **(outputs if isinstance(outputs, dict) else {"hidden_states": outputs}),
-            "cache": _pairs(
-                [emitted[t.name][0] for t in rewirer.keys],
-                [emitted[t.name][0] for t in rewirer.values],
-            ),
+            "cache": _entries(*updates),
         },
         source=opened,
     )
 
 
-def _pairs(keys: list, values: list) -> list[dict[str, Any]]:
-    return [{"key": k, "value": v} for k, v in zip(keys, values, strict=True)]
+def _entries(keys: list, values: list, found: list) -> list[dict[str, Any]]:
+    pairs = [{"key": k, "value": v} for k, v in zip(keys, values, strict=True)]
+    return [*pairs, *({"found": f} for f in found)]
 
 
 class _Rewirer:
@@ -88,6 +90,8 @@ class _Rewirer:
         }
         self.keys: list[keras.KerasTensor] = []
         self.values: list[keras.KerasTensor] = []
+        self.found: list[keras.KerasTensor] = []
+        self.made = (self.keys, self.values, self.found)
 
     def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, TokenPositions):
@@ -98,6 +102,8 @@ class _Rewirer:
             return self._attend_pattern(layer, *args[:2])
         if isinstance(layer, attention.AttentionMix):
             return self._attend_mix(layer, *args)
+        if isinstance(layer, Latch):
+            return self._latch(layer, *args)
         return graph.KEEP
 
     def _attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:
@@ -123,6 +129,13 @@ class _Rewirer:
         mixed, values = cached(pattern, value, value_cache, self.inputs["cache_update_index"])
         emit(value_cache.name, values)
         return mixed
+
+    def _latch(self, layer: Any, found: Any) -> Any:
+        cache = _cache_input(self.found, f"cache_{layer.name}", found)
+        cached = CachedLatch(name=f"cached_{layer.name}")
+        met, updated = cached(found, cache, self.inputs["cache_update_index"])
+        emit(cache.name, updated)
+        return met
 
     def _key_cache(self, like: keras.KerasTensor) -> keras.KerasTensor:
         return _cache_input(self.keys, f"cache_{len(self.keys)}_key", like)

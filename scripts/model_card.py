@@ -1,4 +1,14 @@
-"""The text of a bundled model's card; `train_tiny_models` fills in what it measured."""
+"""The card of a bundled model: how good its stories are, and the text that says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from story_grammar import ATTRIBUTES, classify, recall, split_sentences, well_formed
 
 CARD = """# {name}
 
@@ -63,3 +73,91 @@ model. {gaps}
 
 Licence: Apache-2.0, weights and data alike.
 """
+
+
+def measure(texts: list[str]) -> dict[str, Any]:
+    """Measure how good sampled stories are.
+
+    Args:
+        texts: stories with their openings.
+
+    Returns:
+        Shares between 0 and 1: of well-formed sentences, of right recalls, of stories without a
+        wrong recall, of each attribute's first value, and of stories whose halves agree on it.
+    """
+    formed = np.sum([well_formed(text) for text in texts], axis=0)
+    recalls = np.array([recall(text) for text in texts])
+    shares = {}
+    for attribute, values in ATTRIBUTES.items():
+        shown = [classify(text, attribute) for text in texts]
+        agree = []
+        for text in texts:
+            sentences = split_sentences(text)
+            middle = len(sentences) // 2
+            halves = " ".join(sentences[:middle]), " ".join(sentences[middle:])
+            agree.append(len({classify(half, attribute) for half in halves}) == 1)
+        shares[attribute] = {
+            **{value: shown.count(value) / len(texts) for value in values},
+            "halves agree": float(np.mean(agree)),
+        }
+    return {
+        "well-formed sentences": float(formed[0] / formed[1]),
+        "right recalls": float(recalls[:, 0].sum() / recalls[:, 1].sum()),
+        "stories without a wrong recall": float((recalls[:, 0] == recalls[:, 1]).mean()),
+        "attributes": shares,
+    }
+
+
+def write_card(
+    folder: Path,
+    recipe: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    samples: Mapping[str, str],
+) -> None:
+    """Write the card of a model from measured values.
+
+    Args:
+        folder: of the model; its name is the model's.
+        recipe: the fields of its `Recipe`.
+        facts: `parameters`, `vocabulary`, `core-minutes`, `loss` in nats per token, the number of
+            `held-out` stories and of `samples`, and `quality` as `measure` gives it.
+        samples: `{caption: story}`.
+    """
+    settings = {k: v for k, v in recipe.items() if k not in ("architecture", "config", "gaps")}
+    quality = facts["quality"]
+    rows = [
+        f"| {attribute} | "
+        + " / ".join(f"{value} {shares[value]:.0%}" for value in ATTRIBUTES[attribute])
+        + f" | {shares['halves agree']:.1%} |"
+        for attribute, shares in quality["attributes"].items()
+    ]
+    measured = {
+        **{key: f"{quality[key]:.1%}" for key in quality if key != "attributes"},
+        "held-out loss": f"{facts['loss']:.4f} nats per token",
+        "held-out perplexity": f"{math.exp(facts['loss']):.3f}",
+    }
+    stories = sum(recipe["cycles"]) * recipe["batch_size"]
+    (folder / "README.md").write_text(
+        CARD.format(
+            name=folder.name,
+            architecture=recipe["architecture"],
+            parameters=f"{facts['parameters']:,}",
+            vocabulary=f"{facts['vocabulary']:,}",
+            attributes="\n".join(f"* {k}: {a} or {b}" for k, (a, b) in ATTRIBUTES.items()),
+            stories=f"{stories:,}",
+            held_out=f"{facts['held-out']:,}",
+            config=_bullets(recipe["config"]),
+            settings=_bullets(settings),
+            gaps=recipe["gaps"],
+            core_minutes=f"{facts['core-minutes']:.0f}",
+            measured=_bullets(measured),
+            samples_count=facts["samples"],
+            rows="\n".join(rows),
+            samples="\n\n".join(f"{key}:\n\n> {text}" for key, text in samples.items()),
+        ),
+        encoding="utf-8",
+    )
+
+
+def _bullets(items: dict[str, Any]) -> str:
+    return "\n".join(f"* {key}: {value}" for key, value in items.items())

@@ -30,10 +30,10 @@ import keras_hub
 import numpy as np
 import sentencepiece
 import typer
-from model_card import CARD
+from model_card import measure, write_card
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from story_grammar import ATTRIBUTES, classify, generate_story, recall, split_sentences, well_formed
+from story_grammar import ATTRIBUTES, classify, generate_story
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 VOCABULARY_SIZE = 1024
@@ -88,7 +88,7 @@ RECIPES = {
             "It keeps names,\nits own objects, the mood and the number of characters well, but "
             "mostly forgets the friend's\nobject, and often the time of day."
         ),
-        cycles=(2000,),
+        cycles=(2000, 800),
     ),
     "tiny_gemma": Recipe(
         architecture="Gemma",
@@ -366,85 +366,7 @@ def _sample_stories(model: keras_hub.models.CausalLM) -> list[str]:
     return list(model.generate(prompts, max_length=SEQUENCE_LENGTH))
 
 
-def measure(texts: list[str]) -> dict[str, Any]:
-    """Measure how good sampled stories are.
-
-    Args:
-        texts: stories with their openings.
-
-    Returns:
-        Shares between 0 and 1: of well-formed sentences, of right recalls, of stories without a
-        wrong recall, of each attribute's first value, and of stories whose halves agree on it.
-    """
-    formed = np.sum([well_formed(text) for text in texts], axis=0)
-    recalls = np.array([recall(text) for text in texts])
-    shares = {}
-    for attribute, values in ATTRIBUTES.items():
-        shown = [classify(text, attribute) for text in texts]
-        agree = []
-        for text in texts:
-            sentences = split_sentences(text)
-            middle = len(sentences) // 2
-            halves = " ".join(sentences[:middle]), " ".join(sentences[middle:])
-            agree.append(len({classify(half, attribute) for half in halves}) == 1)
-        shares[attribute] = {
-            **{value: shown.count(value) / len(texts) for value in values},
-            "halves agree": float(np.mean(agree)),
-        }
-    return {
-        "well-formed sentences": float(formed[0] / formed[1]),
-        "right recalls": float(recalls[:, 0].sum() / recalls[:, 1].sum()),
-        "stories without a wrong recall": float((recalls[:, 0] == recalls[:, 1]).mean()),
-        "attributes": shares,
-    }
-
-
-def _write_card(name: str, folder: Path, facts: dict[str, Any], samples: dict[str, str]) -> None:
-    """Write the model card from measured values."""
-    recipe = RECIPES[name]
-    settings = dataclasses.asdict(recipe)
-    config = settings.pop("config")
-    del settings["architecture"], settings["gaps"]
-    quality = facts["quality"]
-    rows = [
-        f"| {attribute} | "
-        + " / ".join(f"{value} {shares[value]:.0%}" for value in ATTRIBUTES[attribute])
-        + f" | {shares['halves agree']:.1%} |"
-        for attribute, shares in quality["attributes"].items()
-    ]
-    measured = {
-        **{key: f"{quality[key]:.1%}" for key in quality if key != "attributes"},
-        "held-out loss": f"{facts['loss']:.4f} nats per token",
-        "held-out perplexity": f"{math.exp(facts['loss']):.3f}",
-    }
-    stories = sum(recipe.cycles) * recipe.batch_size
-    (folder / "README.md").write_text(
-        CARD.format(
-            name=name,
-            architecture=recipe.architecture,
-            parameters=f"{facts['parameters']:,}",
-            vocabulary=f"{facts['vocabulary']:,}",
-            attributes="\n".join(f"* {k}: {a} or {b}" for k, (a, b) in ATTRIBUTES.items()),
-            stories=f"{stories:,}",
-            held_out=f"{HELD_OUT_STORIES:,}",
-            config=_bullets(config),
-            settings=_bullets(settings),
-            gaps=recipe.gaps,
-            core_minutes=f"{facts['core-minutes']:.0f}",
-            measured=_bullets(measured),
-            samples_count=SAMPLES,
-            rows="\n".join(rows),
-            samples="\n\n".join(f"{key}:\n\n> {text}" for key, text in samples.items()),
-        ),
-        encoding="utf-8",
-    )
-
-
-def _bullets(items: dict[str, Any]) -> str:
-    return "\n".join(f"* {key}: {value}" for key, value in items.items())
-
-
-def _write_checksums(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Write SHA256SUMS for every other file of a folder, as `sha256sum -c` reads it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [
@@ -494,10 +416,12 @@ def _save(name: str, model: keras_hub.models.CausalLM, folder: Path, core_minute
         "core-minutes": core_minutes,
         "loss": _held_out_loss(model),
         "quality": measure(texts),
+        "held-out": HELD_OUT_STORIES,
+        "samples": SAMPLES,
     }
     samples = _pick_samples(model, texts)
-    _write_card(name, folder, facts, samples)
-    _write_checksums(folder)
+    write_card(folder, dataclasses.asdict(RECIPES[name]), facts, samples)
+    write_checksums(folder)
     console.print_json(data=facts)
     for caption, text in samples.items():
         console.print(f"[bold]{caption}[/bold]\n{text}\n")

@@ -68,3 +68,30 @@ except bs.SurgeryError as error:
     out = run(code, "tensorflow")
     assert out.startswith("tensorflow True")
     assert "expected the JAX backend of Keras. Received 'tensorflow'" in out
+
+
+@pytest.mark.slow
+def test_nested_surgery_on_tensorflow():
+    code = """
+import keras, numpy as np, backbone_surgery as bs
+class Outer(keras.layers.Layer):
+    def __init__(self):
+        super().__init__(name="outer")
+        self.inner = [keras.layers.Dense(3), keras.layers.BatchNormalization()]
+    def call(self, x):
+        return x + self.inner[1](self.inner[0](x))
+x = keras.Input((3,))
+outer, after = Outer(), keras.layers.Dense(3)
+model = keras.Model(x, outer(x))
+value = np.ones((2, 3), "float32")
+before = model.predict_on_batch(value)
+new = bs.rewrite_nested(model, "outer.inner.0", lambda layer, x: after(layer(x)))
+y = (value @ outer.inner[0].kernel.numpy()) @ after.kernel.numpy() / np.sqrt(1.001)
+print(np.allclose(new.predict_on_batch(value), 1 + y, atol=1e-5))
+print(np.array_equal(model.predict_on_batch(value), before))
+kernel = after.kernel.numpy()
+new.compile("sgd", "mse")
+new.fit(np.random.normal(size=(4, 3)), np.zeros((4, 3)), verbose=0, shuffle=False)
+print(not np.allclose(after.kernel.numpy(), kernel), outer.inner[1].moving_mean.numpy().any())
+"""
+    assert run(code, "tensorflow").split() == ["True"] * 4

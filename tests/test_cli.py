@@ -1,5 +1,6 @@
 """The command line, run as a user does."""
 
+import json
 import os
 import subprocess
 import sysconfig
@@ -51,12 +52,62 @@ def test_plot_writes_a_picture_and_mermaid(tmp_path):
     assert "cached_self_attention" in (tmp_path / "model.svg").read_text()
 
 
+PAIRS = [
+    {"positive": "Lily felt glad and smiled.", "negative": "Lily felt sad and cried."},
+    {"positive": "Tom was a happy boy.", "negative": "Tom was an unhappy boy."},
+    ["Mia laughed.", "Mia cried."],
+]
+
+
+def test_train_then_steer_with_the_file(tmp_path):
+    pairs, vector = tmp_path / "pairs.jsonl", tmp_path / "feeling.gguf"
+    pairs.write_text("\n".join(json.dumps(p) for p in PAIRS))
+    result = run("train-vector", str(pairs), str(vector), "--method", "mean_diff")
+    assert result.exit_code == 0, result.output
+    assert f"wrote {vector}: 3 pairs, mean_diff" in result.stdout.replace("\n", "")
+    assert "block 0 is left out" in result.stderr.replace("\n", " ")
+    options = ["--max-new-tokens", "20"]
+    result = run("steer", PROMPT, "--vector", str(vector), "--strengths", "-3,0,3", *options)
+    assert result.exit_code == 0, result.output
+    for word in ("feeling at", "-3", "+0", "+3"):
+        assert word in result.stdout
+    plain = run("generate", PROMPT, *options).stdout
+    same = run("generate", PROMPT, "--vector", str(vector), "-c", "feeling=0", *options).stdout
+    other = run("generate", PROMPT, "-v", f"x={vector}", "-c", "x=4", *options).stdout
+    assert plain == same != other
+
+
+def test_bundled_vectors_by_name():
+    options = ["generate", PROMPT, "--max-new-tokens", "30"]
+    texts = {s: run(*options, "--control", f"mood={s}").stdout for s in (-2, 0, 2)}
+    assert len(set(texts.values())) == 3
+    assert texts[0] == run(*options).stdout
+
+
+def test_sweep_counts_words_and_plots(tmp_path):
+    prompts, picture = tmp_path / "prompts.txt", tmp_path / "out.png"
+    prompts.write_text(f"{PROMPT}\n\nLong ago there lived a boy named Tom.\n")
+    args = ["sweep", str(prompts), "--vector", "mood", "--strengths", "-1,1"]
+    args += ["--max-new-tokens", "40", "--words", "happy,smiled,happily", "--plot", str(picture)]
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    assert "4 texts" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["generate", PROMPT, "--max-new-tokens", "900"], "tokens in a row"),
         (["inspect", "--model", "./nowhere"], "expected a folder that exists"),
         (["plot", "missing/x.mmd"], "FileNotFoundError"),
+        (["steer", PROMPT, "--vector", "moot"], "Did you mean 'mood'"),
+        (["steer", PROMPT, "--vector", "no.gguf"], "there is none"),
+        (["steer", PROMPT, "--vector", "mood", "--strengths", "1,x"], "numbers separated by"),
+        (["generate", PROMPT, "--control", "mood"], "expected NAME=STRENGTH"),
+        (["sweep", PROMPT, "--vector", "mood", "--plot", "x.png"], "Name words to count"),
+        (["train-vector", "pyproject.toml", "v.gguf"], "pyproject.toml:1: expected"),
+        (["train-vector", "README.md", "v.npz"], "ends in .gguf or .safetensors"),
     ],
     ids=str,
 )

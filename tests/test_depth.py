@@ -179,7 +179,7 @@ def test_repeated_blocks_generate_as_the_uncached_graph_does(rng):
         ([bs.Reorder([0, 1, 2])], "in another order than they have"),
         ([bs.Reorder([0, 3])], "expected numbers from 0 to 2"),
         ([bs.Reorder([])], "expected at least one block to stay"),
-        ([bs.Capture("blocks.0"), bs.Remove("blocks.1")], "Put `Capture` after it"),
+        ([bs.Capture("blocks.0"), bs.Remove("blocks.1")], "Put `Capture` and `Condition` after it"),
     ],
 )
 def test_errors(rewrites, words):

@@ -14,17 +14,31 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "backbone_surgery"
 ENGINE = "graph.py"
 
-IMPORTS = {"keras.src.models.functional": "Functional", "keras.src.ops.node": "Node"}
+IMPORTS = {
+    "keras.src.backend.common": "global_state",
+    "keras.src.models.functional": "Functional",
+    "keras.src.ops.node": "Node",
+}
 ATTRIBUTES = {
     "_keras_history",
     "_inbound_nodes",
     "_inputs_struct",
     "_outputs_struct",
     "_functional",
+    "_layers",
+    "_outbound_nodes",
+    "_losses",
+    "_loss_ids",
+    "_operations",
+    "_operations_by_depth",
+    "_run_through_graph",
+    "_flatten_layers",
+    "_trainable_variables",
+    "_non_trainable_variables",
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
 
-ALSO_PRIVATE = {"_outbound_nodes", "_run_through_graph", "_nodes", "_operations", "_keras_mask"}
+ALSO_PRIVATE = {"_nodes", "_keras_mask", "name_scope_stack"}
 
 
 def moved(name):
@@ -160,6 +174,59 @@ def test_tree_keeps_none_as_a_leaf_and_sorts_dicts():
     assert flat == [1, 2, None], moved("keras.tree.flatten")
 
 
+def test_what_a_layer_tracks_and_what_calls_leave_on_it(x):
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dropout(0.5)
+
+        def call(self, x):
+            self.add_loss(keras.ops.sum(x))
+            return self.inner(x)
+
+    layer = Outer()
+    assert vars(layer)["_layers"] == [layer.inner], moved("Layer._layers")
+    layer(layer(x))
+    layer(keras.ops.ones((1, 3)))
+    assert len(vars(layer)["_inbound_nodes"]) == 2, moved("Layer._inbound_nodes")
+    assert len(vars(layer)["_outbound_nodes"]) == 1, moved("Layer._outbound_nodes")
+    assert len(vars(layer)["_losses"]) == 1, moved("Layer._losses")
+    assert vars(layer)["_loss_ids"] == set(), moved("Layer._loss_ids")
+
+
+def test_a_layer_call_opens_a_name_scope(x):
+    from keras.src.backend.common import global_state
+
+    class Looks(keras.layers.Layer):
+        def call(self, x):
+            stacks.append(global_state.get_global_attribute("name_scope_stack"))
+            callers.append([scope.caller for scope in stacks[-1]])
+            return x
+
+    stacks, callers, layer = [], [], Looks()
+    mine = []
+    global_state.set_global_attribute("name_scope_stack", mine)
+    layer(keras.ops.ones(3))
+    assert stacks[0] is mine, moved("global attribute name_scope_stack")
+    assert callers[0] == [layer], moved("name_scope.caller")
+
+
+def test_a_model_runs_its_graph_through_one_method(x):
+    dense = keras.layers.Dense(2)
+    model = keras.Model(x, dense(x))
+    assert dense in vars(model)["_operations"], moved("Functional._operations")
+    by_depth = vars(model)["_operations_by_depth"]
+    assert [dense] in by_depth.values(), moved("Functional._operations_by_depth")
+    run, seen = model._run_through_graph, []
+
+    def spy(inputs, operation_fn=lambda op: op, **kwargs):
+        return run(inputs, operation_fn=lambda op: seen.append(op) or operation_fn(op), **kwargs)
+
+    object.__setattr__(model, "_run_through_graph", spy)
+    model(keras.ops.ones((1, 3)))
+    assert seen == [dense], moved("Functional._run_through_graph(inputs, operation_fn)")
+
+
 # Nobody else uses them.
 
 
@@ -235,3 +302,20 @@ def test_check_sees_a_private_use(source):
 
 def test_check_lets_public_uses_pass():
     assert not private_uses("import keras\nfrom keras import ops, tree\nself._own = keras.ops")
+
+
+def test_flatten_layers():
+    inner = keras.layers.Dense(2)
+    model = keras.Sequential([keras.layers.TimeDistributed(inner)])
+    assert hasattr(model, "_flatten_layers"), moved("Layer._flatten_layers")
+    found = model._flatten_layers()
+    assert found[0] is model, moved("Layer._flatten_layers")
+    assert any(layer is inner for layer in found), moved("Layer._flatten_layers")
+
+
+def test_own_variables():
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 3))
+    for name, count in (("_trainable_variables", 2), ("_non_trainable_variables", 2)):
+        assert len(getattr(layer, name, ())) == count, moved(f"Layer.{name}")
+        assert getattr(keras.Sequential([layer]), name) == [], moved(f"Layer.{name}")

@@ -9,14 +9,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "backbone_surgery"
 
 LAYERS = [
-    ["errors", "startup", "training"],
+    ["errors", "startup", "version", "training"],
     ["emission"],
     ["graph"],
-    ["attention", "layers", "site", "backbone"],
+    ["attention", "layers", "site", "backbone", "checkpoint", "twin"],
     ["families"],
     ["opening", "cache"],
-    ["rewrites", "operate", "rewire"],
-    ["generation", "vectors", "weights", "plotting", "picture", "checking", "analysis", "figures"],
+    ["rewrites", "operate", "rewire", "nested"],
+    ["generation", "vectors", "sweep", "weights", "plotting", "picture", "checking"],
+    ["analysis", "figures"],
     ["__init__", "cli", "__main__"],
 ]
 """What stands in one entry may import one another, but never in a circle."""

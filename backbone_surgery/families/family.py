@@ -34,6 +34,8 @@ class Family:
             themselves unless they are given `positions=`.
         refuse: `(block) -> reason`, or `None` when the block can be opened.
         sampler: the sampler that KerasHub's own task for this family takes by default.
+        model_types: the names that Hugging Face and llama.cpp have for the architecture.
+        model_type: `(block) -> one of them`; the first by default.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Family:
     position_layers: tuple[type[keras.layers.Layer], ...] = ()
     refuse: Callable[[Any], str | None] = lambda block: None
     sampler: str = "greedy"
+    model_types: tuple[str, ...] = ()
+    model_type: Callable[[Any], str] | None = None
 
     def arguments(self, block: keras.layers.Layer, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """Split the call of a block into its hidden states and its padding mask."""
@@ -89,6 +93,13 @@ class Family:
                 "embedding in the graph."
             )
         return found[0]
+
+    def model_type_of(self, owner: keras.Model) -> str:
+        """Return the name that Hugging Face and llama.cpp have for the architecture of a model."""
+        blocks = (
+            n.operation for n in graph.all_nodes(owner) if isinstance(n.operation, self.block)
+        )
+        return self.model_type(next(blocks)) if self.model_type else self.model_types[0]
 
     def max_positions(self, model: keras.Model) -> int | None:
         """Return how many positions the model has learned, or `None` when it has no limit."""

@@ -103,4 +103,10 @@ def _attention(block, x, padding_mask, positions):
     return attention.output_dense(Site("attention")(x))
 
 
-FAMILY = Family(name="gemma", block=GemmaDecoderBlock, open_block=open_block)
+FAMILY = Family(
+    name="gemma",
+    block=GemmaDecoderBlock,
+    open_block=open_block,
+    model_types=("gemma", "gemma2"),
+    model_type=lambda block: "gemma2" if block.use_post_ffw_norm else "gemma",
+)

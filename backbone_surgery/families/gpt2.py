@@ -58,4 +58,5 @@ FAMILY = Family(
     position_layers=(keras_hub.layers.PositionEmbedding,),
     refuse=refuse,
     sampler="top_k",
+    model_types=("gpt2",),
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -25,6 +26,9 @@ from backbone_surgery.layers import RowConstant
 from backbone_surgery.opening import open_backbone
 from backbone_surgery.rewire import rewire
 from backbone_surgery.training import TrainsOwnLayers
+from backbone_surgery.weights.folder import recover
+from backbone_surgery.weights.preset import recipe_in, save_preset
+from backbone_surgery.weights.recipe import load_recipe
 
 _SEQUENCE_CHECK = 16
 """Steps between two looks at the text, where stop sequences are given."""
@@ -83,23 +87,57 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
     def from_preset(cls, preset: str, load_weights: bool = True, **kwargs: Any) -> "CachedCausalLM":
         """Load a model: a bundled one by name, or any preset or folder that KerasHub can load.
 
+        A folder that `save_to_preset` wrote holds the edit too, and the model comes back edited.
+
         Args:
             preset: `tiny_gpt2` or `tiny_gemma`; a KerasHub preset name or URL; or a folder in
                 KerasHub or Hugging Face layout. A folder without a tokenizer gives a model
                 without a preprocessor.
             load_weights: whether to load the weights, or start from random ones.
             **kwargs: such as `dtype`, for the backbone.
+
+        Raises:
+            SurgeryError: there is no such folder, or its edit does not fit what was asked for.
         """
+        recover(Path(preset))
+        recipe = recipe_in(Path(preset))
+        if recipe is not None and not load_weights:
+            raise SurgeryError(
+                f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
+                "an edit of these very weights. Received False. Load the base with KerasHub."
+            )
         backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
+        if recipe is not None:
+            backbone = load_recipe(recipe, backbone)
         return cls(backbone, preprocessor)
+
+    def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
+        """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
+
+        The folder is written whole or not at all. KerasHub itself loads the base from it, as it is
+        without the edit; `from_preset` of this class loads both.
+
+        Args:
+            preset_dir: path of the folder.
+            max_shard_size: see KerasHub.
+
+        Raises:
+            SurgeryError: the edit has no description, see `save_recipe`, or the folder holds
+                something else.
+        """
+        save_preset(self.opened, self.preprocessor, Path(preset_dir), max_shard_size)
 
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
         """Save the weights of the backbone, in its own format, whatever was edited."""
         self.backbone.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """Load a checkpoint of the backbone, whatever was edited."""
-        self.backbone.load_weights(filepath, **kwargs)
+        """Load a checkpoint of the backbone, whatever was edited.
+
+        Raises:
+            WeightMismatchError: see `EditedBackbone.load_weights`.
+        """
+        self.opened.load_weights(filepath, **kwargs)
 
     def compile(
         self, optimizer: Any = "auto", loss: Any = "auto", *, sampler: Any = "auto", **kwargs: Any

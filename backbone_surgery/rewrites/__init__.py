@@ -2,6 +2,8 @@
 
 from backbone_surgery.rewrites.ablate import Ablate
 from backbone_surgery.rewrites.capture import Capture
+from backbone_surgery.rewrites.condition import Condition
+from backbone_surgery.rewrites.control import Control, Schedule
 from backbone_surgery.rewrites.depth import Remove, Reorder, Repeat, Skip
 from backbone_surgery.rewrites.insert import Insert, Replace
 from backbone_surgery.rewrites.low_rank import LowRank
@@ -14,6 +16,8 @@ from backbone_surgery.rewrites.wrap import Wrap
 __all__ = [
     "Ablate",
     "Capture",
+    "Condition",
+    "Control",
     "Insert",
     "LowRank",
     "Patch",
@@ -23,6 +27,7 @@ __all__ = [
     "Replace",
     "Rewrite",
     "Rows",
+    "Schedule",
     "SiteRewrite",
     "Skip",
     "SparseAutoencoder",

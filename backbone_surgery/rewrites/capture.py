@@ -1,6 +1,7 @@
 """Capture: hand out what stands at some sites, without changing anything."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import keras
 
@@ -41,6 +42,8 @@ class Capture(SiteRewrite):
 
     at: tuple[str, ...]  # type: ignore[assignment]
     name: str | None
+
+    captures: ClassVar[bool] = True
 
     def __init__(self, *selectors: str, at: tuple[str, ...] = (), name: str | None = None) -> None:
         given = (*((at,) if isinstance(at, str) else tuple(at)), *selectors)

@@ -43,10 +43,11 @@ class Depth(Rewrite):
     def rebuild(self, surgery: Surgery) -> tuple[Any, Emitted]:
         """Chain the blocks anew."""
         where = f"{type(self).__name__} at '{getattr(self, 'at', 'blocks.*')}'"
-        if surgery.model.captures:
+        handed_out = [*surgery.model.captures, *surgery.model.signals]
+        if handed_out:
             raise SurgeryError(
-                f"{where}: expected a graph that captures nothing yet, since blocks get new "
-                f"numbers. Received captures at {', '.join(surgery.model.captures)}. Put `Capture` "
+                f"{where}: expected a graph that captures or watches nothing yet, since blocks get "
+                f"new numbers. Received {', '.join(handed_out)}. Put `Capture` and `Condition` "
                 "after it."
             )
         chain = _Chain(surgery.model, where)
@@ -59,7 +60,7 @@ class Depth(Rewrite):
         visit = self.visitor(surgery)
         inputs = {id(t): t for t in tree.flatten(surgery.model.input)}
         # Once more, so that each use of a block is a nested model of its own.
-        return graph.replay(chain.run(order, visit), inputs, visit, per_use=True)
+        return graph.replay([{}, chain.run(order, visit)], inputs, visit, per_use=True)
 
     def selected(self, surgery: Surgery, selector: str) -> list[int]:
         """Return the numbers of the selected blocks, and report them."""

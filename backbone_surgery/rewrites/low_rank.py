@@ -92,6 +92,7 @@ class LowRank(SiteRewrite):
         return replace(self, adapters=dict(zip(surgery.fired, surgery.trained, strict=True)))
 
 
+@keras.saving.register_keras_serializable("backbone_surgery")
 class Adapter(keras.layers.Layer):
     """Add a map of low rank of one tensor to another.
 

@@ -1,18 +1,17 @@
 """What a rewrite is: frozen data that knows which nodes to put where, and its run-time controls."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
-from keras import tree
 
 from backbone_surgery import graph
 from backbone_surgery.attention import SelfAttention, split
 from backbone_surgery.emission import Emitted
-from backbone_surgery.errors import SelectorError, SurgeryError
+from backbone_surgery.errors import SelectorError, SurgeryError, closest
 from backbone_surgery.layers import TokenPositions
 from backbone_surgery.site import BlockInput, Place, Site, is_block, select
 
@@ -51,6 +50,7 @@ class Surgery:
         positions: int32[batch, time], the number of each token within its row.
         inputs: the inputs declared so far, by name.
         defaults: the default of one row, for each of them that has one.
+        mapping: `{id(old tensor): new tensor}`, as far as the graph has been replayed.
         fired: the paths of the sites that were rewritten.
         trained: layers that the rewrite brings along to be trained, see `train`.
         stream: the hidden states that the block being visited was given.
@@ -63,9 +63,11 @@ class Surgery:
     positions: keras.KerasTensor
     inputs: dict[str, keras.KerasTensor]
     defaults: dict[str, np.ndarray]
+    mapping: dict[int, Any]
     fired: list[str] = field(default_factory=list)
     trained: list[keras.layers.Layer] = field(default_factory=list)
     stream: keras.KerasTensor | None = None
+    _made: dict[str, keras.KerasTensor] = field(default_factory=dict)
 
     def select(self, selector: str) -> list[Place]:
         """Return the sites that a selector picks; raises when it picks none."""
@@ -106,6 +108,28 @@ class Surgery:
         self.defaults[name] = default
         return tensor
 
+    def once(self, name: str, make: Callable[[], keras.KerasTensor]) -> keras.KerasTensor:
+        """Make a tensor at the first site that wants it, and share it with the others."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def signal(self, name: str) -> keras.KerasTensor:
+        """Return what an earlier rewrite emitted under this name, if it runs before this site."""
+        if name not in self.model.signals:
+            raise SurgeryError(
+                f"operate at when='{name}': expected the name of a Condition that comes before. "
+                f"{closest(name, self.model.signals)} Put the Condition into the list, first."
+            )
+        tensor = self.mapping.get(id(self.model.signals[name]))
+        if tensor is None:
+            raise SurgeryError(
+                f"operate at when='{name}': expected sites in blocks after the one that the "
+                "Condition watches. Received an earlier site, where it is not known yet. Steer "
+                "later blocks, or watch an earlier one."
+            )
+        return tensor
+
 
 class Rewrite(abc.ABC):
     """A change to an opened graph, as frozen data. Subclass it to write your own.
@@ -115,21 +139,24 @@ class Rewrite(abc.ABC):
     Attributes:
         whole_blocks: whether the visitor is offered each decoder block as one layer, a nested
             model, instead of the layers inside it.
+        captures: whether what the visitor emits becomes an output of the model, instead of a signal
+            for later rewrites.
     """
 
     whole_blocks: ClassVar[bool] = False
+    captures: ClassVar[bool] = False
 
     @abc.abstractmethod
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Return the callback that makes the change, as for `clone_layer_graph`.
 
         The callback may return `backbone_surgery.rewrites.KEEP` for a node it leaves alone. It
-        appends what it changed to `surgery.fired`. What it emits becomes a capture of the model,
+        appends what it changed to `surgery.fired`. What it emits becomes a signal or a capture,
         under a name that must not be taken.
         """
 
     def rebuild(self, surgery: Surgery) -> tuple[Any, Emitted]:
-        """Make the new outputs, and what is emitted, by a replay of the graph by `visitor`."""
+        """Replay the graph by `visitor`: the new signals and outputs, and what is emitted."""
         visit = self.visitor(surgery)
 
         def with_positions(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,9 +164,10 @@ class Rewrite(abc.ABC):
                 return surgery.positions
             return visit(layer, *args, **kwargs)
 
-        mapping = {id(t): t for t in tree.flatten(surgery.model.input)}
+        # Signals first: a steered block must find the condition replayed that it depends on.
+        wanted = [surgery.model.signals, surgery.model.output]
         enter = (lambda nested: not is_block(nested)) if self.whole_blocks else True
-        return graph.replay(surgery.model.output, mapping, with_positions, enter, per_use=True)
+        return graph.replay(wanted, surgery.mapping, with_positions, enter, per_use=True)
 
     def applied(self, surgery: Surgery) -> "Rewrite":
         """Return the rewrite as the new model remembers it, with the layers that it made."""

@@ -1,5 +1,6 @@
 """Steer: add a direction to the hidden states, or take it out, by a strength given at run time."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,38 +10,51 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.rewrites.control import (
+    LAST,
+    SCHEDULE_STEPS,
+    Control,
+    Tokens,
+    direction_rows,
+    read_directions,
+    strength_rows,
+    token_range,
+    token_rows,
+)
 from backbone_surgery.rewrites.rewrite import Rows, SiteRewrite, Surgery
 from backbone_surgery.site import Place
 
-_LAST = np.iinfo(np.int32).max
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Steer(SiteRewrite):
-    """Steer the hidden states along a direction for each block.
+    """Add a control vector at some sites.
 
-    The strength of each row and block, the directions themselves and the range of tokens are
-    inputs of the graph: changing them compiles nothing. A strength of 0 is bit-equal to no edit.
+    The strength of each row and steered block, the directions themselves, the range of tokens and
+    the schedule over generated tokens are inputs of the graph: changing them compiles nothing. A
+    strength of 0 is bit-equal to no edit. Several of them stack.
 
     Attributes:
         name: name of the control, for `generate(controls={name: strength})`.
-        vector: `{block: float[hidden_dim]}`, or anything with such a `directions`. A direction
-            for a block that is not among the sites of `at` is an error.
+        vector: a `ControlVector`, or `{block: float[hidden_dim]}`. A direction for a block that is
+            not among the sites of `at` is an error.
         at: site selector; the sites with a direction are steered.
         tokens: which tokens: `"all"`, `"prompt"`, `"generated"`, or positions `(start, stop)`
             counted from the first token of the row.
         mode: `"add"` gives h + s·v, `"ablate"` gives h - s·v̂(v̂·h) with v̂ of unit norm.
         renormalize: whether to scale the result back to the norm of h, computed in float32.
         strength: where the control is not given.
+        when: name of a `Condition` before it in the list; a row is steered from the token on at
+            which its condition is met.
     """
 
     name: str
     vector: Any
     at: str = "blocks.*"
-    tokens: str | tuple[int, int] = "all"
+    tokens: Tokens = "all"
     mode: Literal["add", "ablate"] = "add"
     renormalize: bool = False
     strength: float = 1.0
+    when: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("add", "ablate"):
@@ -48,51 +62,37 @@ class Steer(SiteRewrite):
                 f"Steer at '{self.name}': expected mode 'add' or 'ablate'. Received {self.mode!r}. "
                 "Choose one of them."
             )
-        self.token_range(np.zeros(1, np.int32))
-        directions = {int(k): np.array(v, "float32") for k, v in _directions(self.vector).items()}
-        shapes = {v.shape for v in directions.values()}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
-            raise SurgeryError(
-                f"Steer at '{self.name}': expected a vector that maps blocks to directions "
-                f"float[hidden_dim], all of one size. Received shapes {sorted(shapes)}. Pass "
-                "{block: array}."
-            )
-        object.__setattr__(self, "vector", directions)
+        token_range(self.tokens, 1, self._where)
+        directions = read_directions(self.vector, self._where)
+        if not hasattr(self.vector, "directions"):
+            object.__setattr__(self, "vector", directions)
+
+    @property
+    def _where(self) -> str:
+        return f"Steer at '{self.name}'"
 
     @property
     def control(self) -> str:
         """The name of the control."""
         return self.name
 
-    def token_range(self, prompt_lengths: np.ndarray) -> np.ndarray:
-        """Return the positions to steer, int32[batch, 2]: from one, up to but without the other."""
-        lengths = np.asarray(prompt_lengths, np.int32)
-        if self.tokens == "all":
-            pair: tuple[Any, Any] = (0, _LAST)
-        elif self.tokens == "prompt":
-            pair = (0, lengths)
-        elif self.tokens == "generated":
-            pair = (lengths, _LAST)
-        elif isinstance(self.tokens, tuple) and len(self.tokens) == 2:
-            pair = self.tokens
-        else:
-            raise SurgeryError(
-                f"Steer at '{self.name}': expected tokens 'all', 'prompt', 'generated' or "
-                f"(start, stop). Received {self.tokens!r}. Choose one of them."
-            )
-        return np.stack([np.broadcast_to(np.int32(x), lengths.shape) for x in pair], axis=-1)
+    @property
+    def directions(self) -> dict[int, np.ndarray]:
+        """The direction of each steered block, in the order of the blocks."""
+        return read_directions(self.vector, self._where)
 
     def choose(self, surgery: Surgery) -> list[Place]:
         """Return the selected sites that have a direction."""
         selected = surgery.select(self.at)
-        missing = set(self.vector) - {p.block for p in selected}
+        directions = self.directions
+        missing = set(directions) - {p.block for p in selected}
         if missing:
             raise SurgeryError(
                 f"Steer at '{self.at}': expected a direction only for blocks among the selected "
                 f"sites {[p.path for p in selected]}. Received directions for blocks "
                 f"{sorted(missing)} too. Drop them, or select more sites."
             )
-        chosen = [p for p in selected if p.block in self.vector]
+        chosen = [p for p in selected if p.block in directions]
         blocks = [p.block for p in chosen]
         if len(set(blocks)) < len(blocks):
             raise SurgeryError(
@@ -103,69 +103,100 @@ class Steer(SiteRewrite):
 
     def visitor(self, surgery: Surgery) -> Any:
         """Declare the controls, then visit the sites."""
-        places = self.choose(surgery)
-        directions = np.stack([self.vector[p.block] for p in places])
-        strength = np.full(len(places), self.strength, "float32")
-        if self.tokens in ("prompt", "generated"):
-            default_range = np.array([0, _LAST] if self.tokens == "prompt" else [_LAST, _LAST])
-        else:
-            default_range = self.token_range(np.zeros(1))[0]
-        surgery.control(f"{self.name}_strength", strength)
+        self.choose(surgery)
+        self._check_hint(surgery)
+        directions = np.stack(list(self.directions.values()))
+        default_range = token_range(self.tokens, LAST, self._where)
+        surgery.control(f"{self.name}_strength", np.full(len(directions), self.strength, "float32"))
         surgery.control(f"{self.name}_directions", directions)
-        surgery.control(f"{self.name}_tokens", default_range.astype("int32"))
+        surgery.control(f"{self.name}_tokens", np.array([*default_range, LAST], "int32"))
+        schedule = np.ones(1 + SCHEDULE_STEPS, "float32")
+        surgery.control(f"{self.name}_schedule", schedule, (None,))
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put a steering layer at the site."""
-        hidden_dim = len(next(iter(self.vector.values())))
+        directions = self.directions
+        hidden_dim = len(next(iter(directions.values())))
         if len(x.shape) != 3 or x.shape[-1] != hidden_dim:
             raise SurgeryError(
                 f"Steer at '{place.path}': expected directions of the size that stands there, "
                 f"{x.shape[2:]}. Received directions of size {hidden_dim}. Use a vector made for "
                 "this model, and a site of hidden states."
             )
-        index = len(surgery.fired) - 1
+        blocks: list[int | None] = [*directions]
+        index = blocks.index(place.block)
         layer = Steering(index, self.mode, self.renormalize, name=f"steer_{self.name}")
-        controls = [surgery.inputs[f"{self.name}_{part}"] for part in _PARTS]
-        return layer(x, surgery.positions, *controls)
+        inputs = [surgery.inputs[f"{self.name}_{part}"] for part in ("strength", "directions")]
+        return layer(x, surgery.once("scale", lambda: self._scale(surgery)), *inputs)
+
+    def _scale(self, surgery: Surgery) -> keras.KerasTensor:
+        tokens, schedule = (surgery.inputs[f"{self.name}_{p}"] for p in ("tokens", "schedule"))
+        scale = SteeringScale(name=f"scale_{self.name}")
+        if self.when is None:
+            return scale(surgery.positions, tokens, schedule)
+        return scale(surgery.positions, tokens, schedule, surgery.signal(self.when))
+
+    def _check_hint(self, surgery: Surgery) -> None:
+        hint = getattr(self.vector, "model_hint", None)
+        known = surgery.model.family.model_types
+        if hint is not None and hint not in known:
+            warnings.warn(
+                f"{self._where}: the vector says that it was made for a model of type '{hint}'; "
+                f"this one is of type {' or '.join(map(repr, known))}.",
+                stacklevel=2,
+            )
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind a strength: a number, one for each row, or one for each row and steered site.
-
-        `None` stands for the strength that the rewrite was made with.
-        """
-        sites = len(self.vector)
-        value = self.strength if value is None else value
-        strength = np.asarray(value, "float32")
-        if strength.ndim == 1:
-            strength = strength[:, None]
-        allowed = strength.ndim in (0, 2) and all(
-            size in (1, wanted)
-            for size, wanted in zip(strength.shape, (rows.batch, sites), strict=False)
-        )
-        if not allowed or not np.isfinite(strength).all():
-            raise SurgeryError(
-                f"controls at '{self.name}': expected a finite strength, a number, "
-                f"[{rows.batch}] (one for each row) or [{rows.batch}, {sites}] (for each row and "
-                f"steered block). Received {value!r}. Pass one of these."
-            )
-        return {
-            f"{self.name}_strength": np.broadcast_to(strength, (rows.batch, sites)),
-            f"{self.name}_tokens": self.token_range(rows.prompt_lengths),
+        """Bind a strength, a `Schedule`, or a `Control`. `None` is as the rewrite was made."""
+        where = f"controls at '{self.name}'"
+        control = value if isinstance(value, Control) else Control(strength=value)
+        directions = self.directions
+        blocks, hidden_dim = list(directions), len(next(iter(directions.values())))
+        given = self.strength if control.strength is None else control.strength
+        strength, schedule = strength_rows(given, rows.batch, len(blocks), where)
+        tokens = self.tokens if control.tokens is None else control.tokens
+        bound = {
+            f"{self.name}_strength": strength,
+            f"{self.name}_schedule": schedule,
+            f"{self.name}_tokens": token_rows(tokens, rows.prompt_lengths, where),
         }
+        if control.directions is not None:
+            bound[f"{self.name}_directions"] = direction_rows(
+                control.directions, rows.batch, blocks, hidden_dim, where
+            )
+        return bound
 
 
-_PARTS = ("strength", "directions", "tokens")
+class SteeringScale(keras.layers.Layer):
+    """Give the factor of the strength at each token: 0 where a row is not steered.
 
+    Call arguments:
+        positions: int32[batch, time].
+        tokens: int32[batch, 3]: first position steered, the one after the last, and the number of
+            prompt tokens.
+        schedule: float32[batch, 1 + steps]: the factor over the prompt, then at each generated
+            token; the last one holds.
+        met: bool[batch, time], whether the condition of the row is met; always, if left out.
 
-def _directions(vector: Any) -> Mapping[int, Any]:
-    directions = getattr(vector, "directions", vector)
-    if not isinstance(directions, Mapping) or not directions:
-        raise SurgeryError(
-            f"Steer: expected a vector that maps blocks to directions. Received {vector!r}. Pass "
-            "{block: array}."
-        )
-    return directions
+    Returns:
+        float32[batch, time].
+    """
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+
+    def call(self, positions, tokens, schedule, met=None):
+        """Look up the schedule, inside the range."""
+        inside = ops.logical_and(positions >= tokens[:, :1], positions < tokens[:, 1:2])
+        if met is not None:
+            inside = ops.logical_and(inside, met)
+        step = ops.clip(positions - tokens[:, 2:] + 1, 0, ops.shape(schedule)[1] - 1)
+        return ops.where(inside, ops.take_along_axis(schedule, step, axis=1), 0.0)
+
+    def compute_output_spec(self, positions, tokens, schedule, met=None):
+        """One number for each token."""
+        return keras.KerasTensor(positions.shape, "float32")
 
 
 class Steering(keras.layers.Layer):
@@ -178,19 +209,18 @@ class Steering(keras.layers.Layer):
 
     Call arguments:
         x: float[batch, time, hidden_dim].
-        positions: int32[batch, time].
+        scale: float32[batch, time], from `SteeringScale`.
         strength: float32[batch, sites].
         directions: float32[batch, sites, hidden_dim].
-        tokens: int32[batch, 2].
     """
 
     def __init__(self, index: int, mode: str, renormalize: bool, **kwargs) -> None:
         super().__init__(autocast=False, **kwargs)
         self.index, self.mode, self.renormalize = index, mode, renormalize
 
-    def call(self, x, positions, strength, directions, tokens):
+    def call(self, x, scale, strength, directions):
         """Steer the tokens in range; leave the others, and strength 0, exactly as they are."""
-        strength = strength[:, self.index, None, None]
+        strength = (scale * strength[:, self.index, None])[..., None]
         direction = directions[:, self.index, None, :]
         h = ops.cast(x, "float32")
         if self.mode == "add":
@@ -200,11 +230,9 @@ class Steering(keras.layers.Layer):
             steered = h - strength * unit * ops.sum(h * unit, axis=-1, keepdims=True)
         if self.renormalize:
             steered = steered * _norm(h) / ops.maximum(_norm(steered), 1e-12)
-        inside = ops.logical_and(positions >= tokens[:, :1], positions < tokens[:, 1:])
-        changed = ops.logical_and(inside[..., None], ops.not_equal(strength, 0))
-        return ops.where(changed, ops.cast(steered, x.dtype), x)
+        return ops.where(ops.not_equal(strength, 0), ops.cast(steered, x.dtype), x)
 
-    def compute_output_spec(self, x, positions, strength, directions, tokens):
+    def compute_output_spec(self, x, scale, strength, directions):
         """Keep the shape and dtype of `x`."""
         return keras.KerasTensor(x.shape, x.dtype)
 

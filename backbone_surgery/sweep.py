@@ -1,0 +1,168 @@
+"""Sweep: the same prompts at several strengths, as one compiled batch, scored and tabulated."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from backbone_surgery.errors import SurgeryError
+
+Score = Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One text of a sweep.
+
+    Attributes:
+        prompt: what it began with.
+        strength: of the control.
+        text: what was generated, without the prompt.
+        scores: `{name: score of the text}`.
+    """
+
+    prompt: str
+    strength: float
+    text: str
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `sweep` made: print it for a table, `plot` it for a figure.
+
+    Attributes:
+        control: name of the control.
+        strengths: in the order they were given in.
+        rows: one for each prompt and strength.
+        names: names of the scores.
+    """
+
+    control: str
+    strengths: tuple[float, ...]
+    rows: tuple[SweepRow, ...]
+    names: tuple[str, ...]
+
+    def mean(self, name: str = "score") -> dict[float, float]:
+        """Return the mean score of each strength."""
+        if name not in self.names:
+            raise SurgeryError(
+                f"sweep at score '{name}': expected one of {list(self.names)}. Received another. "
+                "Pass `score=` to `sweep`, and name one of its scores."
+            )
+        return {
+            s: float(np.mean([r.scores[name] for r in self.rows if r.strength == s]))
+            for s in self.strengths
+        }
+
+    def table(self, width: int = 300) -> Table:
+        """Return a rich table: a line for each strength, with its scores and its first text."""
+        table = Table(title=f"{self.control}: {len(self.rows)} texts", show_lines=True)
+        table.add_column("strength", justify="right")
+        for name in self.names:
+            table.add_column(name, justify="right")
+        table.add_column("first text")
+        means = {name: self.mean(name) for name in self.names}
+        for strength in self.strengths:
+            first = next(r.text for r in self.rows if r.strength == strength)
+            shown = first if len(first) <= width else first[: width - 1] + "…"
+            scores = (f"{means[name][strength]:.2f}" for name in self.names)
+            table.add_row(f"{strength:g}", *scores, shown.strip())
+        return table
+
+    def plot(self, to_file: str | Path | None = None) -> Any:
+        """Plot the mean of each score, with its standard error, against the strength.
+
+        Args:
+            to_file: where to save the picture, if anywhere.
+
+        Returns:
+            The matplotlib figure.
+        """
+        if not self.names:
+            raise SurgeryError(
+                "plot of a sweep: expected scores. Received a sweep without any. Pass "
+                "`score=function_of_a_text` to `sweep`."
+            )
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise SurgeryError(
+                "plot of a sweep: expected matplotlib. Received an environment without it. Run "
+                '`pip install "backbone-surgery[plot]"`.'
+            ) from error
+        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        order = sorted(self.strengths)
+        for name in self.names:
+            groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]
+            errors = [np.std(g) / np.sqrt(len(g)) for g in groups]
+            axes.errorbar(order, [np.mean(g) for g in groups], errors, marker="o", label=name)
+        axes.set_xlabel(f"strength of {self.control}")
+        axes.set_ylabel("mean score" if len(self.names) > 1 else self.names[0])
+        axes.axvline(0, color="0.8", linewidth=1, zorder=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(self.names) > 1:
+            axes.legend(frameon=False)
+        if to_file is not None:
+            figure.savefig(to_file, dpi=150)
+        return figure
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self.table())
+        return text.getvalue()
+
+
+def sweep(
+    lm: Any,
+    prompts: str | Sequence[str],
+    control: str,
+    strengths: Sequence[float],
+    score: Score | Mapping[str, Score] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Generate from each prompt at each strength, in one batch, which compiles once at most.
+
+    Args:
+        lm: a `CachedCausalLM` with a preprocessor, over a backbone with a `Steer` of this name.
+        prompts: one or more.
+        control: name of the control.
+        strengths: numbers.
+        score: function of a generated text (without its prompt), or `{name: function}`.
+        **options: for `generate`, such as `max_new_tokens`, `seed` and `batch_size`.
+
+    Returns:
+        A `Sweep`.
+
+    Raises:
+        SurgeryError: no prompts or strengths, or what `generate` refuses.
+    """
+    listed = [prompts] if isinstance(prompts, str) else list(prompts)
+    values = [float(s) for s in np.atleast_1d(np.asarray(strengths, "float64"))]
+    if not listed or not values:
+        raise SurgeryError(
+            f"sweep at '{control}': expected at least one prompt and one strength. Received "
+            f"{len(listed)} and {len(values)}. Pass both."
+        )
+    scores = (
+        dict(score) if isinstance(score, Mapping) else {} if score is None else {"score": score}
+    )
+    pairs = [(prompt, strength) for prompt in listed for strength in values]
+    others = dict(options.pop("controls", None) or {})
+    texts = lm.generate(
+        [prompt for prompt, _ in pairs],
+        controls={**others, control: [strength for _, strength in pairs]},
+        strip_prompt=True,
+        **options,
+    )
+    rows = tuple(
+        SweepRow(prompt, strength, text, {name: float(f(text)) for name, f in scores.items()})
+        for (prompt, strength), text in zip(pairs, texts, strict=True)
+    )
+    return Sweep(control, tuple(values), rows, tuple(scores))

@@ -1,0 +1,174 @@
+"""Activations: measure the true output of sites, at one token of each text, in one graph."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+from rich.progress import Progress
+
+from backbone_surgery import graph, site
+from backbone_surgery.attention import SelfAttention
+from backbone_surgery.backbone import EditedBackbone
+from backbone_surgery.emission import emit
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
+from backbone_surgery.layers import TokenPositions
+
+
+class TokenState(keras.layers.Layer):
+    """Take the hidden state of one token of each row, in float32.
+
+    Call arguments:
+        x: float[batch, time, hidden_dim].
+        positions: int32[batch, time].
+        padding_mask: int or bool[batch, time].
+        token: int32[batch], position of the token within its row.
+    """
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+
+    def call(self, x, positions, padding_mask, token):
+        """Pick by position, wherever the padding is."""
+        real = ops.cast(padding_mask, "bool")
+        chosen = ops.logical_and(ops.equal(positions, token[:, None]), real)
+        index = ops.argmax(ops.cast(chosen, "int32"), axis=1)
+        return ops.take_along_axis(ops.cast(x, "float32"), index[:, None, None], axis=1)[:, 0]
+
+    def compute_output_spec(self, x, positions, padding_mask, token):
+        """One state for each row."""
+        return keras.KerasTensor((x.shape[0], x.shape[2]), "float32")
+
+
+class TokenNorms(keras.layers.Layer):
+    """Average the norm of the hidden states of each row over its tokens, all but the first.
+
+    The first token draws attention that finds nothing else, and its norm is often far larger.
+
+    Call arguments:
+        x: float[batch, time, hidden_dim].
+        positions: int32[batch, time].
+        padding_mask: int or bool[batch, time].
+        token: int32[batch]; not used.
+    """
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+
+    def call(self, x, positions, padding_mask, token):
+        """Average over the tokens that count."""
+        counted = ops.logical_and(ops.cast(padding_mask, "bool"), positions > 0)
+        counted = ops.cast(counted, "float32")
+        norms = ops.sqrt(ops.sum(ops.square(ops.cast(x, "float32")), axis=-1))
+        total = ops.sum(norms * counted, axis=1, keepdims=True)
+        return total / ops.sum(counted, axis=1, keepdims=True)
+
+    def compute_output_spec(self, x, positions, padding_mask, token):
+        """One number for each row."""
+        return keras.KerasTensor((x.shape[0], 1), "float32")
+
+
+def read_texts(lm: Any, texts: Sequence[Any]) -> list[np.ndarray]:
+    """Turn texts into rows of token ids as generation does, start token included.
+
+    Args:
+        lm: a `CachedCausalLM`. Without a preprocessor the texts are sequences of token ids.
+        texts: what to read.
+    """
+    vocabulary = lm.opened.token_embedding.input_dim
+    if lm.preprocessor is not None:
+        return read_prompts(list(texts), lm.preprocessor, vocabulary).rows
+    rows = [np.asarray(t) for t in texts]
+    if any(r.ndim != 1 or r.dtype.kind not in "iu" for r in rows):
+        raise SurgeryError(
+            "train: expected sequences of token ids, since the model has no preprocessor. Received "
+            f"{texts[0]!r}. Pass token ids, or attach a preprocessor."
+        )
+    width = max(len(r) for r in rows)
+    return read_prompts(pack_right(rows, width, 0), None, vocabulary).rows
+
+
+def measure(
+    lm: Any,
+    rows: list[np.ndarray],
+    make_layer: Callable[[], keras.layers.Layer],
+    *,
+    at: str = "blocks.*",
+    tokens: np.ndarray | None = None,
+    batch_size: int = 32,
+    controls: Mapping[str, Any] | None = None,
+    verbose: int = 0,
+) -> dict[str, np.ndarray]:
+    """Run texts through the graph of a model, its rewrites applied, and measure at some sites.
+
+    Batches all have one shape, so one program is compiled.
+
+    Args:
+        lm: a `CachedCausalLM`.
+        rows: token ids of each text.
+        make_layer: makes what measures one site, such as `TokenState`.
+        at: site selector.
+        tokens: int32[rows], a position in each row, for the layer.
+        batch_size: how many rows to run at once.
+        controls: as of `generate`.
+        verbose: 1 shows a progress bar.
+
+    Returns:
+        `{site path: float32[rows, size]}`.
+    """
+    model = _measuring(lm.opened, at, make_layer)
+    prompts = Prompts(rows)
+    width = bucket(int(prompts.lengths.max()), 16)
+    inputs = {
+        **pack_right(rows, width, 0),
+        **bind_controls(lm.opened, controls, prompts.lengths),
+        "measured_token": np.zeros(len(rows), np.int32) if tokens is None else tokens,
+    }
+    size = min(batch_size, bucket(len(rows)))
+    parts = []
+    with Progress(disable=not verbose) as progress:
+        for start in progress.track(range(0, len(rows), size), description="measuring"):
+            index = np.arange(start, start + size) % len(rows)
+            part = {name: value[index] for name, value in inputs.items()}
+            parts.append(model.predict_on_batch(part))
+    joined = {path: np.concatenate([p[path] for p in parts])[: len(rows)] for path in parts[0]}
+    return {path: np.asarray(values, np.float32) for path, values in joined.items()}
+
+
+def _measuring(
+    opened: EditedBackbone, at: str, make_layer: Callable[[], keras.layers.Layer]
+) -> keras.Model:
+    """Derive the model that gives what a layer measures at each site."""
+    inputs = {t.name: t for t in opened.inputs}
+    token = keras.Input((), dtype="int32", name="measured_token")
+    padding_mask = inputs["padding_mask"]
+    positions = TokenPositions(name="positions")(inputs["token_ids"], padding_mask)
+    places = site.places(opened)
+    chosen = set(site.select(at, [p.path for p in places]))
+    upcoming = iter(places)
+
+    def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(layer, TokenPositions):
+            return positions
+        if not isinstance(layer, site.Site | SelfAttention):
+            return graph.KEEP
+        path = next(upcoming).path
+        if path not in chosen:
+            return graph.KEEP
+        x = layer(*args, **kwargs)
+        if len(x.shape) != 3:
+            raise SurgeryError(
+                f"train at '{path}': expected a site of hidden states [batch, time, hidden_dim]. "
+                f"Received one of shape {x.shape}. Choose another, such as 'blocks.*'."
+            )
+        emit(path, make_layer()(x, positions, padding_mask, token))
+        return x
+
+    mapping = {id(t): t for t in inputs.values()}
+    _, emitted = graph.replay(opened.output, mapping, visit, per_use=True)
+    outputs = {path: tensors[0] for path, tensors in emitted.items()}
+    return keras.Model({**inputs, token.name: token}, outputs, name="measuring")

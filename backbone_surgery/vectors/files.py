@@ -1,0 +1,148 @@
+"""Files of control vectors: which format a path means, atomic writing, and what both share."""
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.rewrites.control import read_directions
+from backbone_surgery.vectors import gguf_file, safetensors_file
+
+Directions = dict[int, np.ndarray]
+Info = dict[str, str]
+
+_FORMATS = {".gguf": gguf_file, ".safetensors": safetensors_file}
+_CHECKED = ("family", "hidden_dim", "num_blocks", "source_digest")
+
+
+def read(path: Path) -> tuple[Directions, Info]:
+    """Read directions and info from a file; raises `SurgeryError` for anything else than one."""
+    format_ = _format(path)
+    if not path.is_file():
+        raise SurgeryError(
+            f"load at '{path}': expected a file. Received a path where there is none. Check it."
+        )
+    try:
+        directions, info, digest = format_.read(path)
+    except SurgeryError as error:
+        raise SurgeryError(
+            f"load at '{path}': expected a control vector. Received {error}. Get the file again, "
+            "or save the vector anew."
+        ) from error
+    directions = read_directions(directions, f"load at '{path}'")
+    if digest is not None and digest != checksum(directions, info):
+        raise SurgeryError(
+            f"load at '{path}': expected the contents that were saved. Received others: their "
+            "checksum differs, so the file is damaged. Get it again."
+        )
+    hidden_dim = len(next(iter(directions.values())))
+    if info.get("hidden_dim", str(hidden_dim)) != str(hidden_dim):
+        raise SurgeryError(
+            f"load at '{path}': expected directions of size {info['hidden_dim']}, as its field "
+            f"'hidden_dim' says. Received size {hidden_dim}. Get the file again."
+        )
+    return directions, info
+
+
+def write(path: Path, directions: Directions, info: Info) -> None:
+    """Write a file in one step: it is there whole, or what was there before still is."""
+    format_ = _format(path)
+    info = {**info, "hidden_dim": str(len(next(iter(directions.values()))))}
+    if format_ is gguf_file and 0 in directions:
+        if len(directions) == 1:
+            raise SurgeryError(
+                f"save at '{path}': expected a direction for a block other than 0, which GGUF "
+                "files have no place for. Received one for block 0 alone. Save to .safetensors."
+            )
+        warnings.warn(
+            f"save at '{path}': the direction of block 0 is left out, since GGUF files have no "
+            "place for it. A .safetensors file keeps it.",
+            stacklevel=3,
+        )
+        directions = {block: d for block, d in directions.items() if block != 0}
+    digest = checksum(directions, info)
+    _write_atomically(path, lambda part: format_.write(part, directions, info, digest))
+
+
+def checksum(directions: Mapping[int, np.ndarray], info: Mapping[str, str]) -> str:
+    """Return a sha256 over directions and info, the same for every format."""
+    digest = hashlib.sha256()
+    for block, direction in sorted(directions.items()):
+        digest.update(f"direction.{block}\0".encode())
+        digest.update(np.ascontiguousarray(direction, "<f4").tobytes())
+    for key, value in sorted(info.items()):
+        digest.update(f"{key}\0{value}\0".encode())
+    return digest.hexdigest()
+
+
+def check_made_for(
+    path: Path, info: Info, model: Info, directions: Directions, strict: bool
+) -> None:
+    """Refuse, or warn of, a vector that was made for another model."""
+    where = f"load at '{path}'"
+    size = len(next(iter(directions.values())))
+    outside = [b for b in directions if not 0 <= b < int(model["num_blocks"])]
+    if str(size) != model["hidden_dim"] or outside:
+        raise SurgeryError(
+            f"{where}: expected directions of size {model['hidden_dim']} for blocks 0 to "
+            f"{int(model['num_blocks']) - 1} of this model. Received size {size} for blocks "
+            f"{list(directions)}. Use a vector made for this model."
+        )
+    for name in _CHECKED if strict else ():
+        if name in info and info[name] != model[name]:
+            raise SurgeryError(
+                f"{where}: expected a vector made for this model, with field '{name}' "
+                f"{model[name]!r}. Received {info[name]!r}. Load the vector of this model, or "
+                "leave out `lm` to go without this check."
+            )
+    hint = info.get("model_hint")
+    if hint is not None and hint != model["model_hint"]:
+        warnings.warn(
+            f"{where}: the file says that it was made for a model of type '{hint}'; this one is "
+            f"of type '{model['model_hint']}'.",
+            stacklevel=4,
+        )
+
+
+def _format(path: Path):
+    if path.suffix not in _FORMATS:
+        raise SurgeryError(
+            f"control vector file '{path}': expected a name that ends in {' or '.join(_FORMATS)}. "
+            f"Received '{path.name}'. Choose one of these formats."
+        )
+    return _FORMATS[path.suffix]
+
+
+def _write_atomically(path: Path, write_to: Callable[[Path], None]) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    part = Path(name)
+    try:
+        write_to(part)
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(part, 0o666 & ~_umask())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,317 @@
+"""`ControlVector`: a direction for each block, with arithmetic, training, and files."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery import site
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.presets import find_vector
+from backbone_surgery.rewrites.control import read_directions
+from backbone_surgery.vectors import files
+from backbone_surgery.vectors.activations import TokenNorms, TokenState, measure, read_texts
+from backbone_surgery.vectors.directions import check_method, find_direction
+from backbone_surgery.vectors.pairs import check_pairs
+from backbone_surgery.weights.digest import weights_digest
+
+_NEUTRAL_TEXTS = (
+    "The town lies on the bank of a wide river, between two hills.",
+    "She opened the door, looked around the room and sat down by the window.",
+    "In the morning the bus comes every ten minutes, later only twice an hour.",
+    "He asked what the bread cost, counted his coins and bought two of them.",
+    "The book has nine chapters, and the last of them is the longest.",
+    "They talked about the weather for a while and then went back to work.",
+)
+"""What the size of the residual stream is measured on, unless other texts are given."""
+
+
+@dataclass(frozen=True, eq=False)
+class ControlVector:
+    """A control vector: what to add to the residual stream after each block.
+
+    Immutable. Sums, differences and multiples are control vectors too; a block that one of two
+    summands lacks counts as zero there.
+
+    Attributes:
+        directions: `{block: float[hidden_dim]}`; kept as float32, read-only, in block order.
+        info: what is known about it, as text: `method`, `family`, `model_hint` (the type of model
+            it was made for, as Hugging Face and llama.cpp call it), `num_blocks`, `normalization`,
+            `source_digest`. Saved with it.
+
+    Example:
+        >>> import backbone_surgery as bs, numpy as np
+        >>> vector = bs.ControlVector({1: np.ones(4), 2: np.arange(4)})
+        >>> (2 * vector - vector).directions[2].tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
+
+    directions: Mapping[int, np.ndarray]
+    info: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        directions = read_directions(self.directions, "ControlVector")
+        negative = [block for block in directions if block < 0]
+        if negative:
+            raise SurgeryError(
+                f"ControlVector: expected blocks counted from 0. Received {negative}. Count from "
+                "the first block."
+            )
+        for direction in directions.values():
+            direction.setflags(write=False)
+        info = {str(k): str(v) for k, v in self.info.items()}
+        object.__setattr__(self, "directions", MappingProxyType(directions))
+        object.__setattr__(self, "info", MappingProxyType(info))
+
+    @classmethod
+    def train(
+        cls,
+        lm: Any,
+        pairs: Iterable[tuple[Any, Any]],
+        method: str = "pca_diff",
+        batch_size: int = 32,
+        token: int = -1,
+        verbose: int = 1,
+        *,
+        at: str = "blocks.*",
+        controls: Mapping[str, Any] | None = None,
+    ) -> ControlVector:
+        """Find the direction of what tells the two texts of each pair apart, at every block.
+
+        What is measured is the true output of each block of the same graph that generates, other
+        rewrites included, at one token of each text.
+
+        Args:
+            lm: a `CachedCausalLM`.
+            pairs: `[(positive text, negative text), ...]`; sequences of token ids for a model
+                without a preprocessor.
+            method: `"pca_diff"`, `"pca_center"`, `"mean_diff"` or `"logistic"`; see
+                `vectors/directions.py`.
+            batch_size: how many texts to run at once. The result does not depend on it.
+            token: which token of each text is measured, as an index into its tokens, start token
+                included; -1 is the last.
+            verbose: 1 shows a progress bar.
+            at: site selector, one site in each block, where the vector is to be used.
+            controls: values for the controls of the model, as of `generate`.
+
+        Returns:
+            The vector, with a direction for each block.
+
+        Raises:
+            SurgeryError: bad pairs, an unknown method, or a text without such a token; before
+                anything is compiled.
+        """
+        check_method(method)
+        listed = check_pairs(pairs)
+        rows = read_texts(lm, [text for pair in listed for text in pair])
+        states = measure(
+            lm,
+            rows,
+            TokenState,
+            at=at,
+            tokens=_token_positions(rows, token),
+            batch_size=batch_size,
+            controls=controls,
+            verbose=verbose,
+        )
+        directions = {
+            block: find_direction(method, values[::2], values[1::2])
+            for block, values in _by_block(states, at).items()
+        }
+        normalization = "none" if method == "mean_diff" else "unit"
+        return cls(directions, _describe(lm, method=method, normalization=normalization))
+
+    @classmethod
+    def load(cls, path: str | Path, shift: int = 0, lm: Any = None) -> ControlVector:
+        """Load a vector from a `.gguf` or `.safetensors` file.
+
+        Args:
+            path: the file.
+            shift: added to the number of each block. Vectors that llama.cpp's generator made were
+                measured one block early: load them with `shift=-1`.
+            lm: the model it is meant for, to check it against. A `.safetensors` file that was made
+                for another one is refused, with the field that differs; for a `.gguf` file another
+                type of model is warned of.
+
+        Raises:
+            SurgeryError: the file is damaged, or holds something else.
+        """
+        path = Path(path)
+        directions, info = files.read(path)
+        if shift:
+            directions = {block + shift: d for block, d in directions.items()}
+        if lm is not None:
+            strict = path.suffix == ".safetensors"
+            files.check_made_for(path, info, _describe(lm), directions, strict)
+        return cls(directions, info)
+
+    @classmethod
+    def from_preset(cls, preset: str, name: str) -> ControlVector:
+        """Load the vector of this name that comes with a model.
+
+        Args:
+            preset: `tiny_gpt2`, `tiny_gemma`, or a folder.
+            name: such as `mood`: of a file in the folder's `vectors`.
+        """
+        return cls.load(find_vector(preset, name))
+
+    def save(self, path: str | Path) -> None:
+        """Save to a `.gguf` or `.safetensors` file, by the ending. Writing is atomic.
+
+        GGUF files have no place for block 0: its direction is left out, with a warning.
+        """
+        files.write(Path(path), dict(self.directions), dict(self.info))
+
+    @property
+    def hidden_dim(self) -> int:
+        """Size of the directions."""
+        return len(next(iter(self.directions.values())))
+
+    @property
+    def model_hint(self) -> str | None:
+        """Type of model it was made for, if that is known."""
+        return self.info.get("model_hint")
+
+    def normalized(self) -> ControlVector:
+        """Return the vector with a direction of norm 1 at each block."""
+        norms = {block: np.linalg.norm(d) for block, d in self.directions.items()}
+        zero = [block for block, norm in norms.items() if norm == 0]
+        if zero:
+            raise SurgeryError(
+                f"normalized: expected directions other than zero. Received zeros for blocks {zero}"
+                ". Leave these blocks out."
+            )
+        scaled = {block: d / norms[block] for block, d in self.directions.items()}
+        return ControlVector(scaled, {**self.info, "normalization": "unit"})
+
+    def relative_to(
+        self, lm: Any, texts: Iterable[Any] | None = None, batch_size: int = 32
+    ) -> ControlVector:
+        """Return the vector in units of the residual norm of each block.
+
+        Strength 1 then adds, at each block, a direction as long as the hidden states there are on
+        average, so that useful strengths are alike for all models and blocks.
+
+        Args:
+            lm: the model to measure.
+            texts: what to measure on; a few neutral sentences, or random tokens for a model
+                without a preprocessor, by default.
+            batch_size: how many texts to run at once.
+        """
+        if texts is None:
+            texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
+        rows = read_texts(lm, list(texts))
+        if min(len(row) for row in rows) < 2:
+            raise SurgeryError(
+                "relative_to: expected texts of at least two tokens, since the first is not "
+                "counted. Received a shorter one. Pass longer texts."
+            )
+        norms = measure(lm, rows, TokenNorms, batch_size=batch_size)
+        sizes = {block: float(x.mean()) for block, x in _by_block(norms, "blocks.*").items()}
+        unit = self.normalized()
+        missing = sorted(set(unit.directions) - set(sizes))
+        if missing:
+            raise SurgeryError(
+                f"relative_to: expected a vector for blocks {sorted(sizes)}. Received directions "
+                f"for blocks {missing} too. Use the model that it was made for."
+            )
+        scaled = {block: sizes[block] * d for block, d in unit.directions.items()}
+        return ControlVector(scaled, {**self.info, "normalization": "residual norm"})
+
+    def __add__(self, other: ControlVector) -> ControlVector:
+        return self._combined(other, operator.add)
+
+    def __sub__(self, other: ControlVector) -> ControlVector:
+        return self._combined(other, operator.sub)
+
+    def __mul__(self, factor: float) -> ControlVector:
+        if not np.isscalar(factor) or isinstance(factor, str):
+            return NotImplemented
+        scaled = {block: np.float32(factor) * d for block, d in self.directions.items()}
+        return ControlVector(scaled, {**self.info, "normalization": "none"})
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: float) -> ControlVector:
+        return self * (1 / factor)
+
+    def __neg__(self) -> ControlVector:
+        return ControlVector({block: -d for block, d in self.directions.items()}, self.info)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ControlVector):
+            return NotImplemented
+        mine, theirs = self.directions, other.directions
+        return set(mine) == set(theirs) and all(np.array_equal(mine[k], theirs[k]) for k in mine)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(map(str, self.directions))
+        return f"ControlVector(blocks {blocks}; size {self.hidden_dim}; {dict(self.info)})"
+
+    def _combined(self, other: ControlVector, function: Any) -> ControlVector:
+        if not isinstance(other, ControlVector):
+            return NotImplemented
+        if other.hidden_dim != self.hidden_dim:
+            raise SurgeryError(
+                f"ControlVector: expected two vectors of one size. Received {self.hidden_dim} and "
+                f"{other.hidden_dim}. Combine vectors of one model."
+            )
+        zero = np.zeros(self.hidden_dim, "float32")
+        blocks = set(self.directions) | set(other.directions)
+        combined = {
+            block: function(self.directions.get(block, zero), other.directions.get(block, zero))
+            for block in blocks
+        }
+        shared = {k: v for k, v in self.info.items() if other.info.get(k) == v}
+        return ControlVector(combined, {**shared, "normalization": "none"})
+
+
+def _describe(lm: Any, **facts: str) -> dict[str, str]:
+    """Say what model a vector is for."""
+    opened = lm.opened
+    blocks = {place.block for place in site.places(opened)} - {None}
+    return {
+        **facts,
+        "family": opened.family.name,
+        "model_hint": opened.family.model_type_of(opened.owner),
+        "hidden_dim": str(opened.token_embedding.output_dim),
+        "num_blocks": str(len(blocks)),
+        "source_digest": weights_digest(opened.owner),
+    }
+
+
+def _by_block(values: Mapping[str, np.ndarray], at: str) -> dict[int, np.ndarray]:
+    blocks = {path: int(path.split(".")[1]) for path in values if path.startswith("blocks.")}
+    if len(blocks) < len(values) or len(set(blocks.values())) < len(blocks):
+        raise SurgeryError(
+            f"train at '{at}': expected one site in each block. Received {list(values)}. Select "
+            "one kind of site, such as 'blocks.*'."
+        )
+    return {blocks[path]: array for path, array in values.items()}
+
+
+def _token_positions(rows: list[np.ndarray], token: int) -> np.ndarray:
+    lengths = np.array([len(row) for row in rows], np.int32)
+    positions = lengths + token if token < 0 else np.full_like(lengths, token)
+    outside = (positions < 0) | (positions >= lengths)
+    if outside.any():
+        index = int(outside.argmax())
+        raise SurgeryError(
+            f"train at token={token}: expected texts with such a token. Received text "
+            f"{index % 2} of pair {index // 2}, of {lengths[index]} tokens. Choose another token, "
+            "or longer texts."
+        )
+    return positions.astype(np.int32)
+
+
+def _random_tokens(lm: Any) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return list(rng.integers(0, lm.opened.token_embedding.input_dim, (8, 32)))

@@ -1,0 +1,1 @@
+"""Weights: addressed by path, moved between models, and kept on disk together with an edit."""

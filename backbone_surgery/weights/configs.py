@@ -1,0 +1,83 @@
+"""Configs of layers: what a recipe keeps of a layer besides its weights.
+
+Only classes that are built into Keras and KerasHub, or that the user registered in this process,
+are ever named or made; a function is neither saved nor loaded.
+"""
+
+import json
+from typing import Any
+
+import keras
+
+from backbone_surgery.errors import RecipeError, SurgeryError
+
+
+def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
+    """Return the config of a layer, after trying that it makes such a layer again."""
+    try:
+        config = _plain(keras.saving.serialize_keras_object(layer))
+        config = json.loads(json.dumps(config, allow_nan=False))
+        check_config(config, where, SurgeryError)
+        make_layer(config, where)
+    except SurgeryError:
+        raise
+    except Exception as error:
+        raise SurgeryError(
+            f"save_recipe at '{where}': expected a layer that its config describes. Received "
+            f"'{layer.name}' of type {type(layer).__name__}, where {str(error)[:200]}. Give the "
+            "class a `get_config`."
+        ) from error
+    return config
+
+
+def check_config(config: Any, where: str, error: type[SurgeryError] = RecipeError) -> None:
+    """Check that a config names built-in or registered classes alone, and never a function."""
+    if isinstance(config, list):
+        for item in config:
+            check_config(item, where, error)
+    elif isinstance(config, dict):
+        if "class_name" in config and not _allowed(config):
+            raise error(
+                f"recipe at '{where}': expected a layer that is built into Keras or KerasHub, or "
+                "registered in this process by `keras.saving.register_keras_serializable`. "
+                f"Received '{str(config['class_name'])[:80]}'. Register the class; functions and "
+                "Lambda layers are never saved."
+            )
+        for item in config.values():
+            check_config(item, where, error)
+
+
+def _allowed(config: dict[str, Any]) -> bool:
+    name, registered, module = (
+        config.get(key) for key in ("class_name", "registered_name", "module")
+    )
+    if not isinstance(name, str) or name in ("Lambda", "function") or name.startswith("__"):
+        return False
+    if isinstance(registered, str) and keras.saving.get_registered_object(registered):
+        return True
+    return isinstance(module, str) and module.split(".")[0] in ("keras", "keras_hub")
+
+
+def make_layer(config: dict[str, Any], where: str) -> keras.layers.Layer:
+    """Make a layer of a checked config."""
+    try:
+        layer = keras.saving.deserialize_keras_object(config, safe_mode=True)
+    except Exception as error:
+        raise RecipeError(
+            f"recipe at '{where}': expected the config of a layer. Received one where "
+            f"{str(error)[:200]}. The recipe is damaged, or was made by another release of Keras."
+        ) from error
+    if not isinstance(layer, keras.layers.Layer):
+        raise RecipeError(
+            f"recipe at '{where}': expected the config of a layer. Received that of a "
+            f"{type(layer).__name__}. The recipe is damaged; get it again."
+        )
+    return layer
+
+
+def _plain(config: Any) -> Any:
+    """Leave out of a config what only says how its layers were built and compiled."""
+    if isinstance(config, dict):
+        kept = {k: v for k, v in config.items() if k not in ("build_config", "compile_config")}
+        return {key: _plain(value) for key, value in kept.items()}
+    return [_plain(v) for v in config] if isinstance(config, list | tuple) else config

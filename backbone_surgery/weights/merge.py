@@ -1,0 +1,188 @@
+"""Merging: fold an edit into the weights of a new backbone, where weights can hold it.
+
+A linear layer y = xW + b that writes a site can hold two kinds of steering at that site: adding
+s·v makes its bias b + s·v, and taking a direction v̂ out makes it W - s(Wv̂)v̂ᵀ, b - s(b·v̂)v̂ (Arditi
+et al. 2024, "Refusal in language models is mediated by a single direction", section 4). What is
+added to a residual sum can as well be added to one of its terms.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+
+from backbone_surgery import graph
+from backbone_surgery.backbone import EditedBackbone
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.opening import open_backbone
+from backbone_surgery.rewrites import Steer
+from backbone_surgery.site import Site, places
+from backbone_surgery.weights.base import copy_backbone, quantization
+from backbone_surgery.weights.paths import is_lora, resolve, variable_paths
+
+
+def merge(edited: Any) -> keras_hub.models.Backbone:
+    """Fold the LoRA and the steering of an edited model into a new backbone.
+
+    LoRA factors are folded into their kernels. Of `Steer` those are folded that act always, at the
+    strength they were made with, on all tokens: `"add"` where a bias can take the vector, and
+    `"ablate"` at sites that a linear layer writes, such as `attention_output` and `mlp_output`.
+
+    Args:
+        edited: what `operate` made, or a backbone with LoRA.
+
+    Returns:
+        A new backbone of the same class and config, which computes the same without any edit, up
+        to rounding. Nothing that was given is changed.
+
+    Raises:
+        SurgeryError: naming everything that weights cannot hold.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub, numpy as np
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(8)})])
+        >>> type(bs.merge(edited)).__name__
+        'GPT2Backbone'
+    """
+    edited = open_backbone(resolve(edited))
+    owner = edited.owner
+    if not isinstance(owner, keras_hub.models.Backbone) or quantization(owner):
+        kind = "a quantised one" if quantization(owner) else f"a {type(owner).__name__}"
+        raise SurgeryError(
+            f"merge at '{owner.name}': expected an edit of a keras_hub Backbone with floats as "
+            f"weights. Received {kind}. Edit the backbone itself, and merge before quantising."
+        )
+    folds = _folds(edited)
+    new = copy_backbone(owner)
+    names = {id(v): path for path, v in variable_paths(owner).items()}
+    variables = variable_paths(new)
+    _fold_lora(owner, variables)
+    for fold in folds:
+        for variable in (fold.layer.kernel, fold.layer.bias):
+            if variable is not None and (fold.ablate or variable is fold.layer.bias):
+                target = variables[names[id(variable)]]
+                target.assign(fold.apply(_float(target)))
+    return new
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """One direction to be folded into the layer that writes its site."""
+
+    layer: Any
+    direction: np.ndarray
+    strength: float
+    ablate: bool
+    residual: bool
+
+    def apply(self, value: np.ndarray) -> np.ndarray:
+        """Return a new kernel or bias, whose last axis is that of the direction."""
+        if not self.ablate:
+            return value + np.float32(self.strength) * self.direction
+        unit = self.direction / max(float(np.linalg.norm(self.direction)), 1e-12)
+        return value - np.float32(self.strength) * (value @ unit)[..., None] * unit
+
+
+def _folds(edited: EditedBackbone) -> list[_Fold]:
+    """Return what to fold, in order, or refuse with everything that cannot be."""
+    tensors = {place.path: place.tensor for place in places(open_backbone(edited.owner))}
+    folds: list[_Fold] = []
+    refused = []
+    for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
+        name = getattr(rewrite, "name", None) or getattr(rewrite, "__name__", "")
+        shown = f"rewrites.{i} ({type(rewrite).__name__} '{name}')"
+        reason = _reason(rewrite)
+        if reason is not None:
+            refused.append(f"{shown}: {reason}")
+            continue
+        directions = getattr(rewrite.vector, "directions", rewrite.vector)
+        for path in fired.sites:
+            layer, residual = _writer(tensors[path], rewrite.mode)
+            if layer is None:
+                refused.append(f"{shown} at '{path}': {_NO_LAYER[rewrite.mode]}")
+                continue
+            vector = np.asarray(directions[int(path.split(".")[1])], "float32")
+            ablate = rewrite.mode == "ablate"
+            folds.append(_Fold(layer, vector, rewrite.strength, ablate, residual))
+    if refused:
+        listed = "; ".join(refused)
+        raise SurgeryError(
+            f"merge at '{edited.name}': expected edits that weights can hold. Received {listed}. "
+            "Keep these as edits, and save them by `save_recipe`."
+        )
+    # What is added to a sum comes after what happens to the term that takes it.
+    return sorted(folds, key=lambda fold: fold.residual)
+
+
+_NO_LAYER = {
+    "add": "no layer with a bias writes that site, or the sum there",
+    "ablate": "no linear layer writes that site",
+}
+
+
+def _reason(rewrite: Any) -> str | None:
+    """Say why a rewrite can never be folded, if so."""
+    if type(rewrite) is not Steer:
+        return "is no steering"
+    if rewrite.mode not in _NO_LAYER:
+        return f"has mode {rewrite.mode!r}"
+    if rewrite.tokens != "all":
+        return f"acts on tokens {rewrite.tokens!r} only"
+    if rewrite.renormalize:
+        return "renormalises what it steers"
+    if getattr(rewrite, "when", None) is not None:
+        return "acts on a condition"
+    return None
+
+
+def _writer(tensor: keras.KerasTensor, mode: str) -> tuple[Any, bool]:
+    """Find the linear layer that writes a site, or for adding one that writes a term of its sum."""
+    node = _source(tensor)
+    if _is_linear(node.operation):
+        fits = mode == "ablate" or node.operation.bias is not None
+        return (node.operation if fits else None), False
+    if mode == "add" and isinstance(node.operation, keras.layers.Add):
+        for layer in (_source(term).operation for term in node.input_tensors):
+            if _is_linear(layer) and layer.bias is not None:
+                return layer, True
+    return None, False
+
+
+def _source(tensor: keras.KerasTensor) -> Any:
+    """Return the node that made a tensor, looking through sites and dropout."""
+    node = graph.node_of(tensor)
+    while isinstance(node.operation, Site | keras.layers.Dropout):
+        node = graph.node_of(node.input_tensors[0])
+    return node
+
+
+def _is_linear(layer: Any) -> bool:
+    dense = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
+    return dense and layer.activation in (None, keras.activations.linear)
+
+
+def _fold_lora(owner: keras.Model, variables: dict[str, keras.Variable]) -> None:
+    """Fold the LoRA factors of a backbone into the weights of another."""
+    names = {id(v): path for path, v in variable_paths(owner).items()}
+    for layer in graph.layers_within(owner):
+        if not getattr(layer, "lora_enabled", False):
+            continue
+        first, second = _factors(layer, names)
+        factor = np.float32(layer.lora_alpha / layer.lora_rank)
+        scope, _, kind = names[id(first)].rpartition(".")
+        target = variables[f"{scope}.{kind.removeprefix('lora_').removesuffix('_a')}"]
+        target.assign(_float(target) + factor * (_float(first) @ _float(second)))
+
+
+def _factors(layer: Any, names: dict[int, str]) -> Iterator[keras.Variable]:
+    """Return the two LoRA factors of a layer, a and b."""
+    found = [v for v in graph.own_weights(layer) if is_lora(names[id(v)])]
+    return iter(sorted(found, key=lambda v: v.name))
+
+
+def _float(variable: keras.Variable) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(variable), "float32")

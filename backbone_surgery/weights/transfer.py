@@ -1,0 +1,227 @@
+"""Transfer: copy weights from one model to another by path, and explain what does not match.
+
+Both sides are walked and compared in full before the first array is written. Arrays are then read
+and written one at a time, so that a transfer needs no more memory than its largest array.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, WeightMismatchError
+from backbone_surgery.weights.arrays import FLOATS, Array, held, open_file, read_arrays
+from backbone_surgery.weights.paths import aliases, owner_of, resolve, variable_paths
+from backbone_surgery.weights.report import Difference, TransferReport
+from backbone_surgery.weights.selecting import Rename, renamed, scopes
+from backbone_surgery.weights.tree import flatten, of_variable
+
+Source = Any
+
+
+def transfer_weights(
+    destination: Any,
+    source: Source,
+    strict: bool = True,
+    only: str | Sequence[str] | None = None,
+    rename: Rename | None = None,
+    cast: bool = False,
+) -> TransferReport:
+    """Copy the weights of one model into another, matched by path.
+
+    Trainable and other weights are copied, never configuration. The weights of an edited model are
+    addressed as the backbone that owns them has them. A bias that is missing and one that is all
+    zeros are the same thing. Tied weights are one.
+
+    Args:
+        destination: a Keras model, a causal LM task, or what `operate` or `rewire` made.
+        source: the same, a `weight_tree` (in which `None` leaves a weight as it is), or the path
+            of a `.safetensors` file with such paths as names.
+        strict: whether any difference is an error. Else what matches is copied.
+        only: site selectors, such as `"blocks.4:8"` or `"blocks.*.query"`, for the blocks of the
+            owner of the destination: nothing else is looked at.
+        rename: `{path or its first parts in the source: in the destination}`, such as
+            `{"blocks.3": "blocks.5"}`, or a function of a path. `None` leaves an array out.
+        cast: whether one floating-point dtype may be converted to another.
+
+    Returns:
+        What was copied, and the differences.
+
+    Raises:
+        WeightMismatchError: with a table of all differences, before anything is written.
+        SurgeryError: an argument is wrong, or there is nothing to copy.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> make = lambda layers: keras_hub.models.GPT2Backbone(50, layers, 2, 8, 16)
+        >>> rename = {"blocks.1": None, "blocks.2": "blocks.1"}
+        >>> report = bs.transfer_weights(make(2), make(3), rename=rename)
+        >>> len(report.copied)
+        36
+    """
+    plan = _Plan(destination, source, only, rename, cast)
+    report = plan.report()
+    where = f"transfer_weights at '{plan.model.name}'"
+    if report.differences and strict:
+        table = "\n".join(report.table())
+        raise WeightMismatchError(
+            f"{where}: expected the same weights on both sides. Received "
+            f"{len(report.differences)} differences:\n{table}\nNothing was written. Use `rename`, "
+            "`only` or `cast`, or strict=False to copy what matches.",
+            report,
+        )
+    if not (report.copied or report.zeroed):
+        raise WeightMismatchError(
+            f"{where}: expected a source with weights for it. Received none that match. Compare "
+            "the paths with `weight_tree`.",
+            report,
+        )
+    plan.write()
+    return report
+
+
+class _Plan:
+    """What is to be written where; made by looking at both sides, before anything is written."""
+
+    def __init__(
+        self,
+        destination: Any,
+        source: Source,
+        only: str | Sequence[str] | None,
+        rename: Rename | None,
+        cast: bool,
+    ) -> None:
+        self.model = resolve(destination)
+        self.variables = variable_paths(self.model)
+        self.tied = aliases(self.model)
+        self.cast = cast
+        arrays, tied = _arrays(source, self.variables)
+        names = renamed([*arrays], rename)
+        self.arrays = {new: arrays[old] for old, new in names.items()}
+        self.source_tied = {
+            new: names[tied[old]]
+            for old, new in renamed([*tied], rename if callable(rename) else None).items()
+            if tied[old] in names
+        }
+        owner = owner_of(self.model)
+        self.scopes = None if only is None else scopes(owner, only, variable_paths(owner))
+        self.writes: dict[str, Array] = {}
+
+    def chosen(self, path: str) -> bool:
+        """Tell whether `only` picks a path."""
+        return self.scopes is None or path.startswith(self.scopes)
+
+    def report(self) -> TransferReport:
+        """Compare both sides, and note what to write."""
+        copied, zeroed, left, differences = [], [], [], []
+        for path, variable in self.variables.items():
+            if not self.chosen(path):
+                continue
+            wanted = of_variable(variable)
+            if path not in self.arrays:
+                if _is_bias(path) and self._has_layer(path, self.arrays):
+                    self.writes[path] = held(np.zeros(wanted.shape, wanted.dtype))
+                    zeroed.append(path)
+                else:
+                    differences.append(self._missing(path, wanted))
+                continue
+            array = self.arrays[path]
+            if array is None:
+                left.append(path)
+            elif kind := self._mismatch(wanted, array):
+                differences.append(Difference(kind, path, str(wanted), str(array)))
+            else:
+                self.writes[path] = array
+                copied.append(path)
+        differences += self._unexpected()
+        return TransferReport(tuple(copied), tuple(zeroed), tuple(left), tuple(differences))
+
+    def _mismatch(self, wanted: Array, array: Array) -> str | None:
+        if wanted.shape != array.shape:
+            return "shape"
+        if wanted.dtype == array.dtype:
+            return None
+        if not (self.cast and {wanted.dtype, array.dtype} <= FLOATS):
+            return "dtype"
+        return None if _fits(array, wanted.dtype) else "dtype"
+
+    def _missing(self, path: str, wanted: Array) -> Difference:
+        if path in self.source_tied:
+            return Difference("tied", path, str(wanted), f"tied to {self.source_tied[path]}")
+        return Difference("missing", path, str(wanted), "-")
+
+    def _unexpected(self) -> Iterator[Difference]:
+        for path, array in self.arrays.items():
+            if path in self.variables or not self.chosen(path):
+                continue
+            received = "None" if array is None else str(array)
+            if path in self.tied:
+                own = self.arrays.get(self.tied[path])
+                if array is None or (own is not None and _equal(own, array)):
+                    continue
+                yield Difference("tied", path, f"tied to {self.tied[path]}", received)
+            elif array is None or not self._is_zero_bias(path, array):
+                yield Difference("unexpected", path, "-", received)
+
+    def _is_zero_bias(self, path: str, array: Array) -> bool:
+        layer = _is_bias(path) and self._has_layer(path, self.variables)
+        return layer and not array.read().any()
+
+    def _has_layer(self, path: str, paths: Mapping[str, Any]) -> bool:
+        """Tell whether the layer of a bias has another weight among these paths."""
+        layer = path.rpartition(".")[0]
+        return any(p != path and p.rpartition(".")[0] == layer for p in paths)
+
+    def write(self) -> None:
+        """Write what was planned, one array at a time."""
+        for path, array in self.writes.items():
+            variable = self.variables[path]
+            # A copy, since JAX may keep the memory of the array that it is given.
+            variable.assign(np.array(array.read(), keras.backend.standardize_dtype(variable.dtype)))
+
+
+def _arrays(
+    source: Source, destination: Mapping[str, keras.Variable]
+) -> tuple[dict[str, Array | None], dict[str, str]]:
+    """Return the arrays of a source by path, and which of its paths are tied to which."""
+    if isinstance(source, Mapping):
+        return flatten(source), {}
+    if isinstance(source, str | Path):
+        file = Path(source)
+        if file.suffix != ".safetensors" or not file.is_file():
+            raise SurgeryError(
+                f"transfer_weights at '{source}': expected a `.safetensors` file that exists. "
+                "Received another path. Files of Keras are loaded by `load_weights` of the "
+                "backbone that they were saved from."
+            )
+        return {**read_arrays(lambda: open_file(file.resolve()), file.name)}, {}
+    if not isinstance(source, keras.Model):
+        raise SurgeryError(
+            f"transfer_weights: expected a Keras model, a weight tree or the path of a "
+            f"`.safetensors` file as source. Received {type(source).__name__}. Pass one of them."
+        )
+    variables = variable_paths(source)
+    own = {id(v) for v in destination.values()}
+    arrays: dict[str, Array | None] = {}
+    for path, variable in variables.items():
+        array = of_variable(variable)
+        # What is about to be overwritten is read before.
+        arrays[path] = held(array.read().copy()) if id(variable) in own else array
+    return arrays, aliases(source)
+
+
+def _is_bias(path: str) -> bool:
+    return path.rpartition(".")[2].partition("#")[0] == "bias"
+
+
+def _equal(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a.read(), b.read())
+
+
+def _fits(array: Array, dtype: np.dtype) -> bool:
+    """Tell whether no value becomes infinite in another dtype."""
+    value = array.read()
+    with np.errstate(over="ignore"):
+        return bool((np.isfinite(value.astype(dtype)) == np.isfinite(value)).all())

@@ -1,0 +1,151 @@
+"""Conditional steering, against the same decision in plain NumPy."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.by_hand import generate_by_hand, model_by_hand
+from tests.conftest import FAMILIES, make_gpt2, ragged
+
+LENGTHS = [7, 3, 5, 6, 4, 2]
+
+
+def cosines(states, direction):
+    norms = np.linalg.norm(states, axis=-1) * np.linalg.norm(direction)
+    return np.abs(states @ direction) / norms
+
+
+def some_but_not_all(found):
+    """A threshold that some rows never meet, and some only after their first token."""
+    values = np.sort(found[found > 0])
+    for low, high in itertools.pairwise(values):
+        threshold = float((low + high) / 2)
+        met = np.maximum.accumulate(found > threshold, axis=1)
+        if high - low > 1e-3 and not met.any(axis=1).all() and (met.any(axis=1) & ~met[:, 0]).any():
+            return met, threshold
+    raise AssertionError("no such threshold")
+
+
+@pytest.fixture(scope="module", params=["gpt2", "gemma2"])
+def watched(request):
+    """A backbone, its conditionally steered task, and what both were made of."""
+    rng = np.random.default_rng(3)
+    backbone = FAMILIES[request.param]()
+    direction, push = rng.normal(size=32), 3 * rng.normal(size=32) / np.sqrt(32)
+    rewrites = [
+        bs.Condition("weather", direction, 0.3, at="blocks.0"),
+        bs.Steer("mood", {1: push}, when="weather", strength=2.0),
+    ]
+    lm = bs.CachedCausalLM(bs.operate(backbone, rewrites))
+    lm.compile(sampler="greedy")
+    return backbone, lm, model_by_hand(backbone), direction, push
+
+
+def states(by_hand, inputs, blocks):
+    batch, time = inputs["token_ids"].shape
+    extra = np.zeros((batch, time, blocks, 32), "float32")
+    return np.asarray(by_hand.predict_on_batch({**inputs, "extra": extra})["blocks"][0])
+
+
+def test_rows_are_steered_from_the_token_on_that_meets_it(watched, rng):
+    backbone, lm, by_hand, direction, push = watched
+    inputs = ragged(rng, LENGTHS, 8)
+    found = cosines(states(by_hand, inputs, backbone.num_layers), direction)
+    found = np.where(inputs["padding_mask"], found, 0)
+    met, threshold = some_but_not_all(found)
+    extra = np.zeros((*met.shape, backbone.num_layers, 32), "float32")
+    extra[:, :, 1] = np.where(met[..., None], 2.0 * push, 0)
+    wanted = np.asarray(by_hand.predict_on_batch({**inputs, "extra": extra})["hidden_states"])
+    controls = {"weather_threshold": np.full(len(LENGTHS), threshold, "float32")}
+    got = np.asarray(lm.opened.predict_on_batch({**inputs, **controls}))
+    real = inputs["padding_mask"]
+    assert np.abs(got - wanted)[real].max() <= 1e-5 * np.abs(wanted).max()
+    plain = np.asarray(bs.open_backbone(backbone).predict_on_batch(inputs))
+    untouched = ~met.any(axis=1)
+    assert np.array_equal(got[untouched], plain[untouched])
+    assert np.array_equal(got[~met & real], plain[~met & real])
+    assert not np.array_equal(got[~untouched], plain[~untouched])
+
+
+def test_cached_equals_uncached(watched):
+    _, lm, _, _, _ = watched
+    for threshold in (0.05, 0.2, 0.3, 0.4):
+        bs.check(lm.opened, controls={"weather_threshold": np.float32(threshold)})
+
+
+def test_generation_equals_by_hand(watched, rng):
+    """Conditions that are met in the prompt, while generating, and never, in one batch."""
+    backbone, lm, by_hand, direction, push = watched
+    prompts = ragged(rng, LENGTHS, 8)
+    rows = [prompts["token_ids"][i, :n] for i, n in enumerate(LENGTHS)]
+    blocks, steps, threshold = backbone.num_layers, 8, 0.32
+    met_at = []
+
+    def one_row(i, prompt_length, time):
+        """Block 0 is before the steered one, so steering never changes what is watched."""
+        ids = np.zeros((1, time), "int32")
+        ids[0, :prompt_length] = rows[i]
+        extra, first = np.zeros((time, blocks, 32), "float32"), None
+        for length in range(prompt_length, prompt_length + steps):
+            inputs = {"token_ids": ids, "padding_mask": (np.arange(time) < length)[None]}
+            found = cosines(states(by_hand, inputs, blocks)[0, :length], direction) > threshold
+            if found.any() and first is None:
+                first = int(found.argmax())
+                extra[first:, 1] = 2.0 * push
+            logits = by_hand.predict_on_batch({**inputs, "extra": extra[None]})["logits"]
+            ids[0, length] = np.argmax(np.asarray(logits)[0, length - 1])
+        met_at.append("never" if first is None else "prompt" if first < prompt_length else "later")
+        return extra
+
+    wanted = generate_by_hand(by_hand, rows, steps, one_row)
+    assert len(set(met_at)) > 1
+    got = lm.generate(
+        prompts, max_new_tokens=steps, controls={"weather": threshold}, stop_token_ids=None
+    )["token_ids"]
+    for i, row in enumerate(wanted):
+        assert got[i, : len(row)].tolist() == row.tolist(), met_at[i]
+    before = dict(lm.programs.compilations)
+    lm.generate(prompts, max_new_tokens=steps, controls={"weather": 0.9}, stop_token_ids=None)
+    assert lm.programs.compilations == before
+
+
+def test_signed_and_tokens(rng):
+    backbone = make_gpt2()
+    inputs = ragged(rng, [6, 6], 6)
+    own = states(model_by_hand(backbone), inputs, 3)
+    direction = own[0, 3]
+    plain = np.asarray(bs.open_backbone(backbone).predict_on_batch(inputs))
+
+    def changed(sign=1, **options):
+        condition = bs.Condition("c", sign * direction, 0.999, at="blocks.0", **options)
+        steer = bs.Steer("s", {2: np.ones(32)}, when="c")
+        got = np.asarray(bs.operate(backbone, [condition, steer]).predict_on_batch(inputs))
+        return (np.abs(got - plain).max(axis=-1) > 0).tolist()
+
+    from_third = [[False] * 3 + [True] * 3, [False] * 6]
+    assert changed() == changed(-1) == changed(signed=True) == from_third
+    assert changed(-1, signed=True) == changed(tokens=(0, 3)) == [[False] * 6] * 2
+
+
+def test_errors(rng):
+    backbone, direction = make_gpt2(), rng.normal(size=32)
+    condition = bs.Condition("wet", direction, 0.3, at="blocks.1")
+    with pytest.raises(bs.SurgeryError, match="Did you mean 'wet'"):
+        bs.operate(backbone, [condition, bs.Steer("s", {2: np.ones(32)}, when="wett")])
+    with pytest.raises(bs.SurgeryError, match="a Condition that comes before"):
+        bs.operate(backbone, [bs.Steer("s", {2: np.ones(32)}, when="wet"), condition])
+    for at in ("blocks.*", "blocks.*.attention_output"):
+        steer = bs.Steer("s", {1: np.ones(32)}, at=at, when="wet")
+        with pytest.raises(bs.SurgeryError, match="Steer later blocks"):
+            bs.operate(backbone, [condition, steer])
+    with pytest.raises(bs.SurgeryError, match="expected one site to watch"):
+        bs.operate(backbone, [bs.Condition("wet", direction, 0.3, at="blocks.*")])
+    with pytest.raises(bs.SurgeryError, match="a direction for the block watched, 1"):
+        bs.operate(backbone, [bs.Condition("wet", {2: direction}, 0.3, at="blocks.1")])
+    with pytest.raises(bs.SurgeryError, match="expected a vector of the size"):
+        bs.operate(backbone, [bs.Condition("wet", direction[:9], 0.3, at="blocks.1")])
+    for threshold in (1.5, np.nan, "high"):
+        with pytest.raises(bs.SurgeryError, match="expected a threshold from -1 to 1"):
+            bs.Condition("wet", direction, threshold, at="blocks.1")
