@@ -63,5 +63,5 @@ def test_a_function_has_no_description(tmp_path):
 
 def test_depth_comes_before_what_watches_a_block():
     watch = bs.Condition("seen", vector=np.ones(32, "float32"), at="blocks.0", threshold=0.0)
-    with pytest.raises(bs.SurgeryError, match="captures or watches nothing yet.* Received seen"):
+    with pytest.raises(bs.SurgeryError, match=r"captures or watches nothing yet.* Received seen"):
         bs.operate(make_gpt2(), [watch, bs.Remove("blocks.1")])

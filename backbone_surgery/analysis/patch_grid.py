@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.analysis.question import (
+    Metric,
+    Text,
     bind_rows,
     derived,
     make_metric,
@@ -58,7 +60,8 @@ def patch_grid(
 
     Source: Meng et al. 2022, https://arxiv.org/abs/2202.05262; Wang et al. 2022,
     https://arxiv.org/abs/2211.00593. All cells run in a few batches of one compiled pass; another
-    pair of texts of that length compiles nothing.
+    pair of texts of that length compiles nothing. Cells at which both texts have the same
+    activation, those before the first token that differs, need no pass.
 
     Args:
         lm: the model, edited or not.
@@ -88,27 +91,35 @@ def patch_grid(
             f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
         )
     measure = make_metric(lm, metric, "patch_grid")
-    capturing = derived(lm, Capture(at, name=_NAME))
     patching = derived(lm, Patch(at, name=_NAME))
     sites = list(patching.report[-1].sites)
-    ends, captured = [], {}
-    for text in reversed(texts):
-        outputs = capturing.predict_on_batch({**text.inputs(), **bind_rows(lm, controls, text, 1)})
-        ends.append(float(_measured(lm, measure, outputs["hidden_states"])[0]))
-        captured = outputs["captures"]
-    values = [np.asarray(captured[f"{_NAME}/{site}"][0], "float32") for site in sites]
-    cells = [(s, t) for s in range(len(sites)) for t in range(lengths[0])]
-    text = texts[1]
-    measured: list[float] = []
-    rows = min(batch_size, len(cells))
+    seen = [_run(lm, text, at, sites, measure, controls) for text in texts]
+    (clean_end, values), (corrupted_end, others) = seen
+    grid = np.full((len(sites), lengths[0]), corrupted_end, "float32")
+    # Tokens before the first that differs have the same activations: there a patch does nothing.
+    cells = [
+        (s, t) for s, t in np.ndindex(grid.shape) if not np.array_equal(values[s][t], others[s][t])
+    ]
+    text, rows = texts[1], min(batch_size, grid.size)
     given = {**text.inputs(rows), **bind_rows(lm, controls, text, rows)}
     for start in range(0, len(cells), rows):
         part = cells[start : start + rows]
         patch = _patch(part + [part[-1]] * (rows - len(part)), values)
         hidden_states = patching.hidden_states(patching.predict_on_batch({**given, **patch}))
-        measured.extend(_measured(lm, measure, hidden_states)[: len(part)])
-    grid = np.array(measured, "float32").reshape(len(sites), lengths[0])
-    return PatchGrid(grid, ends[1], ends[0], sites, text.labels)
+        for cell, value in zip(part, _measured(lm, measure, hidden_states), strict=False):
+            grid[cell] = value
+    return PatchGrid(grid, clean_end, corrupted_end, sites, text.labels)
+
+
+def _run(
+    lm: CachedCausalLM, text: Text, at: str, sites: list[str], measure: Metric, controls: Any
+) -> tuple[float, list[np.ndarray]]:
+    """Run one text: its metric, and for each site float32[tokens, ...]."""
+    capturing = derived(lm, Capture(at, name=_NAME))
+    outputs = capturing.predict_on_batch({**text.inputs(), **bind_rows(lm, controls, text, 1)})
+    captured = outputs["captures"]
+    values = [np.asarray(captured[f"{_NAME}/{site}"][0], "float32") for site in sites]
+    return float(_measured(lm, measure, outputs["hidden_states"])[0]), values
 
 
 def _patch(cells: list[tuple[int, int]], values: list[np.ndarray]) -> dict[str, np.ndarray]:
