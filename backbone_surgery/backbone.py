@@ -12,6 +12,7 @@ from keras import ops, tree
 
 from backbone_surgery.checkpoint import check_checkpoint
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.training import TrainsOwnLayers
 
 
 class _WithControls(keras.Model):
@@ -42,12 +43,13 @@ class _WithControls(keras.Model):
         return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
 
 
-class EditedBackbone(_WithControls):
+class EditedBackbone(TrainsOwnLayers, _WithControls):
     """A Functional model over the layers of a backbone, as `open_backbone` and `operate` make it.
 
     It is called like the backbone, on `{"token_ids", "padding_mask"}`, and gives the hidden
-    states. Controls, the run-time inputs that rewrites declare, may be given under the names of
-    their inputs; those left out take their defaults.
+    states; with a `Capture` among the rewrites, `{"hidden_states", "captures"}`. Controls, the
+    run-time inputs that rewrites declare, may be given under the names of their inputs; those left
+    out take their defaults.
 
     The backbone stays the owner of the weights: saving, loading, LoRA and quantisation go through
     it, and every graph made from it sees the result at once.
@@ -58,6 +60,8 @@ class EditedBackbone(_WithControls):
         rewrites: the rewrites that were applied, in order.
         report: for each rewrite, the site paths at which it fired.
         defaults: `{input name: default of one row}` of the controls.
+        trained_layers: layers that rewrites brought along to be trained. Where their variables
+            are trainable, the model's own trainable variables are those alone.
         signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
             whether a `Condition` is met.
     """
@@ -65,13 +69,14 @@ class EditedBackbone(_WithControls):
     def __init__(
         self,
         inputs: dict[str, keras.KerasTensor],
-        outputs: keras.KerasTensor,
+        outputs: Any,
         *,
         owner: keras.Model,
         family: Any,
         rewrites: tuple = (),
         report: tuple = (),
         defaults: Mapping[str, np.ndarray] | None = None,
+        trained_layers: tuple = (),
         signals: Mapping[str, keras.KerasTensor] | None = None,
         name: str = "edited_backbone",
     ) -> None:
@@ -83,9 +88,20 @@ class EditedBackbone(_WithControls):
             rewrites=tuple(rewrites),
             report=tuple(report),
             defaults=dict(defaults or {}),
+            trained_layers=tuple(trained_layers),
             signals=dict(signals or {}),
         )
         self.dtype_policy = owner.dtype_policy
+
+    @property
+    def captures(self) -> dict[str, keras.KerasTensor]:
+        """The symbolic tensors that the model captures, by the path of their site."""
+        return self.output["captures"] if isinstance(self.output, dict) else {}
+
+    @staticmethod
+    def hidden_states(outputs: Any) -> Any:
+        """Return the hidden states among the outputs of a call."""
+        return outputs["hidden_states"] if isinstance(outputs, dict) else outputs
 
     @property
     def token_embedding(self) -> keras.layers.Layer:

@@ -79,7 +79,7 @@ def check(
     mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
     rows = {k: np.repeat(np.asarray(v)[None], _BATCH, 0) for k, v in (controls or {}).items()}
     wanted = opened.predict_on_batch({"token_ids": token_ids, "padding_mask": mask, **rows})
-    wanted = np.asarray(wanted, "float32")
+    wanted = np.asarray(opened.hidden_states(wanted), "float32")
     errors = {}
     for way, chunks in _ways(time).items():
         got = _run_cached(cached, token_ids, mask, chunks, rows)

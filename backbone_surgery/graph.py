@@ -96,7 +96,7 @@ def replay(
     outputs: Any,
     mapping: dict[int, Any],
     visit: CloneFn,
-    enter_nested: bool = True,
+    enter_nested: bool | Callable[[Functional], bool] = True,
     per_use: bool = False,
 ) -> tuple[Any, Emitted]:
     """Replay the graph above `outputs` through `visit`, starting from the tensors in `mapping`.
@@ -105,7 +105,7 @@ def replay(
         outputs: structure of symbolic tensors.
         mapping: `{id(old tensor): new tensor}`; where the walk stops. Extended in place.
         visit: as `clone_fn`; may also return `KEEP`.
-        enter_nested: whether nested models are entered.
+        enter_nested: whether nested models are entered, or a function of one that says so.
         per_use: enter a nested model anew at each of its uses, so that every use can differ.
 
     Returns:
@@ -139,9 +139,9 @@ class _Rebuilt:
             return tree.flatten(self.new(inputs, **kwargs))
         if kwargs.get("mask") is not None:
             # Keras pairs masks and inputs by their order.
-            masks = dict(enumerate(_in_order(self.old, kwargs["mask"])))
+            masks = dict(enumerate(in_order(self.old, kwargs["mask"])))
             kwargs["mask"] = [masks.get(i) for i in self.kept] + [None] * len(self.lifted)
-        flat = _in_order(self.old, inputs)
+        flat = in_order(self.old, inputs)
         result = tree.flatten(self.new([flat[i] for i in self.kept] + self.lifted, **kwargs))
         count = len(self.old.outputs)
         for name, tensor in zip(self.emitted, result[count:], strict=True):
@@ -152,8 +152,11 @@ class _Rebuilt:
 class _Replay:
     """One walk over a graph. Holds the nested models that were rebuilt on the way."""
 
-    def __init__(self, visit: CloneFn, enter_nested: bool, per_use: bool) -> None:
-        self.visit, self.enter_nested, self.per_use = visit, enter_nested, per_use
+    def __init__(
+        self, visit: CloneFn, enter_nested: bool | Callable[[Functional], bool], per_use: bool
+    ) -> None:
+        self.visit, self.per_use = visit, per_use
+        self.enters = enter_nested if callable(enter_nested) else lambda nested: enter_nested
         self.rebuilt: dict[int, _Rebuilt] = {}
         self.names: set[str] = set()
         self.nested_inputs: dict[int, tuple[str, keras.KerasTensor]] = {}
@@ -185,8 +188,8 @@ class _Replay:
 
     def _call(self, node: Node, args: tuple, kwargs: dict) -> list[Any]:
         layer = node.operation
-        nested = as_functional(layer) if self.enter_nested else None
-        if nested is not None:
+        nested = as_functional(layer)
+        if nested is not None and self.enters(nested):
             inputs = args[0] if args else kwargs.pop("inputs")
             return self._enter(layer, nested)(inputs, **kwargs)
         result = self.visit(layer, *args, **kwargs)
@@ -249,23 +252,21 @@ def _rebuild(
     return _Rebuilt(nested, new, same_signature, kept, lifted, [key for key, _ in handed_out])
 
 
-def nest(
-    name: str, build: Callable[..., keras.KerasTensor], *tensors: keras.KerasTensor
-) -> keras.KerasTensor:
+def nest(name: str, build: Callable[..., Any], *tensors: keras.KerasTensor) -> Any:
     """Run `build(*tensors)` inside a new nested model, and call that model on `tensors`.
 
     Args:
         name: name of the nested model; the names of its inputs begin with it.
-        build: makes one symbolic tensor out of as many as are given.
+        build: makes a symbolic tensor, or a list of them, out of as many as are given.
         tensors: what to pass. Those that `build` does not use do not become inputs.
 
     Returns:
-        The output of the nested model, a tensor of the graph that `tensors` belong to.
+        What `build` returned, as tensors of the graph that `tensors` belong to.
     """
     taken: set[str] = set()
     inputs = [_stand_in(name, t, taken) for t in tensors]
     output = build(*inputs)
-    _, used = _free_and_used([output], inputs)
+    _, used = _free_and_used(tree.flatten(output), inputs)
     kept = [(i, t) for i, t in zip(inputs, tensors, strict=True) if id(i) in used]
     model = Functional([i for i, _ in kept], output, name=name)
     return model([t for _, t in kept])
@@ -363,7 +364,7 @@ def _unique(name: str, taken: set[str], suffix: str = "_") -> str:
     return unique
 
 
-def _in_order(model: Functional, structure: Any) -> list[Any]:
+def in_order(model: Functional, structure: Any) -> list[Any]:
     """Flatten what a nested model was called with, in the order of its own inputs."""
     if isinstance(structure, dict) and not isinstance(model._inputs_struct, dict):
         return [structure.get(t.name) for t in model.inputs]

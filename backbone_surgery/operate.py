@@ -52,7 +52,8 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     report: list[Fired] = []
     for rewrite in _listed(rewrites):
         if isinstance(rewrite, Rewrite):
-            model, fired = _apply(open_backbone(model), rewrite)
+            model, surgery = _apply(open_backbone(model), rewrite)
+            rewrite, fired = rewrite.applied(surgery), surgery.fired
         else:
             model, fired = _apply_clone_fn(model, rewrite)
         applied.append(rewrite)
@@ -67,6 +68,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         rewrites=(*(before.rewrites if before else ()), *applied),
         report=(*(before.report if before else ()), *report),
         defaults=opened.defaults,
+        trained_layers=opened.trained_layers,
         signals=opened.signals,
     )
 
@@ -87,40 +89,58 @@ def _listed(rewrites: Iterable[Any]) -> list[Any]:
     return listed
 
 
-def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, list[str]]:
+def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Surgery]:
     """Apply one rewrite to an opened graph."""
-    inputs = {t.name: t for t in tree.flatten(model.input)}
-    token_ids, padding_mask = inputs["token_ids"], inputs["padding_mask"]
-    positions = TokenPositions(name="positions")(token_ids, padding_mask)
-    surgery = Surgery(
-        model=model,
-        places=site.places(model),
-        token_ids=token_ids,
-        padding_mask=padding_mask,
-        positions=positions,
-        inputs=dict(inputs),
-        defaults=dict(model.defaults),
-        mapping={id(t): t for t in inputs.values()},
-    )
-    visit = rewrite.visitor(surgery)
-
-    def with_positions(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(layer, TokenPositions):
-            return positions
-        return visit(layer, *args, **kwargs)
-
-    # Signals first: a steered block must find the condition replayed that it depends on.
-    wanted = [model.signals, model.output]
-    (signals, outputs), emitted = graph.replay(
-        wanted, surgery.mapping, with_positions, per_use=True
-    )
+    surgery = _begin(model)
+    (signals, outputs), emitted = rewrite.rebuild(surgery)
     if not surgery.fired:
         raise SurgeryError(
             f"operate with {rewrite!r}: expected a rewrite that changes the graph. Received one "
             "that fired nowhere. Check it."
         )
-    signals |= {name: tensors[0] for name, tensors in emitted.items()}
-    return _derived(model, surgery.inputs, outputs, surgery.defaults, signals), surgery.fired
+    handed_out = {name: tensors[0] for name, tensors in emitted.items()}
+    if rewrite.captures:
+        outputs = _with_captures(outputs, handed_out)
+    else:
+        signals = {**signals, **handed_out}
+    _check_controls(rewrite, surgery.defaults, [outputs, signals])
+    trained = (*model.trained_layers, *surgery.trained)
+    derived = _derived(model, surgery.inputs, outputs, surgery.defaults, signals, trained)
+    return derived, surgery
+
+
+def _begin(model: EditedBackbone) -> Surgery:
+    inputs = {t.name: t for t in tree.flatten(model.input)}
+    token_ids, padding_mask = inputs["token_ids"], inputs["padding_mask"]
+    return Surgery(
+        model=model,
+        places=site.places(model),
+        token_ids=token_ids,
+        padding_mask=padding_mask,
+        positions=TokenPositions(name="positions")(token_ids, padding_mask),
+        inputs=dict(inputs),
+        defaults=dict(model.defaults),
+        mapping={id(t): t for t in inputs.values()},
+    )
+
+
+def _with_captures(outputs: Any, captured: dict[str, keras.KerasTensor]) -> Any:
+    """Add captures to the outputs of a model: from the first one on, they are a dict."""
+    before = outputs if isinstance(outputs, dict) else {"hidden_states": outputs, "captures": {}}
+    return {**before, "captures": {**before["captures"], **captured}}
+
+
+def _check_controls(rewrite: Rewrite, defaults: dict[str, Any], tensors: Any) -> None:
+    """Refuse a graph in which a control does nothing, such as that of a rewrite in a lost block."""
+    nodes = graph.topological_nodes(tree.flatten(tensors))
+    used = {node.operation.name for node in nodes if node.is_input}
+    lost = [name for name in defaults if name not in used]
+    if lost:
+        raise SurgeryError(
+            f"operate with {rewrite!r}: expected every control to reach the outputs afterwards. "
+            f"Received a graph in which nothing uses {', '.join(lost)} any more. Leave out the "
+            "rewrite that declared it, or apply it later, elsewhere."
+        )
 
 
 def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, list[str]]:
@@ -149,12 +169,20 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
             stacklevel=3,
         )
     if opened:
-        return _derived(model, model.input, outputs, model.defaults, signals), fired
+        derived = _derived(
+            model, model.input, outputs, model.defaults, signals, model.trained_layers
+        )
+        return derived, fired
     return keras.Model(model.input, outputs, name=model.name), fired
 
 
 def _derived(
-    model: EditedBackbone, inputs: Any, outputs: Any, defaults: Any, signals: Any
+    model: EditedBackbone,
+    inputs: Any,
+    outputs: Any,
+    defaults: Any,
+    signals: Any,
+    trained_layers: tuple,
 ) -> EditedBackbone:
     return EditedBackbone(
         {t.name: t for t in tree.flatten(inputs)},
@@ -162,5 +190,6 @@ def _derived(
         owner=model.owner,
         family=model.family,
         defaults=defaults,
+        trained_layers=trained_layers,
         signals=signals,
     )

@@ -12,7 +12,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import graph
-from backbone_surgery.site import Site
+from backbone_surgery.site import Identity
 
 _OWN = ("keras.src", "keras_hub", "backbone_surgery")
 
@@ -75,7 +75,7 @@ def kind(layer: Any) -> str:
 
 def _clone(model: keras.Model) -> keras.Model:
     def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if isinstance(layer, Site) else graph.KEEP
+        return args[0] if isinstance(layer, Identity) else graph.KEEP
 
     mapping = {id(t): t for t in tree.flatten(model.input)}
     caches = model.input.get("cache", []) if isinstance(model.input, dict) else []

@@ -30,8 +30,8 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
         float[batch, length, num_key_value_heads, head_dim]; `cache_update_index` int32[], the
         slot of the first token; `positions` int32[batch, time], the number of each token within
         its row; `cache_mask` bool[batch, length], false where a slot holds padding; and the
-        controls. Its outputs are `{"hidden_states", "cache"}`. For each `Condition` of the graph
-        `cache` ends with a `{"found"}` of bool[batch, length].
+        controls. Its outputs are `{"hidden_states", "cache"}`, and `captures` where there are any.
+        For each `Condition` of the graph `cache` ends with a `{"found"}` of bool[batch, length].
 
     Raises:
         SurgeryError: the graph cannot be opened, or holds no attention.
@@ -53,7 +53,7 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
     )
     values = {"token_ids": inputs["token_ids"], "padding_mask": chunk_mask, **controls}
     mapping = {id(t): values[t.name] for t in tree.flatten(opened.input)}
-    hidden_states, emitted = graph.replay(opened.output, mapping, rewirer.visit, per_use=True)
+    outputs, emitted = graph.replay(opened.output, mapping, rewirer.visit, per_use=True)
     if not rewirer.keys:
         raise SurgeryError(
             f"rewire at '{backbone.name}': expected a graph with attention in it. Received one "
@@ -63,7 +63,10 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
     updates = ([emitted[t.name][0] for t in made] for made in rewirer.made)
     return BackboneWithCache(
         {**inputs, **controls, "cache": caches},
-        {"hidden_states": hidden_states, "cache": _entries(*updates)},
+        {
+            **(outputs if isinstance(outputs, dict) else {"hidden_states": outputs}),
+            "cache": _entries(*updates),
+        },
         source=opened,
     )
 

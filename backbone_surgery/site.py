@@ -15,6 +15,7 @@ import fnmatch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 
@@ -28,18 +29,11 @@ BLOCK = "block"
 _SELECTOR = re.compile(r"blocks\.(?P<blocks>\*|-?\d+|-?\d*:-?\d*)(?:\.(?P<role>[a-z_*]+))?")
 
 
-@keras.saving.register_keras_serializable("backbone_surgery")
-class Site(keras.layers.Layer):
-    """Mark a place in an opened graph. An identity: it costs nothing once compiled.
+class Identity(keras.layers.Layer):
+    """A node that hands its input on: it costs nothing once compiled."""
 
-    Args:
-        role: what the tensor is, such as `attention_output`; see `backbone_surgery.site`.
-    """
-
-    def __init__(self, role: str, **kwargs) -> None:
-        kwargs.setdefault("name", f"site_{role}")
+    def __init__(self, **kwargs) -> None:
         super().__init__(autocast=False, **kwargs)
-        self.role = role
         self.supports_masking = True
 
     def call(self, inputs):
@@ -48,8 +42,31 @@ class Site(keras.layers.Layer):
     def compute_output_spec(self, inputs):
         return keras.KerasTensor(inputs.shape, inputs.dtype)
 
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class Site(Identity):
+    """Mark a place in an opened graph.
+
+    Args:
+        role: what the tensor is, such as `attention_output`; see `backbone_surgery.site`.
+    """
+
+    def __init__(self, role: str, **kwargs) -> None:
+        kwargs.setdefault("name", f"site_{role}")
+        super().__init__(**kwargs)
+        self.role = role
+
     def get_config(self):
         return {"role": self.role, "name": self.name}
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class BlockInput(Identity):
+    """Mark the hidden states that an opened block was given. No site: they are that of a block."""
+
+    def __init__(self, **kwargs) -> None:
+        kwargs.setdefault("name", "block_input")
+        super().__init__(**kwargs)
 
 
 @dataclass(frozen=True)
@@ -86,10 +103,20 @@ def _walk(model: keras.Model, prefix: str, blocks: Iterator[int]) -> Iterator[Pl
             yield from _walk(nested, inner, blocks)
 
 
-def is_block(nested: keras.Model) -> bool:
-    """Tell whether a nested model is an opened decoder block."""
-    sites = (op for op in nested.operations if isinstance(op, Site))
-    return any(site.role == BLOCK for site in sites)
+def is_block(nested: Any) -> bool:
+    """Tell whether a layer is an opened decoder block."""
+    functional = graph.as_functional(nested)
+    operations = functional.operations if functional is not None else ()
+    return any(isinstance(op, Site) and op.role == BLOCK for op in operations)
+
+
+def stream_index(block: keras.Model) -> int | None:
+    """Return which input of an opened block is its hidden states; `None` if it uses none."""
+    inputs = {id(t): i for i, t in enumerate(block.inputs)}
+    for node in graph.graph_nodes(block):
+        if isinstance(node.operation, BlockInput):
+            return inputs.get(id(node.input_tensors[0]))
+    return None
 
 
 def select(selector: str, paths: list[str]) -> list[str]:

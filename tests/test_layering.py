@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "backbone_surgery"
 
 LAYERS = [
-    ["errors", "startup", "version"],
+    ["errors", "startup", "version", "training"],
     ["emission"],
     ["graph"],
     ["attention", "layers", "site", "backbone", "checkpoint", "twin"],
@@ -17,6 +17,7 @@ LAYERS = [
     ["opening", "cache"],
     ["rewrites", "operate", "rewire", "nested"],
     ["generation", "vectors", "sweep", "weights", "plotting", "picture", "checking"],
+    ["analysis", "figures"],
     ["__init__", "cli", "__main__"],
 ]
 """What stands in one entry may import one another, but never in a circle."""

@@ -13,7 +13,7 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.site import Site
+from backbone_surgery.site import BlockInput, Site
 
 OpenBlock = Callable[..., keras.KerasTensor]
 
@@ -78,8 +78,8 @@ class Family:
     ) -> keras.KerasTensor:
         """Run a decoder block as a nested model of its sub-layers."""
 
-        def build(*tensors: keras.KerasTensor) -> keras.KerasTensor:
-            return Site("block")(self.open_block(block, *tensors))
+        def build(x: keras.KerasTensor, *others: keras.KerasTensor) -> keras.KerasTensor:
+            return Site("block")(self.open_block(block, BlockInput()(x), *others))
 
         return graph.nest(name, build, hidden_states, padding_mask, positions)
 

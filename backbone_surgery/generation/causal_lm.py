@@ -1,6 +1,7 @@
 """`CachedCausalLM`: a KerasHub causal LM task over any backbone graph, edited or not."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from rich.progress import Progress
 from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import request
+from backbone_surgery.generation.captures import pack
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.generation.engine import Batch, run_batch
+from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.presets import load_preset
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
@@ -23,6 +25,7 @@ from backbone_surgery.generation.strategies import get_sampler, make_strategy
 from backbone_surgery.layers import RowConstant
 from backbone_surgery.opening import open_backbone
 from backbone_surgery.rewire import rewire
+from backbone_surgery.training import TrainsOwnLayers
 from backbone_surgery.weights.folder import recover
 from backbone_surgery.weights.preset import recipe_in, save_preset
 from backbone_surgery.weights.recipe import load_recipe
@@ -32,7 +35,7 @@ _SEQUENCE_CHECK = 16
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-class CachedCausalLM(keras_hub.models.CausalLM):
+class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
     """A causal language model that generates from the graph of its backbone, with a cache.
 
     It is a KerasHub task: `fit`, `evaluate`, `compile` and the rest behave as upstream. Unlike
@@ -68,8 +71,9 @@ class CachedCausalLM(keras_hub.models.CausalLM):
             for name, default in opened.defaults.items()
         }
         inputs = {**inputs, **by_hand}
-        hidden_states = opened({**inputs, **constants})
+        hidden_states = opened.hidden_states(opened({**inputs, **constants}))
         object.__setattr__(self, "opened", opened)
+        object.__setattr__(self, "trained_layers", opened.trained_layers)
         super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
         backbone_with_cache = rewire(opened)
         object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
@@ -163,6 +167,7 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         seed: Any = None,
         batch_size: int | None = None,
         verbose: int = 0,
+        return_captures: bool = False,
     ) -> Any:
         """Generate from prompts, by the sampler that the model was compiled with.
 
@@ -183,10 +188,12 @@ class CachedCausalLM(keras_hub.models.CausalLM):
                 seed and prompt alone. Without one, each call and row draws differently.
             batch_size: how many rows to run at once; all by default.
             verbose: 1 shows a progress bar.
+            return_captures: whether to return what the graph captures too, see `Capture`.
 
         Returns:
             Text for text, a list for a list; for arrays a dict of right-padded `token_ids`
-            int32[batch, length] and `padding_mask` bool[batch, length].
+            int32[batch, length] and `padding_mask` bool[batch, length]. With `return_captures`, a
+            pair of that and `Captures`.
 
         Raises:
             SurgeryError: bad input, before anything is compiled.
@@ -194,21 +201,36 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         prompts, limits, batch = self._prepare(
             inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
         )
+        batch = replace(batch, captures=self._can_capture(return_captures))
         strategy = make_strategy(self.sampler)
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
-        new_rows: list[np.ndarray] = []
+        made: list[Row] = []
         with Progress(disable=not verbose) as progress:
             task = progress.add_task("generating", total=len(prompts.rows))
             for part in _split(batch, batch_size):
                 *_, rows = run_batch(self.programs, strategy, part, chunk)
-                new_rows.extend(new for new, _ in rows)
+                made.extend(rows)
                 progress.advance(task, len(part.rows))
-        pairs = list(zip(prompts.rows, new_rows, strict=True))
+        pairs = [(prompt, row.new) for prompt, row in zip(prompts.rows, made, strict=True)]
+        result: Any
         if self.preprocessor is None:
             shown = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
-            return pack_right(shown, limits.width, 0)
-        texts = [batch.stops.render(p, n, strip_prompt) for p, n in pairs]
-        return texts[0] if prompts.scalar else texts
+            result = pack_right(shown, limits.width, 0)
+        else:
+            texts = [batch.stops.render(p, n, strip_prompt) for p, n in pairs]
+            result = texts[0] if prompts.scalar else texts
+        if not return_captures:
+            return result
+        return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in made])
+
+    def _can_capture(self, wanted: bool) -> bool:
+        if wanted and not self.opened.captures:
+            raise SurgeryError(
+                "generate at 'return_captures': expected a backbone that captures something. "
+                "Received one without a `Capture`. Add `backbone_surgery.Capture('blocks.*')`, "
+                "say, to its rewrites."
+            )
+        return bool(wanted)
 
     def stream(
         self,
@@ -262,9 +284,9 @@ class CachedCausalLM(keras_hub.models.CausalLM):
         steps = chunk if strategy.width == 1 else None  # beams change until the end
         for rows in run_batch(self.programs, strategy, batch, steps):
             pieces = []
-            for i, (new, finished) in enumerate(rows):
-                text = batch.stops.render(prompts.rows[i], new, strip_prompt)
-                if not finished:
+            for i, row in enumerate(rows):
+                text = batch.stops.render(prompts.rows[i], row.new, strip_prompt)
+                if not row.finished:
                     text = text.rstrip("\N{REPLACEMENT CHARACTER}")
                 piece = text[len(shown[i]) :] if text.startswith(shown[i]) else ""
                 shown[i] += piece
@@ -374,10 +396,10 @@ def _split(batch: Batch, batch_size: int | None) -> Iterator[Batch]:
     step = batch_size or count
     for start in range(0, count, step):
         part = slice(start, start + step)
-        yield Batch(
+        yield replace(
+            batch,
             rows=batch.rows[part],
             budget=batch.budget[part],
             seeds=batch.seeds[part],
             controls={name: value[part] for name, value in batch.controls.items()},
-            stops=batch.stops,
         )

@@ -1,6 +1,7 @@
 """Controls: from what a user passes as `controls=` to arrays for the inputs of the graph."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ def bind_controls(
         prompt_lengths: int[batch].
     """
     given = dict(controls or {})
-    rows = Rows(np.asarray(prompt_lengths))
     inputs = {t.name: t for t in model.inputs if t.name not in ("token_ids", "padding_mask")}
+    shapes = {name: t.shape[1:] for name, t in inputs.items()}
+    rows = Rows(np.asarray(prompt_lengths), (), shapes, model.defaults)
+    fired = {id(f.rewrite): f.sites for f in model.report}
     rewrites = {r.control: r for r in model.rewrites if isinstance(r, Rewrite) and r.control}
     by_hand = {name: t for name, t in inputs.items() if name not in model.defaults}
     for name in given:
@@ -36,7 +39,7 @@ def bind_controls(
             )
     bound = {name: np.broadcast_to(d, (rows.batch, *d.shape)) for name, d in model.defaults.items()}
     for name, rewrite in rewrites.items():
-        bound.update(rewrite.bind(given.get(name), rows))
+        bound.update(rewrite.bind(given.get(name), replace(rows, sites=fired[id(rewrite)])))
     for name, tensor in by_hand.items():
         bound[name] = _by_hand(name, tensor, given, rows.batch)
     return {name: np.asarray(value, inputs[name].dtype) for name, value in bound.items()}

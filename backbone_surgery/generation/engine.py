@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from backbone_surgery.cache import new_cache
 from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import pack_left
 from backbone_surgery.generation.stopping import Stops
@@ -28,6 +29,7 @@ class Batch:
         seeds: uint32[batch, 2], the random state of each row.
         controls: arrays with a row for each row.
         stops: what ends a row.
+        captures: whether to read what the graph captures.
     """
 
     rows: list[np.ndarray]
@@ -35,12 +37,28 @@ class Batch:
     seeds: np.ndarray
     controls: dict[str, np.ndarray]
     stops: Stops
+    captures: bool = False
+
+
+class Row(NamedTuple):
+    """What was made of one row so far.
+
+    Attributes:
+        new: int32[tokens], the new tokens.
+        finished: whether there will be no more.
+        captures: once all rows are finished, if asked for, `{name: array}` for the tokens that
+            were run: the prompt and the new ones but the last, which is chosen and never run.
+    """
+
+    new: np.ndarray
+    finished: bool
+    captures: dict[str, np.ndarray]
 
 
 def run_batch(
     programs: Programs, strategy: Strategy, batch: Batch, chunk: int | None = None
-) -> Iterator[list[tuple[np.ndarray, bool]]]:
-    """Generate, and yield for each row its new tokens so far and whether it is finished.
+) -> Iterator[list[Row]]:
+    """Generate, and yield the rows as far as they are.
 
     Args:
         programs: the compiled programs.
@@ -52,18 +70,20 @@ def run_batch(
     padded = bucket(count)
     prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
     last = prompt + int(batch.budget.max())
-    if last == prompt:
-        yield [(row[:0], True) for row in batch.rows]
+    if last == prompt and not batch.captures:
+        yield [Row(row[:0], True, {}) for row in batch.rows]
         return
     arguments = jax.device_put(_arguments(strategy, batch, padded, prompt))
-    cache = new_cache(programs.model, padded, bucket(last, 2 * _SMALLEST))
-    state = programs.prefill(strategy, cache, arguments)
+    cache = new_cache(programs.model, padded, bucket(max(last, prompt + 1), 2 * _SMALLEST))
+    state = programs.prefill(strategy, cache, arguments, batch.captures)
     slot, finished = prompt + 1, False
     while not finished:
         slot = last if chunk is None else min(slot + chunk, last)
         state = programs.decode(strategy, state, arguments, slot)
         rows = _read(strategy, state, batch, prompt)
-        finished = all(done for _, done in rows)
+        finished = all(row.finished for row in rows)
+        if finished and batch.captures:
+            rows = _with_captures(rows, strategy, state, batch, prompt)
         yield rows
 
 
@@ -87,19 +107,38 @@ def _arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> di
     }
 
 
-def _read(
-    strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int
-) -> list[tuple[np.ndarray, bool]]:
+def _read(strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int) -> list[Row]:
     """Read the rows off the state, the best beam of each, cut where they stop."""
     tokens, slot = np.asarray(state["tokens"]), int(state["slot"])
     done: np.ndarray = np.asarray(state["done"]).reshape(-1, strategy.width).min(axis=1)
-    best = np.zeros(len(done), np.int64)
-    if strategy.width > 1:
-        best = np.asarray(state["draws"]["log_probs"]).reshape(-1, strategy.width).argmax(axis=1)
+    best = _best(strategy, state, len(done))
     rows = []
     for i, row in enumerate(batch.rows):
-        new = tokens[i * strategy.width + best[i], prompt:slot][: batch.budget[i]]
+        new = tokens[best[i], prompt:slot][: batch.budget[i]]
         new, stopped = batch.stops.cut(row, new)
         ended = stopped if strategy.width == 1 else bool(done[i])
-        rows.append((new, ended or bool(done[i]) or len(new) >= batch.budget[i]))
+        rows.append(Row(new, ended or bool(done[i]) or len(new) >= batch.budget[i], {}))
     return rows
+
+
+def _best(strategy: Strategy, state: dict[str, Any], rows: int) -> np.ndarray:
+    """Return the candidate row that is the best of each row."""
+    first = np.arange(rows) * strategy.width
+    if strategy.width == 1:
+        return first
+    scores = np.asarray(state["draws"]["log_probs"]).reshape(-1, strategy.width)
+    return first + scores.argmax(axis=1)
+
+
+def _with_captures(
+    rows: list[Row], strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int
+) -> list[Row]:
+    """Cut out of the buffers what belongs to the tokens of each row that were run."""
+    best = _best(strategy, state, len(state["done"]) // strategy.width)
+    buffers = {name: np.asarray(x, np.float32) for name, x in state["captures"].items()}
+    result = []
+    for i, (given, row) in enumerate(zip(batch.rows, rows, strict=True)):
+        slots = slice(prompt - len(given), prompt + max(len(row.new) - 1, 0))
+        captured = {name: cut(name, x[best[i]], slots) for name, x in buffers.items()}
+        result.append(row._replace(captures=captured))
+    return result

@@ -17,9 +17,13 @@ import jax.numpy as jnp
 import keras
 
 from backbone_surgery.backbone import BackboneWithCache
+from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.strategies import Strategy
 
 State = dict[str, Any]
+
+_PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
+"""What of the state belongs to a candidate row, and follows it."""
 
 
 class Programs:
@@ -40,7 +44,9 @@ class Programs:
         """Return the values of all variables, as they are now."""
         return [v.value for v in self.model.variables]
 
-    def prefill(self, strategy: Strategy, cache: Any, arguments: State) -> State:
+    def prefill(
+        self, strategy: Strategy, cache: Any, arguments: State, captures: bool = False
+    ) -> State:
         """Run the prompts, and choose the first token of each row.
 
         Args:
@@ -48,18 +54,22 @@ class Programs:
             cache: an empty cache of more slots than the prompts are long. It is donated.
             arguments: `token_ids` int32[batch, prompt], `mask` bool[batch, prompt], `controls`,
                 `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget` int32[batch].
+            captures: whether to keep what the graph captures.
 
         Returns:
             The state for `decode`; `tokens` int32[rows, length] holds the prompt and what follows.
+            With `captures` it has a buffer for each capture, with an entry for each slot, which
+            `decode` fills in place.
         """
         variables = self.model.variables
 
         def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
-            return _prefill(self._forward(variables, weights), strategy, cache, arguments)
+            forward = self._forward(variables, weights)
+            return _prefill(forward, strategy, cache, arguments, captures)
 
         donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
         args = (self.weights(), cache, arguments)
-        return self._run("prefill", (strategy.key,), run, args, donate)
+        return self._run("prefill", (strategy.key, captures), run, args, donate)
 
     def decode(self, strategy: Strategy, state: State, arguments: State, until: int) -> State:
         """Go on until a slot, or until every row is done. Takes the state over: it is donated."""
@@ -72,12 +82,12 @@ class Programs:
         return self._run("decode", (strategy.key,), run, args, (1,))
 
     def _forward(self, variables: list[Any], weights: list[jax.Array]) -> Callable[..., Any]:
-        def forward(inputs: State) -> tuple[jax.Array, Any]:
+        def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(variables, weights, strict=True)
             with keras.StatelessScope(state_mapping=mapping):
                 outputs = self.model(inputs)
                 logits = self.head(outputs["hidden_states"][:, -1:], reverse=True)
-            return logits[:, 0], outputs["cache"]
+            return logits[:, 0], outputs["cache"], outputs.get("captures", {})
 
         return forward
 
@@ -98,14 +108,22 @@ class Programs:
         return compiled(*args)
 
 
-def _prefill(forward: Callable, strategy: Strategy, cache: Any, arguments: State) -> State:
+def _pad(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """Make room for one entry for each slot of the cache."""
+    widths = [(0, length - size if i == axis else 0) for i, size in enumerate(x.shape)]
+    return jnp.pad(x, widths)
+
+
+def _prefill(
+    forward: Callable, strategy: Strategy, cache: Any, arguments: State, captures: bool
+) -> State:
     token_ids, mask = arguments["token_ids"], arguments["mask"]
     length = jax.tree.leaves(cache)[0].shape[1]
     prompt = token_ids.shape[1]
     lengths = mask.sum(axis=1, dtype=jnp.int32)
     cache_mask = jnp.pad(mask, ((0, 0), (0, length - prompt)), constant_values=True)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    logits, cache = forward(
+    logits, cache, captured = forward(
         {
             "token_ids": token_ids,
             "cache": cache,
@@ -122,6 +140,8 @@ def _prefill(forward: Callable, strategy: Strategy, cache: Any, arguments: State
         "lengths": lengths,
         "done": arguments["budget"] <= 0,
     }
+    if captures:
+        state["captures"] = {k: _pad(x, length, time_axis(k)) for k, x in captured.items()}
     if strategy.width > 1:
         logits, state = jax.tree.map(
             lambda x: jnp.repeat(x, strategy.width, axis=0), (logits, state)
@@ -135,7 +155,7 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
     tokens, parents, draws = strategy.choose(
         logits, state["done"], state["draws"], arguments["settings"]
     )
-    per_row = {k: state[k] for k in ("tokens", "cache", "cache_mask", "lengths", "done")}
+    per_row = {k: state[k] for k in _PER_ROW if k in state}
     if parents is not None:
         per_row = jax.tree.map(lambda x: x[parents], per_row)
     state = {**state, **per_row, "draws": draws}
@@ -170,7 +190,7 @@ def _decode(
         token_ids = jax.lax.dynamic_slice_in_dim(state["tokens"], slot, 1, axis=1)
         positions = jnp.where(state["done"], 0, state["lengths"] + slot - state["start"])
         forward = programs._forward(variables, weights)
-        logits, cache = forward(
+        logits, cache, captured = forward(
             {
                 "token_ids": token_ids,
                 "cache": state["cache"],
@@ -180,6 +200,12 @@ def _decode(
                 **controls,
             }
         )
-        return _choose(strategy, logits, {**state, "cache": cache}, arguments), weights
+        state = {**state, "cache": cache}
+        if "captures" in state:
+            state["captures"] = {
+                k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], slot, time_axis(k))
+                for k, buffer in state["captures"].items()
+            }
+        return _choose(strategy, logits, state, arguments), weights
 
     return jax.lax.while_loop(go_on, step, (state, weights))[0]

@@ -3,15 +3,17 @@
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.attention import SelfAttention, split
+from backbone_surgery.emission import Emitted
 from backbone_surgery.errors import SelectorError, SurgeryError, closest
-from backbone_surgery.site import Place, Site, select
+from backbone_surgery.layers import TokenPositions
+from backbone_surgery.site import BlockInput, Place, Site, is_block, select
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,15 @@ class Rows:
 
     Attributes:
         prompt_lengths: int[batch], number of prompt tokens of each row.
+        sites: the paths of the sites at which the rewrite fired.
+        shapes: `{input name: shape of one row}` of the graph.
+        defaults: `{input name: default of one row}` of the graph.
     """
 
     prompt_lengths: np.ndarray
+    sites: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -35,7 +43,7 @@ class Surgery:
     """One rewrite being applied to one graph: what it may read, declare and report.
 
     Attributes:
-        model: the graph being rewritten.
+        model: the `EditedBackbone` being rewritten.
         places: its sites, in the order in which they will be visited.
         token_ids: int[batch, time], an input of the new graph.
         padding_mask: int[batch, time], likewise.
@@ -44,9 +52,11 @@ class Surgery:
         defaults: the default of one row, for each of them that has one.
         mapping: `{id(old tensor): new tensor}`, as far as the graph has been replayed.
         fired: the paths of the sites that were rewritten.
+        trained: layers that the rewrite brings along to be trained, see `train`.
+        stream: the hidden states that the block being visited was given.
     """
 
-    model: keras.Model
+    model: Any
     places: list[Place]
     token_ids: keras.KerasTensor
     padding_mask: keras.KerasTensor
@@ -55,6 +65,8 @@ class Surgery:
     defaults: dict[str, np.ndarray]
     mapping: dict[int, Any]
     fired: list[str] = field(default_factory=list)
+    trained: list[keras.layers.Layer] = field(default_factory=list)
+    stream: keras.KerasTensor | None = None
     _made: dict[str, keras.KerasTensor] = field(default_factory=dict)
 
     def select(self, selector: str) -> list[Place]:
@@ -62,13 +74,21 @@ class Surgery:
         chosen = set(select(selector, [p.path for p in self.places]))
         return [p for p in self.places if p.path in chosen]
 
-    def control(self, name: str, default: Any, variable: bool = False) -> keras.KerasTensor:
-        """Declare a run-time input: `default.dtype[batch, *default.shape]`.
+    def train(self, layer: keras.layers.Layer) -> None:
+        """Declare a layer to be trained: where there is one, `fit` leaves the backbone alone."""
+        if layer not in self.trained:
+            self.trained.append(layer)
+
+    def control(
+        self, name: str, default: Any, shape: tuple[int | None, ...] | None = None
+    ) -> keras.KerasTensor:
+        """Declare a run-time input: `default.dtype[batch, *shape]`.
 
         Args:
             name: name of the input, unique in the graph.
             default: array of one row, used where the control is not given.
-            variable: whether arrays of other lengths than that of `default` may be given.
+            shape: the shape of one row, with `None` where it may vary; by default that of
+                `default`.
         """
         if not name.isidentifier():
             raise SurgeryError(
@@ -82,7 +102,7 @@ class Surgery:
                 "name."
             )
         default = np.asarray(default)
-        shape = (None,) * default.ndim if variable else default.shape
+        shape = default.shape if shape is None else shape
         tensor = keras.Input(shape, dtype=default.dtype.name, name=name)
         self.inputs[name] = tensor
         self.defaults[name] = default
@@ -115,15 +135,43 @@ class Rewrite(abc.ABC):
     """A change to an opened graph, as frozen data. Subclass it to write your own.
 
     `SiteRewrite` is the base for a change at sites; this one is for changes of any other shape.
+
+    Attributes:
+        whole_blocks: whether the visitor is offered each decoder block as one layer, a nested
+            model, instead of the layers inside it.
+        captures: whether what the visitor emits becomes an output of the model, instead of a signal
+            for later rewrites.
     """
+
+    whole_blocks: ClassVar[bool] = False
+    captures: ClassVar[bool] = False
 
     @abc.abstractmethod
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Return the callback that makes the change, as for `clone_layer_graph`.
 
         The callback may return `backbone_surgery.rewrites.KEEP` for a node it leaves alone. It
-        appends what it changed to `surgery.fired`.
+        appends what it changed to `surgery.fired`. What it emits becomes a signal or a capture,
+        under a name that must not be taken.
         """
+
+    def rebuild(self, surgery: Surgery) -> tuple[Any, Emitted]:
+        """Replay the graph by `visitor`: the new signals and outputs, and what is emitted."""
+        visit = self.visitor(surgery)
+
+        def with_positions(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(layer, TokenPositions):
+                return surgery.positions
+            return visit(layer, *args, **kwargs)
+
+        # Signals first: a steered block must find the condition replayed that it depends on.
+        wanted = [surgery.model.signals, surgery.model.output]
+        enter = (lambda nested: not is_block(nested)) if self.whole_blocks else True
+        return graph.replay(wanted, surgery.mapping, with_positions, enter, per_use=True)
+
+    def applied(self, surgery: Surgery) -> "Rewrite":
+        """Return the rewrite as the new model remembers it, with the layers that it made."""
+        return self
 
     @property
     def control(self) -> str | None:
@@ -160,6 +208,8 @@ class SiteRewrite(Rewrite):
         upcoming = iter(surgery.places)
 
         def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(layer, BlockInput):
+                surgery.stream = args[0]
             if not isinstance(layer, Site | SelfAttention):
                 return graph.KEEP
             place = next(upcoming)

@@ -111,7 +111,7 @@ class Steer(SiteRewrite):
         surgery.control(f"{self.name}_directions", directions)
         surgery.control(f"{self.name}_tokens", np.array([*default_range, LAST], "int32"))
         schedule = np.ones(1 + SCHEDULE_STEPS, "float32")
-        surgery.control(f"{self.name}_schedule", schedule, variable=True)
+        surgery.control(f"{self.name}_schedule", schedule, (None,))
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:

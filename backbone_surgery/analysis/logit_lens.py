@@ -1,0 +1,114 @@
+"""The logit lens: what the model would say if it stopped after each block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery import graph
+from backbone_surgery.analysis.question import bind_rows, derived, read_text, token_label
+from backbone_surgery.backbone import EditedBackbone
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.rewrites import Capture
+from backbone_surgery.site import is_block
+
+_NAME = "lens"
+
+
+@dataclass(frozen=True, eq=False)
+class LogitLens:
+    """What `logit_lens` saw.
+
+    Attributes:
+        token_ids: int32[sites, tokens], the likeliest next token.
+        probabilities: float32[sites, tokens], its probability.
+        entropies: float32[sites, tokens], of the whole distribution, in nats.
+        labels: the likeliest tokens as they are shown, one list for each site.
+        sites: paths of the sites.
+        tokens: labels of the text's own tokens.
+    """
+
+    token_ids: np.ndarray
+    probabilities: np.ndarray
+    entropies: np.ndarray
+    labels: list[list[str]]
+    sites: list[str]
+    tokens: list[str]
+
+
+def logit_lens(
+    lm: CachedCausalLM,
+    text: Any,
+    at: str = "blocks.*",
+    controls: Mapping[str, Any] | None = None,
+) -> LogitLens:
+    """Read the residual stream after each block by the final norm and the output embedding.
+
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
+
+    Args:
+        lm: the model, edited or not.
+        text: a string (without a preprocessor, token ids).
+        at: selector of sites of the residual stream.
+        controls: for the controls of `lm`'s own rewrites.
+
+    Raises:
+        SurgeryError: a site of another shape than the residual stream.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> bs.logit_lens(lm, [1, 2, 3]).probabilities.shape
+        (2, 3)
+    """
+    read = read_text(lm, text, "logit_lens")
+    capturing = derived(lm, Capture(at, name=_NAME))
+    sites = list(capturing.report[-1].sites)
+    reader = _reader(lm)
+    for site in sites:
+        if capturing.captures[f"{_NAME}/{site}"].shape[1:] != reader.input.shape[1:]:
+            raise SurgeryError(
+                f"logit_lens at '{site}': expected a site of the residual stream, "
+                f"{reader.input.shape[1:]}. Received one of "
+                f"{capturing.captures[f'{_NAME}/{site}'].shape[1:]}. Use `at='blocks.*'`."
+            )
+    inputs = {**read.inputs(), **bind_rows(lm, controls, read, 1)}
+    captured = capturing.predict_on_batch(inputs)["captures"]
+    logits = [reader.predict_on_batch(np.asarray(captured[f"{_NAME}/{s}"]))[0] for s in sites]
+    shifted = np.asarray(logits, "float32")
+    shifted = shifted - shifted.max(axis=-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    probabilities = np.exp(log_probabilities)
+    best = probabilities.argmax(axis=-1).astype(np.int32)
+    return LogitLens(
+        token_ids=best,
+        probabilities=probabilities.max(axis=-1),
+        entropies=-(probabilities * log_probabilities).sum(axis=-1),
+        labels=[[token_label(lm, i) for i in row] for row in best],
+        sites=sites,
+        tokens=read.labels,
+    )
+
+
+def _reader(lm: CachedCausalLM) -> keras.Model:
+    """Make a model of what comes after the last block: the residual stream to logits."""
+    opened: EditedBackbone = lm.opened
+    blocks = [node for node in graph.graph_nodes(opened) if is_block(node.operation)]
+    if not blocks:
+        raise SurgeryError(
+            f"logit_lens at '{opened.name}': expected decoder blocks. Received a graph without "
+            "any. Keep at least one."
+        )
+    end = blocks[-1].outputs[0]
+    stream = keras.Input(end.shape[1:], dtype=end.dtype, name="residual_stream")
+    hidden_states = opened.hidden_states(opened.output)
+    mapping = {id(end): stream}
+    (normed,), _ = graph.replay([hidden_states], mapping, _keep)
+    return keras.Model(stream, opened.token_embedding(normed, reverse=True))
+
+
+def _keep(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return graph.KEEP

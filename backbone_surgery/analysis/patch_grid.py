@@ -1,0 +1,138 @@
+"""Causal tracing: which site, at which token, carries what tells two texts apart."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.analysis.question import (
+    Metric,
+    Text,
+    bind_rows,
+    derived,
+    make_metric,
+    next_token_logits,
+    read_text,
+)
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.rewrites import Capture, Patch
+
+_NAME = "patch_grid"
+
+
+@dataclass(frozen=True, eq=False)
+class PatchGrid:
+    """What `patch_grid` measured.
+
+    Attributes:
+        values: float[sites, tokens], the metric of the corrupted text with that one activation
+            taken from the clean text.
+        clean: the metric of the clean text.
+        corrupted: the metric of the corrupted text.
+        sites: paths of the sites.
+        tokens: labels of the corrupted text's tokens.
+    """
+
+    values: np.ndarray
+    clean: float
+    corrupted: float
+    sites: list[str]
+    tokens: list[str]
+
+    @property
+    def recovered(self) -> np.ndarray:
+        """How far each patch leads: 0 is the corrupted text, 1 the clean one."""
+        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+
+def patch_grid(
+    lm: CachedCausalLM,
+    clean: Any,
+    corrupted: Any,
+    metric: Any,
+    at: str = "blocks.*",
+    controls: Mapping[str, Any] | None = None,
+    batch_size: int = 32,
+) -> PatchGrid:
+    """Patch every site and token of one text with the activation of another, one at a time.
+
+    Source: Meng et al. 2022, https://arxiv.org/abs/2202.05262; Wang et al. 2022,
+    https://arxiv.org/abs/2211.00593. All cells run in a few batches of one compiled pass; another
+    pair of texts of that length compiles nothing. Cells at which both texts have the same
+    activation, those before the first token that differs, need no pass.
+
+    Args:
+        lm: the model, edited or not.
+        clean: a text, a string (without a preprocessor, token ids).
+        corrupted: another, of as many tokens.
+        metric: what to measure of the next token: a token, for its logit; a pair of tokens (right,
+            wrong), for the difference of their logits; or a function of logits
+            float[batch, vocabulary] that gives float[batch].
+        at: site selector, as for `Patch`.
+        controls: for the controls of `lm`'s own rewrites.
+        batch_size: how many cells to run at once.
+
+    Raises:
+        SurgeryError: texts of different lengths, equal texts, or what `Patch` refuses.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values.shape
+        (2, 3)
+    """
+    texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
+    lengths = [len(text.token_ids) for text in texts]
+    if lengths[0] != lengths[1] or np.array_equal(texts[0].token_ids, texts[1].token_ids):
+        raise SurgeryError(
+            "patch_grid: expected two different texts of as many tokens. Received "
+            f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
+        )
+    measure = make_metric(lm, metric, "patch_grid")
+    patching = derived(lm, Patch(at, name=_NAME))
+    sites = list(patching.report[-1].sites)
+    seen = [_run(lm, text, at, sites, measure, controls) for text in texts]
+    (clean_end, values), (corrupted_end, others) = seen
+    grid = np.full((len(sites), lengths[0]), corrupted_end, "float32")
+    # Tokens before the first that differs have the same activations: there a patch does nothing.
+    cells = [
+        (s, t) for s, t in np.ndindex(grid.shape) if not np.array_equal(values[s][t], others[s][t])
+    ]
+    text, rows = texts[1], min(batch_size, grid.size)
+    given = {**text.inputs(rows), **bind_rows(lm, controls, text, rows)}
+    for start in range(0, len(cells), rows):
+        part = cells[start : start + rows]
+        patch = _patch(part + [part[-1]] * (rows - len(part)), values)
+        hidden_states = patching.hidden_states(patching.predict_on_batch({**given, **patch}))
+        for cell, value in zip(part, _measured(lm, measure, hidden_states), strict=False):
+            grid[cell] = value
+    return PatchGrid(grid, clean_end, corrupted_end, sites, text.labels)
+
+
+def _run(
+    lm: CachedCausalLM, text: Text, at: str, sites: list[str], measure: Metric, controls: Any
+) -> tuple[float, list[np.ndarray]]:
+    """Run one text: its metric, and for each site float32[tokens, ...]."""
+    capturing = derived(lm, Capture(at, name=_NAME))
+    outputs = capturing.predict_on_batch({**text.inputs(), **bind_rows(lm, controls, text, 1)})
+    captured = outputs["captures"]
+    values = [np.asarray(captured[f"{_NAME}/{site}"][0], "float32") for site in sites]
+    return float(_measured(lm, measure, outputs["hidden_states"])[0]), values
+
+
+def _patch(cells: list[tuple[int, int]], values: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Make the inputs of `Patch` for a batch in which each row patches one cell."""
+    positions = np.full((len(cells), len(values), 1), -1, "int32")
+    inputs = {f"{_NAME}_positions": positions}
+    tokens = [token for _, token in cells]
+    for row, (site, token) in enumerate(cells):
+        positions[row, site] = token
+    for i, value in enumerate(values):
+        inputs[f"{_NAME}_value_{i}"] = value[tokens][:, None]
+    return inputs
+
+
+def _measured(lm: CachedCausalLM, measure: Any, hidden_states: Any) -> np.ndarray:
+    return np.asarray(measure(next_token_logits(lm, hidden_states)), "float32")

@@ -1,0 +1,122 @@
+"""A question: one text as tokens with labels, and a number to be read off the next-token logits."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery.backbone import EditedBackbone
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.prompts import read_prompts
+from backbone_surgery.operate import operate
+from backbone_surgery.rewrites import Rewrite
+
+Metric = Callable[[Any], Any]
+"""Maps logits float[batch, vocabulary] of the next token to float[batch]."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text as the model reads it.
+
+    Attributes:
+        token_ids: int32[tokens], the start token included.
+        labels: for each token how to show it, spaces as `·`.
+    """
+
+    token_ids: np.ndarray
+    labels: list[str]
+
+    def inputs(self, rows: int = 1) -> dict[str, np.ndarray]:
+        """Return the inputs of an uncached model, the text in each of so many rows."""
+        ids = np.repeat(self.token_ids[None], rows, axis=0)
+        return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+
+
+def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
+    """Read one text: a string, or without a preprocessor token ids int[tokens].
+
+    Raises:
+        SurgeryError: something else, or more than one text.
+    """
+    if lm.preprocessor is None and not isinstance(text, dict):
+        ids = np.atleast_2d(np.asarray(text))
+        text = {"token_ids": ids, "padding_mask": np.ones(ids.shape, bool)}
+    rows = read_prompts(text, lm.preprocessor, lm.opened.token_embedding.input_dim).rows
+    if len(rows) != 1:
+        raise SurgeryError(
+            f"{operation}: expected one text. Received {len(rows)}. Call it once for each."
+        )
+    return Text(rows[0], [token_label(lm, i) for i in rows[0]])
+
+
+def token_label(lm: CachedCausalLM, token_id: int) -> str:
+    """Return how to show a token: its text, spaces as `·`, or its number without a tokenizer."""
+    if lm.preprocessor is None:
+        return str(int(token_id))
+    tokenizer = lm.preprocessor.tokenizer
+    text = str(tokenizer.detokenize([int(token_id)]))
+    shown = text if text.strip() else str(tokenizer.id_to_token(int(token_id)))
+    return shown.replace(" ", "·").replace("\u2581", "·").replace("\n", "\u23ce")
+
+
+def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
+    """Make a metric of a token, a pair of tokens (right, wrong), or a function of logits.
+
+    A token is its id or a text of exactly one token, such as `" dog"`.
+    """
+    if callable(metric):
+        return metric
+    pair = metric if isinstance(metric, tuple | list) else (metric,)
+    if len(pair) not in (1, 2):
+        raise SurgeryError(
+            f"{operation} at 'metric': expected a token, a pair (right, wrong) or a function of "
+            f"logits [batch, vocabulary]. Received {metric!r}. Pass one of these."
+        )
+    ids = [_token_id(lm, token, operation) for token in pair]
+    if len(ids) == 1:
+        return lambda logits: logits[:, ids[0]]
+    return lambda logits: logits[:, ids[0]] - logits[:, ids[1]]
+
+
+def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:
+    size = lm.opened.token_embedding.input_dim
+    ids = [token]
+    if isinstance(token, str) and lm.preprocessor is not None:
+        ids = [int(i) for i in np.asarray(lm.preprocessor.tokenizer(token)).reshape(-1)]
+    known = all(isinstance(i, int | np.integer) and 0 <= i < size for i in ids)
+    if len(ids) != 1 or not known:
+        raise SurgeryError(
+            f"{operation} at token {token!r}: expected one token, as text or as an id from 0 to "
+            f"{size - 1}. Received {len(ids) if known else 'no'} token(s). Mind the space before a "
+            "word."
+        )
+    return int(ids[0])
+
+
+_derived: weakref.WeakKeyDictionary[keras.Model, dict[tuple, EditedBackbone]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def derived(lm: CachedCausalLM, *rewrites: Rewrite) -> EditedBackbone:
+    """Apply rewrites to a model, once: asking again gives the same, compiled model."""
+    models = _derived.setdefault(lm.opened, {})
+    if rewrites not in models:
+        models[rewrites] = operate(lm.opened, rewrites)
+    return models[rewrites]
+
+
+def bind_rows(lm: CachedCausalLM, controls: Any, text: Text, rows: int) -> dict[str, np.ndarray]:
+    """Bind the model's own controls for rows that are all one text."""
+    return bind_controls(lm.opened, controls, np.full(rows, len(text.token_ids)))
+
+
+def next_token_logits(lm: CachedCausalLM, hidden_states: Any) -> Any:
+    """Return the logits after the last token, float[batch, vocabulary]."""
+    return lm.opened.token_embedding(hidden_states[:, -1], reverse=True)

@@ -1,0 +1,83 @@
+"""Captures: what `generate(return_captures=True)` returns, aligned with the tokens of each row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, closest
+
+_PATTERN = "attention_pattern"
+
+
+@dataclass(frozen=True, eq=False)
+class Captures:
+    """The activations at some sites while texts were generated.
+
+    They cover the tokens that were run through the model: the prompt, and all generated tokens but
+    the last, which was chosen and never run. Rows are padded with zeros on the right.
+
+    Attributes:
+        token_ids: int32[batch, tokens], the tokens that the activations belong to.
+        lengths: int32[batch], how many tokens of each row are no padding.
+        values: `{site path: array}` of [batch, tokens, ...]; an attention pattern is
+            [batch, heads, tokens, tokens].
+    """
+
+    token_ids: np.ndarray
+    lengths: np.ndarray
+    values: dict[str, np.ndarray]
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        """Return the array of one site."""
+        if path not in self.values:
+            raise SurgeryError(
+                f"captures at '{path}': expected a site that was captured. "
+                f"{closest(path, self.values)} Add it to the `Capture`."
+            )
+        return self.values[path]
+
+    def row(self, index: int) -> dict[str, np.ndarray]:
+        """Return the activations of one row, without padding: [length, ...] for each site."""
+        tokens = slice(0, int(self.lengths[index]))
+        return {path: cut(path, value[index], tokens) for path, value in self.values.items()}
+
+    def mean(self) -> dict[str, np.ndarray]:
+        """Return the mean of each site over all tokens of all rows, as mean ablation takes it.
+
+        Attention patterns, which have no common columns, are left out.
+        """
+        rows = [self.row(i) for i in range(len(self.lengths))]
+        names = [name for name in self.values if time_axis(name) == 1]
+        return {n: np.concatenate([row[n] for row in rows]).mean(axis=0) for n in names}
+
+
+def time_axis(name: str) -> int:
+    """Return which axis of a captured array counts tokens, rows being axis 0."""
+    return 2 if name.endswith(_PATTERN) else 1
+
+
+def cut(name: str, row: np.ndarray, tokens: slice) -> np.ndarray:
+    """Cut some tokens out of the captured array of one row; out of a pattern, its columns too."""
+    return row[:, tokens, tokens] if time_axis(name) == 2 else row[tokens]
+
+
+def pack(token_ids: list[np.ndarray], rows: list[Mapping[str, np.ndarray]]) -> Captures:
+    """Pad rows to the longest one.
+
+    Args:
+        token_ids: for each row the tokens that were run.
+        rows: for each row its captures, without padding.
+    """
+    lengths = np.array([len(ids) for ids in token_ids], np.int32)
+    ids = np.stack([_pad(ids, lengths.max(), (0,)) for ids in token_ids])
+    values = {}
+    for name in rows[0]:
+        axes = (1, 2) if time_axis(name) == 2 else (0,)
+        values[name] = np.stack([_pad(row[name], lengths.max(), axes) for row in rows])
+    return Captures(ids, lengths, values)
+
+
+def _pad(row: np.ndarray, length: int, axes: tuple[int, ...]) -> np.ndarray:
+    widths = [(0, length - size if i in axes else 0) for i, size in enumerate(row.shape)]
+    return np.pad(row, widths)

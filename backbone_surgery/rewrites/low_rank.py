@@ -1,0 +1,134 @@
+"""LowRank: trainable adapters beside projections, owned by the rewrite, the backbone frozen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.rewrites.rewrite import SiteRewrite, Surgery
+from backbone_surgery.rewrites.sources import source_of
+from backbone_surgery.site import Place
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(SiteRewrite):
+    """Add a trainable map of low rank beside the computation that makes each chosen site.
+
+    What stands at the site becomes y + scale · (x A) B, where x is what the computation of y was
+    given, A is float[inputs, rank] and B float[rank, outputs], zero at first. At `query`, `key`,
+    `value` and, without a norm behind it, `attention_output` and `mlp_output` that is LoRA (Hu et
+    al. 2021, https://arxiv.org/abs/2106.09685). Unlike `backbone.enable_lora` it changes nothing
+    on the backbone: `fit` on the edited model trains the adapters alone, and the backbone and all
+    other models made of it stay what they were.
+
+    The adapters made are those of `edited.rewrites[i].adapters`; applying that rewrite to another
+    graph puts the very same, trained ones in.
+
+    Attributes:
+        at: site selector.
+        rank: rank of each map.
+        alpha: scale is alpha / rank; by default 1.
+        name: begins the names of the layers.
+        adapters: `{site path: adapter}` to use instead of new ones.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> edited = bs.operate(backbone, [bs.LowRank("blocks.*.query", rank=4)])
+        >>> sum(v.shape[0] * v.shape[1] for v in edited.trainable_variables)
+        128
+    """
+
+    at: str
+    rank: int
+    alpha: float | None = None
+    name: str = "low_rank"
+    adapters: Mapping[str, keras.layers.Layer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int | np.integer) or self.rank < 1:
+            raise SurgeryError(
+                f"LowRank at '{self.at}': expected a rank of 1 or more. Received {self.rank!r}. "
+                "Small ranks such as 4 or 8 are usual."
+            )
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Check that given adapters have a site each, then visit the sites."""
+        paths = [place.path for place in self.choose(surgery)]
+        if self.adapters and set(self.adapters) != set(paths):
+            raise SurgeryError(
+                f"LowRank at '{self.at}': expected an adapter for exactly the selected sites "
+                f"{paths}. Received adapters for {sorted(self.adapters)}. Leave `adapters` out to "
+                "start with new ones."
+            )
+        return super().visitor(surgery)
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Put an adapter beside the computation."""
+        source = source_of(x, place, surgery, "LowRank")
+        adapter = self.adapters.get(place.path) or Adapter(
+            self.rank,
+            (self.rank if self.alpha is None else self.alpha) / self.rank,
+            dtype=surgery.model.dtype_policy,
+            name=f"{self.name}_{place.path.replace('.', '_')}",
+        )
+        shapes = (source.shape[2:], x.shape[2:])
+        if adapter.built and adapter.shapes != shapes:
+            raise SurgeryError(
+                f"LowRank at '{place.path}': expected an adapter from {shapes[0]} to {shapes[1]}. "
+                f"Received one from {adapter.shapes[0]} to {adapter.shapes[1]}. Use adapters made "
+                "for this architecture."
+            )
+        surgery.train(adapter)
+        return adapter(source, x)
+
+    def applied(self, surgery: Surgery) -> "LowRank":
+        """Return the rewrite with the adapters that it made."""
+        return replace(self, adapters=dict(zip(surgery.fired, surgery.trained, strict=True)))
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class Adapter(keras.layers.Layer):
+    """Add a map of low rank of one tensor to another.
+
+    Args:
+        rank: rank of the map.
+        scale: what its result is multiplied by.
+
+    Call arguments:
+        x: float[batch, time, ...], what the map is applied to.
+        y: float[batch, time, ...], what it is added to.
+    """
+
+    def __init__(self, rank: int, scale: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rank, self.scale = rank, scale
+        self.shapes: tuple = ()
+
+    def build(self, x_shape, y_shape):
+        """Make A, normal with variance 1 / inputs, and B, zero."""
+        self.shapes = (tuple(x_shape[2:]), tuple(y_shape[2:]))
+        inputs, outputs = (int(np.prod(shape)) for shape in self.shapes)
+        normal = keras.initializers.RandomNormal(stddev=inputs**-0.5)
+        self.down = self.add_weight(shape=(inputs, self.rank), initializer=normal, name="down")
+        self.up = self.add_weight(shape=(self.rank, outputs), initializer="zeros", name="up")
+
+    def call(self, x, y):
+        """Return y + scale · (x A) B."""
+        batch, time = ops.shape(x)[:2]
+        flat = ops.reshape(x, (batch, time, self.down.shape[0]))
+        change = ops.matmul(ops.matmul(flat, self.down), self.up) * self.scale
+        return y + ops.cast(ops.reshape(change, ops.shape(y)), y.dtype)
+
+    def compute_output_spec(self, x, y):
+        """Keep the shape and dtype of `y`."""
+        return keras.KerasTensor(y.shape, y.dtype)
+
+    def get_config(self):
+        """Return rank and scale."""
+        return {**super().get_config(), "rank": self.rank, "scale": self.scale}

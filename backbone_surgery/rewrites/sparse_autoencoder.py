@@ -1,0 +1,204 @@
+"""SparseAutoencoder: splice a trained sparse autoencoder into the stream, or steer by a feature."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+from safetensors.numpy import load_file
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.rewrites.amounts import bind_amounts
+from backbone_surgery.rewrites.rewrite import Rows, SiteRewrite, Surgery
+from backbone_surgery.site import Place, Site
+
+_KEYS = ("encoder.weight", "encoder.bias", "W_dec", "b_dec")
+
+
+@dataclass(frozen=True)
+class SparseAutoencoder(SiteRewrite):
+    """Splice a sparse autoencoder into one site, or steer by one of its features.
+
+    Reads what EleutherAI's `sparsify` saves (https://github.com/EleutherAI/sparsify): a folder with
+    `sae.safetensors` and `cfg.json`. The autoencoder keeps the `k` largest of
+    relu(W_enc (x - b_dec) + b_enc), and its reconstruction is their sum of decoder rows plus b_dec.
+
+    Spliced (`feature=None`), x becomes x + amount · (reconstruction - x): an amount of 1 is the
+    reconstruction alone, 0 is bit-equal to no edit. The features stand at a site of their own,
+    `blocks.3.sae_latents`, float[batch, time, latents], which other rewrites can capture, patch or
+    ablate. With a feature, x becomes x + amount · W_dec[feature]. The amount is a control, a number
+    or one for each row. The autoencoder's weights are not trained.
+
+    Attributes:
+        at: selector of one site of hidden states.
+        path: the folder.
+        feature: which feature to steer by, or `None` to splice.
+        amount: where the control is not given.
+        name: name of the control.
+    """
+
+    at: str
+    path: str
+    feature: int | None = None
+    amount: float = 1.0
+    name: str = "sae"
+
+    @property
+    def control(self) -> str:
+        """The name of the control."""
+        return self.name
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Declare the control, then visit the site."""
+        places = self.choose(surgery)
+        if len(places) != 1:
+            raise SurgeryError(
+                f"SparseAutoencoder at '{self.at}': expected one site, the one that it was trained "
+                f"on. Received {', '.join(p.path for p in places)}. Use one for each."
+            )
+        surgery.control(f"{self.name}_amount", np.float32(self.amount))
+        return super().visitor(surgery)
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Read the autoencoder and put it at the site."""
+        weights, k = read_autoencoder(self.path)
+        latents, size = weights["W_dec"].shape
+        if tuple(x.shape[2:]) != (size,):
+            raise SurgeryError(
+                f"SparseAutoencoder at '{place.path}': expected one for {list(x.shape[2:])}, as "
+                f"stands there. Received one for [{size}] in '{self.path}'. Use the site that it "
+                "was trained on."
+            )
+        amount = surgery.inputs[f"{self.name}_amount"]
+        if self.feature is None:
+            encoder = Encoder(weights, k, name=f"{self.name}_encoder")
+            features = Site("sae_latents", name=f"{self.name}_latents")(encoder(x))
+            return Decoder(weights, name=f"{self.name}_decoder")(x, features, amount)
+        if not isinstance(self.feature, int | np.integer) or not 0 <= self.feature < latents:
+            raise SurgeryError(
+                f"SparseAutoencoder at '{place.path}': expected a feature from 0 to {latents - 1}. "
+                f"Received {self.feature!r}. Choose one of the autoencoder's."
+            )
+        return FeatureSteering(weights["W_dec"][self.feature], name=f"{self.name}_feature")(
+            x, amount
+        )
+
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Bind an amount: a number, or one for each row."""
+        value = self.amount if value is None else value
+        return {f"{self.name}_amount": bind_amounts(self.name, value, rows, ())}
+
+
+def read_autoencoder(path: str) -> tuple[dict[str, np.ndarray], int]:
+    """Read an autoencoder's weights, float32, and how many features it keeps.
+
+    Raises:
+        SurgeryError: files, weights or settings that are missing or that this cannot run.
+    """
+    folder = Path(path)
+    missing = [n for n in ("cfg.json", "sae.safetensors") if not (folder / n).is_file()]
+    if missing:
+        raise SurgeryError(
+            f"SparseAutoencoder at '{path}': expected a folder with cfg.json and sae.safetensors. "
+            f"Received one without {' and '.join(missing)}. Pass the folder of one layer."
+        )
+    config = json.loads((folder / "cfg.json").read_text())
+    unknown = [n for n in ("signed", "transcode", "skip_connection") if config.get(n)]
+    if unknown or config.get("activation", "topk") != "topk" or not config.get("k"):
+        raise SurgeryError(
+            f"SparseAutoencoder at '{path}': expected a top-k autoencoder with `k` in cfg.json, "
+            f"neither signed nor a transcoder. Received {config}. Use another one."
+        )
+    weights = load_file(folder / "sae.safetensors")
+    found = {name: list(w.shape) for name, w in weights.items()}
+    latents, size = weights["W_dec"].shape if "W_dec" in weights else (0, 0)
+    shapes = ([latents, size], [latents], [latents, size], [size])
+    wanted = dict(zip(_KEYS, shapes, strict=True))
+    if found != wanted or not 0 < config["k"] <= latents:
+        raise SurgeryError(
+            f"SparseAutoencoder at '{path}': expected weights {', '.join(_KEYS)} of shapes "
+            f"[latents, size], [latents], [latents, size], [size], and k of at most that many "
+            f"latents. Received {found} and k {config['k']}. Use a file saved by `sparsify`."
+        )
+    return {name: weights[name].astype("float32") for name in _KEYS}, int(config["k"])
+
+
+class _Fixed(keras.layers.Layer):
+    """A layer of given weights that are not trained, computed in float32."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(autocast=False, dtype="float32", **kwargs)
+
+    def fixed(self, name: str, value: np.ndarray) -> Any:
+        """Make a variable of a value."""
+        variable = self.add_weight(
+            name=name, shape=value.shape, initializer="zeros", trainable=False, autocast=False
+        )
+        variable.assign(value)
+        return variable
+
+
+class Encoder(_Fixed):
+    """Encode float[batch, time, size] as its k largest features, float32[batch, time, latents]."""
+
+    def __init__(self, weights: dict[str, np.ndarray], k: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.k = k
+        self.weight = self.fixed("weight", weights["encoder.weight"].T)
+        self.bias = self.fixed("bias", weights["encoder.bias"])
+        self.center = self.fixed("center", weights["b_dec"])
+
+    def call(self, x):
+        """Return the features, zero but for the k largest of each token."""
+        features = ops.matmul(ops.cast(x, "float32") - self.center, self.weight) + self.bias
+        features = ops.relu(features)
+        smallest = ops.top_k(features, self.k)[0][..., -1:]
+        return ops.where(features >= smallest, features, 0.0)
+
+    def compute_output_spec(self, x):
+        """Return the shape of the features."""
+        return keras.KerasTensor((*x.shape[:-1], self.weight.shape[1]), "float32")
+
+
+class Decoder(_Fixed):
+    """Decode features, and mix the reconstruction with what it is of."""
+
+    def __init__(self, weights: dict[str, np.ndarray], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.weight = self.fixed("weight", weights["W_dec"])
+        self.bias = self.fixed("bias", weights["b_dec"])
+
+    def call(self, x, features, amount):
+        """Return x, float32[batch] amounts of the way to the reconstruction."""
+        amount = amount[:, None, None]
+        made = ops.matmul(features, self.weight) + self.bias
+        h = ops.cast(x, "float32")
+        mixed = ops.where(ops.equal(amount, 1), made, h + amount * (made - h))
+        return ops.where(ops.equal(amount, 0), x, ops.cast(mixed, x.dtype))
+
+    def compute_output_spec(self, x, features, amount):
+        """Keep the shape and dtype of `x`."""
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+class FeatureSteering(_Fixed):
+    """Add a multiple of one feature's decoder row."""
+
+    def __init__(self, direction: np.ndarray, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.direction = self.fixed("direction", direction)
+
+    def call(self, x, amount):
+        """Return x + amount · direction; x itself where the amount is zero."""
+        amount = amount[:, None, None]
+        made = ops.cast(x, "float32") + amount * self.direction
+        return ops.where(ops.equal(amount, 0), x, ops.cast(made, x.dtype))
+
+    def compute_output_spec(self, x, amount):
+        """Keep the shape and dtype of `x`."""
+        return keras.KerasTensor(x.shape, x.dtype)

@@ -1,0 +1,41 @@
+"""Training: which variables of an edited model learn, decided without touching shared layers."""
+
+from typing import Any
+
+
+class TrainsOwnLayers:
+    """A Keras model of which only some layers train, where it names any.
+
+    Layers are shared with the backbone and with every other graph made of it, so freezing them by
+    `layer.trainable = False` would freeze them everywhere. Instead the model itself answers what
+    is trainable, which is all that `fit` and the optimizers ask.
+    """
+
+    trained_layers: tuple = ()
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The variables that `fit` changes: those of `trained_layers`, or all, as upstream."""
+        return self._split(super().trainable_variables, super().non_trainable_variables)[0]  # type: ignore[misc]
+
+    @property
+    def non_trainable_variables(self) -> list[Any]:
+        """All other variables."""
+        return self._split(super().trainable_variables, super().non_trainable_variables)[1]  # type: ignore[misc]
+
+    @property
+    def trainable_weights(self) -> list[Any]:
+        """As `trainable_variables`, in the older words of Keras."""
+        return self._split(super().trainable_weights, super().non_trainable_weights)[0]  # type: ignore[misc]
+
+    @property
+    def non_trainable_weights(self) -> list[Any]:
+        """As `non_trainable_variables`, without the states of seeds and metrics."""
+        return self._split(super().trainable_weights, super().non_trainable_weights)[1]  # type: ignore[misc]
+
+    def _split(self, trainable: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
+        own = {id(v) for layer in self.trained_layers for v in layer.trainable_variables}
+        if not own:
+            return trainable, others
+        frozen = [v for v in trainable if id(v) not in own]
+        return [v for v in trainable if id(v) in own], [*others, *frozen]
