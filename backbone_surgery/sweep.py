@@ -97,7 +97,9 @@ class Sweep:
                 "plot of a sweep: expected matplotlib. Received an environment without it. Run "
                 '`pip install "backbone-surgery[plot]"`.'
             ) from error
-        axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")[1] if ax is None else ax
+        axes: Any = ax
+        if ax is None:
+            _, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
         order = sorted(self.strengths)
         for name in self.names:
             groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]

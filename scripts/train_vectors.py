@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated
 
+import numpy as np
 import typer
 from story_grammar import ATTRIBUTES, contrast_pairs, split_sentences
 from train_tiny_models import RECIPES, write_checksums
@@ -18,20 +19,12 @@ from train_tiny_models import RECIPES, write_checksums
 import backbone_surgery as bs
 
 STORIES, SEED = 128, 11
-BLOCKS = (4, 5)
+BLOCKS = {"tiny_gpt2": (3, 4, 5), "tiny_gemma": (4, 5)}
 LENGTHS = {
-    ("tiny_gpt2", "mood"): 0.48,
-    ("tiny_gpt2", "place"): 0.28,
-    ("tiny_gpt2", "characters"): 0.6,
-    ("tiny_gpt2", "time"): 0.45,
-    ("tiny_gpt2", "pet"): 0.33,
-    ("tiny_gemma", "mood"): 0.23,
-    ("tiny_gemma", "place"): 0.3,
-    ("tiny_gemma", "characters"): 0.25,
-    ("tiny_gemma", "time"): 0.3,
-    ("tiny_gemma", "pet"): 0.25,
+    "tiny_gpt2": {"mood": 0.38, "place": 0.22, "characters": 0.4, "time": 0.32, "pet": 0.25},
+    "tiny_gemma": {"mood": 0.25, "place": 0.3, "characters": 0.25, "time": 0.3, "pet": 0.22},
 }
-"""How long the vector of each block is, in units of the residual norm there, at strength 1."""
+"""How long the direction of each block is, in units of the residual norm there, at strength 1."""
 
 
 def choice_points(stories: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -66,21 +59,32 @@ def choice_points(stories: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return pairs
 
 
-def train(lm: bs.CachedCausalLM, attribute: str, length: float) -> bs.ControlVector:
-    """Train the vector from the second to the first value of an attribute.
+def train(lm: bs.CachedCausalLM, attribute: str) -> bs.ControlVector:
+    """Train the vector from the second to the first value of an attribute, at every block."""
+    pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
+    return bs.ControlVector.train(lm, pairs, method="mean_diff")
+
+
+def apart(
+    vector: bs.ControlVector, others: list[bs.ControlVector], blocks: tuple[int, ...]
+) -> bs.ControlVector:
+    """Take out of a vector what it shares with others, so that it moves its own attribute alone.
 
     Args:
-        lm: one of the bundled models.
-        attribute: one of `ATTRIBUTES`.
-        length: of the direction of each block at strength 1, in units of the residual norm.
+        vector: what to keep.
+        others: vectors of other attributes.
+        blocks: which blocks to keep.
 
     Returns:
-        The vector, for `BLOCKS`.
+        The part of each direction that is at right angles to those of the others.
     """
-    pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
-    found = bs.ControlVector.train(lm, pairs, method="mean_diff")
-    kept = bs.ControlVector({b: found.directions[b] for b in BLOCKS}, found.info)
-    return length * kept.relative_to(lm)
+    directions = {}
+    for block in blocks:
+        shared = np.stack([other.directions[block] for other in others], axis=1)
+        basis, _ = np.linalg.qr(shared.astype("float64"))
+        own = vector.directions[block]
+        directions[block] = own - basis @ (basis.T @ own)
+    return bs.ControlVector(directions, vector.info)
 
 
 def main(
@@ -89,10 +93,13 @@ def main(
     """Train the control vectors of the bundled models."""
     for name in RECIPES:
         lm = bs.CachedCausalLM.from_preset(str(models / name))
+        found = {attribute: train(lm, attribute) for attribute in ATTRIBUTES}
         (models / name / "vectors").mkdir(exist_ok=True)
         for attribute, (first, second) in ATTRIBUTES.items():
-            vector = train(lm, attribute, LENGTHS[name, attribute])
-            vector.save(models / name / "vectors" / f"{attribute}.gguf")
+            others = [found[other] for other in ATTRIBUTES if other != attribute]
+            vector = apart(found[attribute], others, BLOCKS[name]).relative_to(lm)
+            scaled = LENGTHS[name][attribute] * vector
+            scaled.save(models / name / "vectors" / f"{attribute}.gguf")
             typer.echo(f"{name} {attribute}: from {second} to {first}")
         write_checksums(models / name)
 
