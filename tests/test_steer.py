@@ -192,6 +192,18 @@ def test_schedules_up_to_64_steps_share_a_program(rng):
     assert lm.programs.compilations == {"prefill": 2, "decode": 2}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_range_is_exact_in_chunks_of_any_size(rng, dtype):
+    """Cached in one pass, token by token and in uneven chunks, over left-padded rows."""
+    backbone = make_gpt2(dtype=dtype)
+    steers = [
+        bs.Steer("early", vector(rng), tokens=(2, 5), strength=3.0),
+        bs.Steer("late", vector(rng, [2]), tokens=(6, None), renormalize=True),
+    ]
+    report = bs.check(bs.operate(backbone, steers))
+    assert max(report.errors.values()) <= (5e-6 if dtype == "float32" else 3e-2)
+
+
 def test_a_vector_for_another_type_of_model_is_warned_of(rng):
     made_for_llama = bs.ControlVector(vector(rng).directions, {"model_hint": "llama"})
     with pytest.warns(UserWarning, match="made for a model of type 'llama'"):
