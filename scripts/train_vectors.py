@@ -21,8 +21,8 @@ import backbone_surgery as bs
 STORIES, SEED = 128, 11
 BLOCKS = {"tiny_gpt2": (3, 4, 5), "tiny_gemma": (4, 5)}
 LENGTHS = {
-    "tiny_gpt2": {"mood": 0.38, "place": 0.22, "characters": 0.4, "time": 0.32, "pet": 0.25},
-    "tiny_gemma": {"mood": 0.25, "place": 0.3, "characters": 0.25, "time": 0.3, "pet": 0.22},
+    "tiny_gpt2": {"mood": 0.38, "place": 0.17, "characters": 0.3, "time": 0.32, "pet": 0.25},
+    "tiny_gemma": {"mood": 0.25, "place": 0.3, "characters": 0.17, "time": 0.3, "pet": 0.22},
 }
 """How long the direction of each block is, in units of the residual norm there, at strength 1."""
 
