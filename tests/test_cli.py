@@ -114,7 +114,7 @@ def test_sweep_counts_words_and_plots(tmp_path):
 def test_bad_input_is_a_message_and_exit_code_2(args, words):
     result = run(*args)
     assert result.exit_code == 2
-    assert words in result.stderr.replace("\n", " ")
+    assert words in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
 
 
