@@ -250,11 +250,12 @@ def _summary(
         "ours_over_it": statistics.median(
             r["total"] / o["total"] for r, o in zip(mine, ours, strict=True)
         ),
+        "distinct_tokens": len(np.unique(tokens)),
         "differs_from": None if row.kind == "overhead" else differs_from(reference, tokens),
     }
     if row.kind != "first_token":
         new = row.length - row.prompt
-        decode = row.batch * (new - 1) / max(total - first, 1e-9)
+        decode = row.batch * (new - 1) / (total - first) if total > first else float("nan")
         limit = row.batch * shared["bandwidth"] / shared["bytes_per_step"]
         summary |= {
             "tokens_per_s": row.batch * new / total,

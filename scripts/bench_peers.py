@@ -252,13 +252,16 @@ def contenders(
 
 
 def backbone_of(config: dict[str, Any], family: str, dtype: str, seed: int = 0) -> keras.Model:
-    """Build a backbone with random weights, spread so that the greedy choice is clear."""
+    """Build a backbone with random weights.
+
+    They are spread further than new ones are, so that texts vary and the greedy choice is clear.
+    """
     kinds = {"gpt2": keras_hub.models.GPT2Backbone, "gemma": keras_hub.models.GemmaBackbone}
     keras.utils.set_random_seed(seed)
     backbone = kinds[family](**config, dtype=dtype)
     rng = np.random.default_rng(seed)
     for variable in backbone.trainable_variables:
-        if "embedding" in variable.path:
-            value = rng.standard_normal(variable.shape, "float32") * 0.1
-            variable.assign(value)
+        if variable.ndim > 1:
+            scale = 0.1 if "embedding" in variable.path else backbone.hidden_dim**-0.5
+            variable.assign(scale * rng.standard_normal(variable.shape, "float32"))
     return backbone
