@@ -1,8 +1,8 @@
 """Measure this project side by side with KerasHub, Hugging Face and repeng, in one run.
 
-    python scripts/bench.py                    # every row that this machine can run
-    python scripts/bench.py --row gpt2_128 --runs 3 --json out.json --plot out.png
-    python scripts/bench.py --quick            # tiny models: shows that the benchmark works
+    KERAS_BACKEND=jax python scripts/bench.py    # every row that this machine can run
+    ... --row gpt2_128 --runs 3 --json out.json --plot out.png
+    ... --quick                                  # tiny models: shows that the benchmark works
 
 The contenders take turns, round by round, on the same random weights and the same prompts, choose
 greedily and never stop early, and must give the same tokens. `pip install -e ".[bench]"` brings
@@ -11,13 +11,6 @@ Peers that are not installed are left out. See docs/performance.md for what it m
 """
 
 from __future__ import annotations
-
-import os
-import sys
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-for _name in ("tensorflow", "tensorflow_text"):
-    sys.modules.setdefault(_name, None)  # not needed, and some machines lack it
 
 import dataclasses
 import functools

@@ -24,7 +24,7 @@ _COLUMNS = {
 
 
 def _number(contender: dict[str, Any], key: str, form: str, factor: float = 1) -> str:
-    return form.format(contender[key] * factor) if key in contender else "–"
+    return form.format(contender[key] * factor) if key in contender else "-"
 
 
 def _agreement(differs_from: int | None) -> str:

@@ -14,11 +14,16 @@ SLOTS = 256
 @pytest.fixture(scope="module")
 def compiled():
     """The programs of a model whose weights and cache are much larger than one step's work."""
-    model = {"hidden_dim": 128, "intermediate_dim": 512, "max_sequence_length": SLOTS}
+    model = {
+        "num_layers": 4,
+        "hidden_dim": 128,
+        "intermediate_dim": 512,
+        "max_sequence_length": SLOTS,
+    }
     lm = bs.CachedCausalLM(make_gpt2(**model))
     lm.compile(sampler="greedy")
     inputs = ragged(np.random.default_rng(0), (5, 4), 5)
-    lm.generate(inputs, max_length=SLOTS, stop_token_ids=None)
+    lm.generate(inputs, max_length=SLOTS - 16, stop_token_ids=None)
     programs = {key[0]: program for key, program in lm.programs._compiled.items()}
     weights = sum(np.asarray(w).nbytes for w in lm.programs.weights())
     caches = bs.new_cache(lm.backbone_with_cache, 2, SLOTS)
@@ -55,7 +60,8 @@ def test_no_second_copy_of_weights_or_cache(compiled):
     memory = programs["decode"].memory_analysis()
     assert memory.argument_size_in_bytes >= weights + cache
     new = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    assert new < 0.1 * min(weights, cache)
+    one_block = sum(x.nbytes for x in caches[:2])  # what attention may lay out anew, block by block
+    assert new < 1.1 * one_block < 0.3 * min(weights, cache)
 
 
 def test_weights_are_no_constants(compiled):
