@@ -105,7 +105,7 @@ class KerasHub:
 
 
 def convert_gpt2(backbone: keras_hub.models.GPT2Backbone) -> Any:
-    """Make a `transformers` GPT-2 with the weights of a KerasHub one."""
+    """Make a `transformers` GPT-2 with the weights of a KerasHub one, and compare their logits."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -125,7 +125,14 @@ def convert_gpt2(backbone: keras_hub.models.GPT2Backbone) -> Any:
     state = {name: torch.tensor(value) for name, value in weights.items()}
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    return model.eval()
+    token_ids = np.arange(8)[None]
+    hidden = backbone.predict_on_batch({"token_ids": token_ids, "padding_mask": token_ids >= 0})
+    wanted = hidden @ np.asarray(backbone.token_embedding.embeddings).T
+    with torch.inference_mode():
+        got = model.eval()(torch.tensor(token_ids)).logits.numpy()
+    if np.abs(got - wanted).max() > 1e-4 * np.abs(wanted).max():
+        raise RuntimeError("the converted model gives other logits than the KerasHub one")
+    return model
 
 
 def _gpt2_weights(backbone: keras_hub.models.GPT2Backbone) -> dict[str, np.ndarray]:
