@@ -59,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-console = Console()
+console, progress = Console(), Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ def timed(contender: Contender, work: Work, stop: tuple[int, ...] = ()) -> tuple
     """Time one call."""
     start = time.perf_counter()
     tokens = contender.generate(work, stop)
-    return time.perf_counter() - start, tokens
+    seconds = time.perf_counter() - start
+    progress.print(f"{contender.name}: {tokens.shape[1]} tokens in {seconds:.2f} s")
+    return seconds, tokens
 
 
 def warm_up(
@@ -185,7 +187,7 @@ def warm_up(
     if not first_only:
         stop = tuple(int(i) for i in np.unique([f["tokens"][:, 0] for f in found.values()]))
         for contender in field:
-            contender.generate(work, stop)
+            timed(contender, work, stop)
     return stop, found
 
 
