@@ -13,11 +13,11 @@ Peers that are not installed are left out. See docs/performance.md for what it m
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import statistics
 import time
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,13 +122,13 @@ def chosen_rows(names: list[str], is_quick: bool) -> list[Row]:
     return [quick(row) for row in rows] if is_quick else rows
 
 
-@functools.cache
+@cache
 def model(name: str, dtype: str) -> Any:
     """Build the model of a row, once."""
     return backbone_of(MODELS[name], name.split("_")[0], dtype)
 
 
-@functools.cache
+@cache
 def field(name: str, dtype: str, kind: str, only_keras: bool) -> tuple[list[Contender], list[str]]:
     """Make the contenders of a row, once for each model."""
     backbone = model(name, dtype)
@@ -172,6 +172,10 @@ def timed(contender: Contender, work: Work, stop: tuple[int, ...] = ()) -> tuple
     return seconds, tokens
 
 
+def _call(calls: list, contender: Contender, work: Work, stop: tuple[int, ...]) -> None:
+    calls.append(timed(contender, work, stop))
+
+
 def warm_up(
     field: list[Contender], work: Work, first_only: bool
 ) -> tuple[tuple[int, ...], dict[str, dict[str, Any]]]:
@@ -182,8 +186,10 @@ def warm_up(
         short = dataclasses.replace(work, length=work.prompts.shape[1] + 1)
         stop = tuple(int(i) for i in np.unique(field[0].generate(short)))
     for contender in field:
-        seconds, tokens = timed(contender, work, stop)
-        found[contender.name] = {"first_call_s": seconds, "tokens": tokens}
+        calls: list[tuple[float, np.ndarray]] = []
+        peak = peak_extra_bytes(partial(_call, calls, contender, work, stop))
+        seconds, tokens = calls[0]
+        found[contender.name] = {"first_call_s": seconds, "tokens": tokens, "peak": peak}
     if not first_only:
         stop = tuple(int(i) for i in np.unique([f["tokens"][:, 0] for f in found.values()]))
         for contender in field:
@@ -205,7 +211,7 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
     result = {
         **dataclasses.asdict(row),
         "notes": notes,
-        "bandwidth": statistics.median(bandwidths),
+        "bandwidth": max(bandwidths),
         "bytes_per_step": bytes_per_step(row, ours_and_peers[0]),
     }
     result["contenders"] = [
@@ -218,11 +224,7 @@ def _one_round(
     contender: Contender, work: Work, stop: tuple[int, ...], first_only: bool
 ) -> dict[str, float]:
     first, _ = timed(contender, work, stop)
-    if first_only:
-        return {"first": first, "total": first}
-    times: list[float] = []
-    peak = peak_extra_bytes(lambda: times.append(timed(contender, work)[0]))
-    return {"first": first, "total": times[0], "peak": float("nan") if peak is None else peak}
+    return {"first": first, "total": first if first_only else timed(contender, work)[0]}
 
 
 def _summary(
@@ -245,6 +247,7 @@ def _summary(
         "ours_over_it": statistics.median(
             r["total"] / o["total"] for r, o in zip(mine, ours, strict=True)
         ),
+        "peak_extra_bytes": found[name]["peak"],
         "distinct_tokens": len(np.unique(tokens)),
         "differs_from": None if row.kind == "overhead" else differs_from(reference, tokens),
     }
@@ -256,7 +259,6 @@ def _summary(
             "tokens_per_s": row.batch * new / total,
             "decode_tokens_per_s": decode,
             "share_of_limit": decode / limit,
-            "peak_extra_bytes": max(r["peak"] for r in mine),
         }
     return summary
 

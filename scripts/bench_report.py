@@ -17,14 +17,14 @@ _COLUMNS = {
         f"{c['total_s']:.2f} s ({c['spread_s'][0]:.2f}, {c['spread_s'][1]:.2f})"
     ),
     "compile": lambda c: f"{c['compile_s']:.0f} s",
-    "peak above rest": lambda c: _number(c, "peak_extra_bytes", "{:.0f} MiB", 2**-20),
+    "peak of first call": lambda c: _number(c, "peak_extra_bytes", "{:.0f} MiB", 2**-20),
     "ours is faster by": lambda c: f"{c['ours_over_it']:.2f}",
     "tokens": lambda c: _agreement(c["differs_from"]),
 }
 
 
 def _number(contender: dict[str, Any], key: str, form: str, factor: float = 1) -> str:
-    return form.format(contender[key] * factor) if key in contender else "-"
+    return form.format(contender[key] * factor) if contender.get(key) is not None else "-"
 
 
 def _agreement(differs_from: int | None) -> str:
