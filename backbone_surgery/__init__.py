@@ -30,6 +30,7 @@ from backbone_surgery.errors import (
 from backbone_surgery.figures import plot_attention, plot_grid, plot_lens
 from backbone_surgery.generation.captures import Captures
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.compile_cache import compile_cache
 from backbone_surgery.graph import clone_layer_graph
 from backbone_surgery.nested import rewrite_nested
 from backbone_surgery.opening import open_backbone, sites
@@ -108,6 +109,7 @@ __all__ = [
     "check",
     "clone_layer_graph",
     "collect",
+    "compile_cache",
     "contrast_pairs",
     "emit",
     "load_recipe",

@@ -16,3 +16,13 @@ def bucket(size: int, smallest: int = 1) -> int:
     power = 1 << (size - 1).bit_length()
     middle = power * 3 // 4
     return middle if middle >= size and power >= 4 else power
+
+
+def next_length(length: int, last: int) -> int:
+    """Return the next length of a cache that is full: twice as long, or the last one.
+
+    Example:
+        >>> next_length(256, 384), next_length(256, 1024)
+        (384, 512)
+    """
+    return min(2 * length, last)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from backbone_surgery.cache import new_cache
-from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import pack_left
@@ -17,6 +17,8 @@ from backbone_surgery.generation.strategies import Strategy
 
 _SMALLEST = 16
 _STOP_IDS = 8
+_GROWS_FROM = 256
+"""Slots of a cache that will have to grow: shorter ones are not worth a program of their own."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,37 @@ def run_batch(
         yield [Row(row[:0], True, {}) for row in batch.rows]
         return
     arguments = jax.device_put(_arguments(strategy, batch, padded, prompt))
-    cache = new_cache(programs.model, padded, bucket(max(last, prompt + 1), 2 * _SMALLEST))
+    length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
+    # Captures of a pattern have a column for each slot, so they keep to one length.
+    first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
+    cache = new_cache(programs.model, padded, first)
     state = programs.prefill(strategy, cache, arguments, batch.captures)
     slot, finished = prompt + 1, False
     while not finished:
         slot = last if chunk is None else min(slot + chunk, last)
-        state = programs.decode(strategy, state, arguments, slot)
+        state = _decode(programs, strategy, state, arguments, slot, length)
         rows = _read(strategy, state, batch, prompt)
         finished = all(row.finished for row in rows)
         if finished and batch.captures:
             rows = _with_captures(rows, strategy, state, batch, prompt)
         yield rows
+
+
+def _decode(
+    programs: Programs,
+    strategy: Strategy,
+    state: dict[str, Any],
+    arguments: dict[str, Any],
+    until: int,
+    last: int,
+) -> dict[str, Any]:
+    """Decode until a slot in a cache that grows, so that attention reads little that is empty."""
+    while True:
+        length = state["tokens"].shape[1]
+        state = programs.decode(strategy, state, arguments, min(until, length))
+        if until <= length or np.asarray(state["done"]).all():
+            return state
+        state = programs.grow(state, next_length(length, last))
 
 
 def _arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> dict[str, Any]:

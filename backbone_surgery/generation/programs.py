@@ -8,6 +8,7 @@ Rows are left-padded to one length: every row's last prompt token stands in the 
 rows write to one slot at each step, whatever their lengths.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,7 @@ class Programs:
 
     Attributes:
         compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`.
+            Those that only copy a cache into a longer one are not counted.
     """
 
     def __init__(self, backbone_with_cache: BackboneWithCache, head: keras.layers.Layer) -> None:
@@ -81,6 +83,21 @@ class Programs:
         args = (self.weights(), state, arguments, jnp.int32(until))
         return self._run("decode", (strategy.key,), run, args, (1,))
 
+    def grow(self, state: State, length: int) -> State:
+        """Give the state a longer cache; array by array, so that only one exists twice at a time.
+
+        Args:
+            state: from `prefill` or `decode`. It is taken over.
+            length: number of slots.
+        """
+        values = {"cache": 0, "tokens": 0, "cache_mask": True}
+        for name, value in values.items():
+            leaves, structure = jax.tree.flatten(state.pop(name))
+            for i, leaf in enumerate(leaves):
+                leaves[i] = _grow(leaf, length, value)
+            state[name] = jax.tree.unflatten(structure, leaves)
+        return state
+
     def _forward(self, variables: list[Any], weights: list[jax.Array]) -> Callable[..., Any]:
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(variables, weights, strict=True)
@@ -106,6 +123,13 @@ class Programs:
                     self.compilations[kind] += 1
                     self._compiled[key] = compiled
         return compiled(*args)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _grow(x: jax.Array, length: int, value: Any) -> jax.Array:
+    """Pad `[rows, slots, ...]` to more slots, on the same devices."""
+    widths = ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2))
+    return jnp.pad(x, widths, constant_values=value)
 
 
 def _pad(x: jax.Array, length: int, axis: int) -> jax.Array:

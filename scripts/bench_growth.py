@@ -1,0 +1,124 @@
+"""Measure what a token costs against the length of the cache, and against the number of blocks.
+
+    KERAS_BACKEND=jax python scripts/bench_growth.py --json growth.json --plot growth.png
+
+Every model decodes a few tokens at a time, in turns, and the fastest turn counts: what else runs
+on the machine can only slow a turn down.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from bench_machine import describe
+from bench_peers import backbone_of
+from rich.console import Console
+from rich.table import Table
+
+import backbone_surgery as bs
+from backbone_surgery.generation.engine import Batch, _arguments
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.generation.strategies import make_strategy
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+BLOCKS = (2, 4, 8, 16)
+CONFIG = {
+    "vocabulary_size": 1000,
+    "num_heads": 8,
+    "hidden_dim": 512,
+    "intermediate_dim": 2048,
+    "max_sequence_length": LENGTHS[-1],
+}
+PROMPT = 16
+
+
+class Decoder:
+    """A model with a cache of some length, ready to decode."""
+
+    def __init__(self, lm: bs.CachedCausalLM, length: int) -> None:
+        self.programs = lm.programs
+        self.strategy = make_strategy(lm.sampler)
+        budget = np.array([length - PROMPT], np.int32)
+        prompt = np.arange(PROMPT, dtype=np.int32)
+        batch = Batch([prompt], budget, np.zeros((1, 2), np.uint32), {}, Stops([]))
+        self.arguments = jax.device_put(_arguments(self.strategy, batch, 1, PROMPT))
+        cache = bs.new_cache(lm.backbone_with_cache, 1, length)
+        self.state = self.programs.prefill(self.strategy, cache, self.arguments)
+        self.slot = PROMPT + 1
+        self.seconds = float("inf")
+
+    def turn(self, steps: int) -> None:
+        """Decode some tokens, and keep the least time for one."""
+        self.slot += steps
+        start = time.perf_counter()
+        self.state = self.programs.decode(self.strategy, self.state, self.arguments, self.slot)
+        jax.block_until_ready(self.state)
+        self.seconds = min(self.seconds, (time.perf_counter() - start) / steps)
+
+
+def make(blocks: int) -> bs.CachedCausalLM:
+    """Make a model of some blocks."""
+    lm = bs.CachedCausalLM(backbone_of({**CONFIG, "num_layers": blocks}, "gpt2", "float32"))
+    lm.compile(sampler="greedy")
+    return lm
+
+
+def measure(decoders: dict[int, Decoder], turns: int, steps: int) -> dict[int, float]:
+    """Return the milliseconds that a token costs for each decoder."""
+    for decoder in decoders.values():
+        decoder.turn(steps)  # compiles
+        decoder.seconds = float("inf")
+    for _ in range(turns):
+        for decoder in decoders.values():
+            decoder.turn(steps)
+    return {key: 1000 * decoder.seconds for key, decoder in decoders.items()}
+
+
+def plot(figures: dict[str, dict[int, float]], to_file: Path) -> None:
+    """Draw both curves."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    for axes, (name, costs) in zip(figure.subplots(1, 2), figures.items(), strict=True):
+        axes.plot(list(costs), list(costs.values()), marker="o")
+        axes.set_xlabel(name)
+        axes.set_ylabel("ms per token")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(to_file, dpi=150)
+
+
+def main(
+    turns: Annotated[int, typer.Option(min=1)] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens in a turn.")] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot")] = None,
+) -> None:
+    """Measure both, and print a table of each."""
+    console, machine = Console(), describe()
+    four = make(4)
+    figures: dict[str, dict[int, float]] = {
+        "slots of the cache": measure({n: Decoder(four, n) for n in LENGTHS}, turns, steps),
+        "blocks": measure({n: Decoder(make(n), 256) for n in BLOCKS}, turns, steps),
+    }
+    console.print(machine)
+    for name, costs in figures.items():
+        table = Table(name, "ms per token")
+        for key, cost in costs.items():
+            table.add_row(str(key), f"{cost:.2f}")
+        console.print(table)
+    result: dict[str, Any] = {"machine": machine, "ms_per_token": figures}
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1))
+    if plot_file is not None:
+        plot(figures, plot_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

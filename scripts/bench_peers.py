@@ -1,0 +1,274 @@
+"""The contenders of the benchmark: each generates greedily, from the same weights and prompts.
+
+A contender has a `name` and `generate(work, stop)`, which returns the new tokens int[batch, new].
+`stop` holds token ids that end a row. The benchmark passes the first tokens as stop ids to time
+the first token alone, with the very program that runs the whole text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+import keras_hub
+import numpy as np
+
+import backbone_surgery as bs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is generated.
+
+    Attributes:
+        prompts: int32[batch, prompt].
+        length: tokens of a row in the end, its prompt included.
+        directions: float32[batch, blocks, hidden], what is added to each block's output, if any.
+        strengths: float32[batch], by how much.
+    """
+
+    prompts: np.ndarray
+    length: int
+    directions: np.ndarray | None = None
+    strengths: np.ndarray | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens each row gets."""
+        return self.length - self.prompts.shape[1]
+
+
+class Contender(Protocol):
+    """One way to generate."""
+
+    name: str
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Return the new tokens, int[batch, new]."""
+
+
+class Ours:
+    """This project: the rewired graph, steered at every block where the work says so."""
+
+    def __init__(self, backbone: keras.Model, steered: bool, name: str = "ours") -> None:
+        self.name = name
+        self.control = "bench" if steered else None
+        edited = backbone
+        if steered:
+            zeros = np.zeros(backbone.hidden_dim, "float32")
+            vector = {block: zeros for block in range(backbone.num_layers)}
+            edited = bs.operate(backbone, [bs.Steer("bench", vector, strength=0.0)])
+        self.lm = bs.CachedCausalLM(edited)
+        self.lm.compile(sampler="greedy")
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Generate all rows at once, each with its own vector and strength."""
+        controls = None
+        if self.control and work.directions is not None:
+            control = bs.Control(strength=work.strengths, directions=work.directions)
+            controls = {self.control: control}
+        prompts = {"token_ids": work.prompts, "padding_mask": np.ones_like(work.prompts)}
+        result = self.lm.generate(
+            prompts,
+            max_length=work.length,
+            stop_token_ids=stop or None,
+            strip_prompt=True,
+            controls=controls,
+        )
+        return result["token_ids"][:, : int(result["padding_mask"].sum(axis=1).max())]
+
+
+class KerasHub:
+    """KerasHub's own task over the same backbone."""
+
+    name = "keras_hub"
+
+    def __init__(self, backbone: keras.Model) -> None:
+        is_gpt2 = isinstance(backbone, keras_hub.models.GPT2Backbone)
+        task = keras_hub.models.GPT2CausalLM if is_gpt2 else keras_hub.models.GemmaCausalLM
+        self.task = task(backbone=backbone, preprocessor=None)
+        self.task.compile(sampler="greedy")
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Generate into arrays of the full length, as this task wants them."""
+        batch, prompt = work.prompts.shape
+        token_ids = np.zeros((batch, work.length), "int32")
+        token_ids[:, :prompt] = work.prompts
+        mask = np.zeros((batch, work.length), bool)
+        mask[:, :prompt] = True
+        inputs = {"token_ids": token_ids, "padding_mask": mask}
+        result = self.task.generate(inputs, stop_token_ids=stop or None)
+        new = 1 if stop else work.new_tokens
+        return np.asarray(result["token_ids"])[:, prompt : prompt + new]
+
+
+def convert_gpt2(backbone: keras_hub.models.GPT2Backbone) -> Any:
+    """Make a `transformers` GPT-2 with the weights of a KerasHub one, and compare their logits."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    weights = _gpt2_weights(backbone)
+    config = GPT2Config(
+        vocab_size=backbone.vocabulary_size,
+        n_positions=backbone.max_sequence_length,
+        n_embd=backbone.hidden_dim,
+        n_layer=backbone.num_layers,
+        n_head=backbone.num_heads,
+        n_inner=backbone.intermediate_dim,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    state = {name: torch.tensor(value) for name, value in weights.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    model.tie_weights()
+    token_ids = np.arange(8)[None]
+    hidden = backbone.predict_on_batch({"token_ids": token_ids, "padding_mask": token_ids >= 0})
+    wanted = hidden @ np.asarray(backbone.token_embedding.embeddings).T
+    with torch.inference_mode():
+        got = model.eval()(torch.tensor(token_ids)).logits.numpy()
+    if np.abs(got - wanted).max() > 1e-4 * np.abs(wanted).max():
+        raise RuntimeError("the converted model gives other logits than the KerasHub one")
+    return model
+
+
+def _gpt2_weights(backbone: keras_hub.models.GPT2Backbone) -> dict[str, np.ndarray]:
+    """Name the weights as `transformers` does. Its linear layers store [inputs, outputs]."""
+    size = backbone.hidden_dim
+    layer = backbone.get_layer
+    embedding = layer("token_embedding").embeddings
+    weights = {
+        "transformer.wte.weight": embedding,
+        "lm_head.weight": embedding,
+        "transformer.wpe.weight": layer("position_embedding").position_embeddings,
+        **_norm("transformer.ln_f", layer("layer_norm")),
+    }
+    for i in range(backbone.num_layers):
+        block, at = layer(f"transformer_layer_{i}"), f"transformer.h.{i}"
+        attention = block._self_attention_layer
+        parts = [attention.query_dense, attention.key_dense, attention.value_dense]
+        kernels = [np.reshape(part.kernel, (size, size)) for part in parts]
+        biases = [np.reshape(part.bias, size) for part in parts]
+        weights |= {
+            **_norm(f"{at}.ln_1", block._self_attention_layer_norm),
+            **_norm(f"{at}.ln_2", block._feedforward_layer_norm),
+            f"{at}.attn.c_attn.weight": np.concatenate(kernels, axis=1),
+            f"{at}.attn.c_attn.bias": np.concatenate(biases),
+            f"{at}.attn.c_proj.weight": np.reshape(attention.output_dense.kernel, (size, size)),
+            f"{at}.attn.c_proj.bias": attention.output_dense.bias,
+            f"{at}.mlp.c_fc.weight": block._feedforward_intermediate_dense.kernel,
+            f"{at}.mlp.c_fc.bias": block._feedforward_intermediate_dense.bias,
+            f"{at}.mlp.c_proj.weight": block._feedforward_output_dense.kernel,
+            f"{at}.mlp.c_proj.bias": block._feedforward_output_dense.bias,
+        }
+    return {name: np.array(value, "float32") for name, value in weights.items()}
+
+
+def _norm(name: str, norm: Any) -> dict[str, Any]:
+    return {f"{name}.weight": norm.gamma, f"{name}.bias": norm.beta}
+
+
+class HuggingFace:
+    """`transformers`' generate, as it comes or with a static cache and a compiled forward."""
+
+    def __init__(self, model: Any, static: bool) -> None:
+        import torch
+
+        self.name = "hf_static" if static else "hf"
+        self.model, self.static, self.torch = model, static, torch
+        self.eager = model.forward
+        self.compiled = torch.compile(model.forward) if static else model.forward
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Generate all rows at once."""
+        options = {"cache_implementation": "static"} if self.static else {}
+        self.model.forward = self.compiled
+        try:
+            return self._generate(work.prompts, work.new_tokens, stop, options)
+        finally:
+            self.model.forward = self.eager
+
+    def _generate(
+        self, prompts: np.ndarray, new_tokens: int, stop: tuple[int, ...], options: dict[str, Any]
+    ) -> np.ndarray:
+        token_ids = self.torch.tensor(prompts, dtype=self.torch.long)
+        with self.torch.inference_mode():
+            result = self.model.generate(
+                token_ids,
+                attention_mask=self.torch.ones_like(token_ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=list(stop) or None,
+                **options,
+            )
+        return result[:, prompts.shape[1] :].numpy()
+
+
+class Repeng(HuggingFace):
+    """repeng over `transformers`: it holds one vector and strength, so rows run in turn."""
+
+    def __init__(self, model: Any) -> None:
+        np.float_ = np.float64  # a name that NumPy 2 dropped, in a type annotation of repeng
+        from repeng import ControlModel
+
+        super().__init__(model, static=False)
+        self.name = "repeng"
+        self.blocks = range(model.config.n_layer)
+        with contextlib.redirect_stdout(None):
+            self.controlled = ControlModel(model, list(self.blocks))
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Set each row's vector, and generate it."""
+        rows = []
+        for i in range(len(work.prompts)):
+            if work.directions is not None:
+                control = work.strengths[i] * work.directions[i]
+                raw = {b: self.torch.tensor(control[b]) for b in self.blocks}
+                self.controlled.set_raw_control(raw)
+            rows.append(self._generate(work.prompts[i : i + 1], work.new_tokens, stop, {})[0])
+        self.controlled.reset()
+        return np.stack(rows)
+
+
+def contenders(
+    backbone: keras.Model, steered: bool, only_keras: bool
+) -> tuple[list[Contender], list[str]]:
+    """Make all contenders that can run here, and notes on those that cannot.
+
+    Args:
+        backbone: holds the weights.
+        steered: whether every block is steered; then repeng is the peer.
+        only_keras: leave out what needs PyTorch.
+    """
+    found: list[Contender] = [Ours(backbone, steered)]
+    if not steered:
+        found.append(KerasHub(backbone))
+    if only_keras or not isinstance(backbone, keras_hub.models.GPT2Backbone):
+        return found, ["transformers: left out"]
+    try:
+        model = convert_gpt2(backbone)
+        if steered:
+            return [*found, Repeng(model)], []
+        return [*found, HuggingFace(model, False), HuggingFace(model, True)], []
+    except ImportError as error:
+        return found, [f"transformers or repeng: left out, {error}"]
+
+
+def backbone_of(config: dict[str, Any], family: str, dtype: str, seed: int = 0) -> keras.Model:
+    """Build a backbone with random weights.
+
+    They are spread further than new ones are, so that texts vary and the greedy choice is clear.
+    """
+    kinds = {"gpt2": keras_hub.models.GPT2Backbone, "gemma": keras_hub.models.GemmaBackbone}
+    keras.utils.set_random_seed(seed)
+    backbone = kinds[family](**config, dtype=dtype)
+    rng = np.random.default_rng(seed)
+    for variable in backbone.trainable_variables:
+        if variable.ndim > 1:
+            scale = 0.1 if "embedding" in variable.path else backbone.hidden_dim**-0.5
+            variable.assign(scale * rng.standard_normal(variable.shape, "float32"))
+    return backbone

@@ -1,0 +1,71 @@
+"""How the benchmark shows what it measured: a table for each row, and a picture of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_COLUMNS = {
+    "contender": lambda c: c["name"],
+    "tokens/s": lambda c: _number(c, "tokens_per_s", "{:.1f}"),
+    "decode tokens/s": lambda c: _number(c, "decode_tokens_per_s", "{:.1f}"),
+    "of the limit": lambda c: _number(c, "share_of_limit", "{:.0%}"),
+    "first token": lambda c: f"{1000 * c['first_token_s']:.0f} ms",
+    "total (least, most)": lambda c: (
+        f"{c['total_s']:.2f} s ({c['spread_s'][0]:.2f}, {c['spread_s'][1]:.2f})"
+    ),
+    "compile": lambda c: f"{c['compile_s']:.0f} s",
+    "peak of first call": lambda c: _number(c, "peak_extra_bytes", "{:.0f} MiB", 2**-20),
+    "ours is faster by": lambda c: f"{c['ours_over_it']:.2f}",
+    "tokens": lambda c: _agreement(c["differs_from"]),
+}
+
+
+def _number(contender: dict[str, Any], key: str, form: str, factor: float = 1) -> str:
+    return form.format(contender[key] * factor) if contender.get(key) is not None else "-"
+
+
+def _agreement(differs_from: int | None) -> str:
+    return "" if differs_from is None else f"differ from {differs_from}"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return the table of one row of the benchmark."""
+    title = (
+        f"{result['name']}: {result['model']} {result['dtype']}, batch {result['batch']}, "
+        f"{result['prompt']} → {result['length']}, {result['bandwidth'] / 1e9:.1f} GB/s read, "
+        f"{result['bytes_per_step'] / 1e6:.1f} MB a step"
+    )
+    shown = Table(title=title)
+    for name in _COLUMNS:
+        shown.add_column(name, justify="left" if name == "contender" else "right")
+    for contender in result["contenders"]:
+        shown.add_row(*(show(contender) for show in _COLUMNS.values()))
+    return shown
+
+
+def plot(results: list[dict[str, Any]], to_file: Path) -> None:
+    """Draw tokens per second, a group of bars for each row."""
+    from matplotlib.figure import Figure
+
+    shown = [r for r in results if "tokens_per_s" in r["contenders"][0]]
+    names = list(dict.fromkeys(c["name"] for r in shown for c in r["contenders"]))
+    figure = Figure(figsize=(1.5 + 1.6 * len(shown), 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        bars = [
+            (k + i * width, c["tokens_per_s"])
+            for k, r in enumerate(shown)
+            for c in r["contenders"]
+            if c["name"] == name
+        ]
+        axes.bar([x for x, _ in bars], [y for _, y in bars], width, label=name)
+    middles = [k + 0.4 - width / 2 for k in range(len(shown))]
+    axes.set_xticks(middles, [r["name"] for r in shown])
+    axes.set_ylabel("tokens/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(to_file, dpi=150)
