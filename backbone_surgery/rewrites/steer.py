@@ -140,7 +140,7 @@ class Steer(SiteRewrite):
     def _check_hint(self, surgery: Surgery) -> None:
         hint = getattr(self.vector, "model_hint", None)
         known = surgery.model.family.model_types
-        if hint is not None and hint not in known:
+        if hint is not None and known and hint not in known:
             warnings.warn(
                 f"{self._where}: the vector says that it was made for a model of type '{hint}'; "
                 f"this one is of type {' or '.join(map(repr, known))}.",
