@@ -96,10 +96,10 @@ class Family:
 
     def model_type_of(self, owner: keras.Model) -> str:
         """Return the name that Hugging Face and llama.cpp have for the architecture of a model."""
-        blocks = (
-            n.operation for n in graph.all_nodes(owner) if isinstance(n.operation, self.block)
-        )
-        return self.model_type(next(blocks)) if self.model_type else self.model_types[0]
+        if self.model_type is None:
+            return next(iter(self.model_types), self.name)
+        layers = (node.operation for node in graph.all_nodes(owner))
+        return self.model_type(next(x for x in layers if isinstance(x, self.block)))
 
     def max_positions(self, model: keras.Model) -> int | None:
         """Return how many positions the model has learned, or `None` when it has no limit."""
