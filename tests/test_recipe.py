@@ -143,6 +143,7 @@ def fresh_process(tmp_path_factory):
     return wanted, dict(np.load(folder / "found.npz"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key, *_ in every_case()])
 def test_bit_equal_in_a_fresh_process(fresh_process, key):
     wanted, found = fresh_process
@@ -232,6 +233,7 @@ def test_an_edit_of_a_bundled_model_needs_no_backbone(tmp_path):
         bs.load_recipe(tmp_path / "r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_lora", [False, True])
 def test_int8(with_lora, tmp_path):
     """Loaded onto the backbone as it was before it was quantised, which stays as it is."""

@@ -80,6 +80,7 @@ def test_lora(family, backbone, rng, edited):
     assert lm.programs.compilations["decode"] == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["lm", "backbone", "edited"])
 def test_int8(family, backbone, rng, through):
     edited = bs.operate(backbone, [])
