@@ -6,6 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.conftest import FAMILIES, VOCABULARY, relative
+from tests.reference import run_chunks
 
 EXACT = 5e-6
 
@@ -27,29 +28,8 @@ def pair(request):
     return backbone, bs.rewire(backbone)
 
 
-def run_cached(model, inputs, chunks, room=3, **controls):
-    ids, mask = inputs["token_ids"], inputs["padding_mask"].astype(bool)
-    batch, width = ids.shape
-    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-    cache = bs.new_cache(model, batch, width + room)
-    cache_mask = np.concatenate([mask, np.ones((batch, room), bool)], axis=1)
-    outputs, start = [], 0
-    for chunk in chunks:
-        step = slice(start, start + chunk)
-        result = model.predict_on_batch(
-            {
-                "token_ids": ids[:, step],
-                "cache": cache,
-                "cache_update_index": np.int32(start),
-                "positions": positions[:, step],
-                "cache_mask": cache_mask,
-                **controls,
-            }
-        )
-        outputs.append(np.asarray(result["hidden_states"], "float32"))
-        cache, start = result["cache"], start + chunk
-    assert start == width
-    return np.concatenate(outputs, axis=1)
+def run_cached(model, inputs, chunks, **controls):
+    return run_chunks(model, inputs, chunks, **controls)[0]
 
 
 SHAPES = {
