@@ -100,12 +100,36 @@ class _Attention(keras.layers.Layer):
         mixed = ops.einsum("bkgts,bskh->btkgh", pattern, value)
         return ops.reshape(mixed, (batch, time, self.num_heads, self.head_dim))
 
+    def attend(self, query, key, value, mask):
+        """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
+
+        That is on a GPU, in half precision and without a soft cap; Keras then chooses cuDNN's flash
+        attention where the shapes allow it.
+        """
+        half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
+        if half and self.soft_cap is None and on_gpu():
+            # All in one dtype, as cuDNN wants them.
+            key, value = (ops.cast(x, query.dtype) for x in (key, value))
+            return ops.dot_product_attention(
+                query, key, value, mask=mask[:, None], scale=self.scale
+            )
+        return self.mix(self.pattern(query, key, mask), value)
+
     def drop(self, pattern, training):
         """Apply the block's own dropout to a pattern."""
         return pattern if self.dropout is None else self.dropout(pattern, training=training)
 
     def get_config(self):
         return {**super().get_config(), **self.settings()}
+
+
+def on_gpu() -> bool:
+    """Tell whether JAX is the backend and runs on a GPU."""
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return jax.default_backend() == "gpu"
 
 
 def _write(cache, cache_update_index, update):
@@ -161,7 +185,7 @@ class CachedSelfAttention(_Attention):
         key = _write(key_cache, cache_update_index, key)
         value = _write(value_cache, cache_update_index, value)
         mask = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.mix(self.pattern(query, key, mask), value), key, value
+        return self.attend(query, key, value, mask), key, value
 
     def compute_output_spec(
         self, query, key, value, key_cache, value_cache, cache_update_index, cache_mask

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import typer
 from bench_machine import describe, peak_extra_bytes, read_bandwidth
-from bench_peers import Contender, Ours, Work, backbone_of, contenders
+from bench_peers import Contender, Work, backbone_of, contenders
 from bench_report import plot, table
 from rich.console import Console
 
@@ -73,7 +73,8 @@ class Row:
         prompt: tokens of each.
         length: tokens of each row in the end, the prompt included.
         kind: `plain`; `first_token` (nothing more is timed); `steered` at every block, a vector
-            and strength for each row; `overhead` of that steering, against none.
+            and strength for each row; `overhead` of that steering, against none; `capture` of
+            every block's output, against none; `stream`, in chunks of 8 tokens, against none.
         dtype: of the weights.
         backend: of JAX, where the row is run by default.
     """
@@ -96,12 +97,19 @@ ROWS = [
     Row("strengths", "gpt2_124m", 8, 16, 128, kind="steered"),
     Row("vectors", "gpt2_124m", 32, 16, 128, kind="steered"),
     Row("steering", "gpt2_124m", 1, 16, 128, kind="overhead"),
+    Row("capture", "gpt2_124m", 1, 16, 128, kind="capture"),
+    Row("stream", "gpt2_124m", 1, 16, 256, kind="stream"),
     Row("gpu_gemma", "gemma_2b", 1, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gemma_batch32", "gemma_2b", 32, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gpt2", "gpt2_124m", 1, 16, 1024, dtype="bfloat16", backend="gpu"),
+    Row(
+        "gpu_steering", "gemma_2b", 1, 64, 512, kind="overhead", dtype="bfloat16", backend="gpu"
+    ),
+    Row("gpu_capture", "gemma_2b", 1, 64, 512, kind="capture", dtype="bfloat16", backend="gpu"),
+    Row("gpu_stream", "gemma_2b", 1, 64, 512, kind="stream", dtype="bfloat16", backend="gpu"),
 ]
 
-QUICK = ("gpt2_128", "first_token", "strengths", "steering")
+QUICK = ("gpt2_128", "first_token", "strengths", "steering", "capture", "stream")
 
 
 def quick(row: Row) -> Row:
@@ -131,10 +139,7 @@ def model(name: str, dtype: str) -> Any:
 @cache
 def field(name: str, dtype: str, kind: str, only_keras: bool) -> tuple[list[Contender], list[str]]:
     """Make the contenders of a row, once for each model."""
-    backbone = model(name, dtype)
-    if kind == "overhead":
-        return [Ours(backbone, True, "ours_steered"), Ours(backbone, False, "ours")], []
-    return contenders(backbone, kind == "steered", only_keras)
+    return contenders(model(name, dtype), kind, only_keras)
 
 
 def make_work(row: Row) -> Work:
@@ -143,7 +148,7 @@ def make_work(row: Row) -> Work:
     config = MODELS[row.model]
     shape = (row.batch, row.prompt)
     prompts = rng.integers(1, config["vocabulary_size"], shape, dtype=np.int32)
-    if row.kind in ("plain", "first_token"):
+    if row.kind not in ("steered", "overhead"):
         return Work(prompts, row.length)
     size = (row.batch, config["num_layers"], config["hidden_dim"])
     directions = 0.1 * rng.standard_normal(size, "float32")

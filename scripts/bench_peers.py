@@ -8,6 +8,7 @@ the first token alone, with the very program that runs the whole text.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,12 @@ import keras_hub
 import numpy as np
 
 import backbone_surgery as bs
+from backbone_surgery.generation.engine import Batch, run_batch
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.generation.strategies import make_strategy
+
+CHUNK = 8
+"""Tokens between two pieces of a stream."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +57,20 @@ class Contender(Protocol):
 
 
 class Ours:
-    """This project: the rewired graph, steered at every block where the work says so."""
+    """This project: the rewired graph, steered or captured at every block if asked to."""
 
-    def __init__(self, backbone: keras.Model, steered: bool, name: str = "ours") -> None:
+    def __init__(self, backbone: keras.Model, kind: str = "plain", name: str = "ours") -> None:
         self.name = name
-        self.control = "bench" if steered else None
-        edited = backbone
-        if steered:
+        self.control = "bench" if kind == "steered" else None
+        self.capturing = kind == "capturing"
+        rewrites: list[bs.Rewrite] = []
+        if self.control:
             zeros = np.zeros(backbone.hidden_dim, "float32")
             vector = {block: zeros for block in range(backbone.num_layers)}
-            edited = bs.operate(backbone, [bs.Steer("bench", vector, strength=0.0)])
-        self.lm = bs.CachedCausalLM(edited)
+            rewrites = [bs.Steer(self.control, vector, strength=0.0)]
+        if self.capturing:
+            rewrites = [bs.Capture("blocks.*")]
+        self.lm = bs.CachedCausalLM(bs.operate(backbone, rewrites) if rewrites else backbone)
         self.lm.compile(sampler="greedy")
 
     def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
@@ -76,8 +86,23 @@ class Ours:
             stop_token_ids=stop or None,
             strip_prompt=True,
             controls=controls,
+            return_captures=self.capturing,
         )
-        return result["token_ids"][:, : int(result["padding_mask"].sum(axis=1).max())]
+        tokens = result[0] if self.capturing else result
+        return tokens["token_ids"][:, : int(tokens["padding_mask"].sum(axis=1).max())]
+
+
+class Streaming(Ours):
+    """This project, handing out the tokens every few steps."""
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Generate all rows at once, in chunks."""
+        budget = np.full(len(work.prompts), work.new_tokens, np.int32)
+        seeds = np.zeros((len(budget), 2), np.uint32)
+        batch = Batch([*work.prompts], budget, seeds, {}, Stops([*stop]))
+        strategy = make_strategy(self.lm.sampler)
+        *_, rows = run_batch(self.lm.programs, strategy, batch, CHUNK)
+        return np.stack([row.new for row in rows])
 
 
 class KerasHub:
@@ -172,19 +197,23 @@ def _norm(name: str, norm: Any) -> dict[str, Any]:
 
 
 class HuggingFace:
-    """`transformers`' generate, as it comes or with a static cache and a compiled forward."""
+    """`transformers`' generate: as it comes, with a static cache and a compiled forward (`static`),
+    or returning the hidden states of all blocks (`capturing`).
+    """
 
-    def __init__(self, model: Any, static: bool) -> None:
+    def __init__(self, model: Any, static: bool = False, capturing: bool = False) -> None:
         import torch
 
-        self.name = "hf_static" if static else "hf"
-        self.model, self.static, self.torch = model, static, torch
+        self.name = "hf_static" if static else "hf_hidden_states" if capturing else "hf"
+        self.model, self.static, self.torch, self.capturing = model, static, torch, capturing
         self.eager = model.forward
         self.compiled = torch.compile(model.forward) if static else model.forward
 
     def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
         """Generate all rows at once."""
-        options = {"cache_implementation": "static"} if self.static else {}
+        options: dict[str, Any] = {"cache_implementation": "static"} if self.static else {}
+        if self.capturing:
+            options = {"output_hidden_states": True, "return_dict_in_generate": True}
         self.model.forward = self.compiled
         try:
             return self._generate(work.prompts, work.new_tokens, stop, options)
@@ -205,7 +234,8 @@ class HuggingFace:
                 eos_token_id=list(stop) or None,
                 **options,
             )
-        return result[:, prompts.shape[1] :].numpy()
+        token_ids = result.sequences if self.capturing else result
+        return token_ids[:, prompts.shape[1] :].numpy()
 
 
 class Repeng(HuggingFace):
@@ -215,7 +245,7 @@ class Repeng(HuggingFace):
         np.float_ = np.float64  # a name that NumPy 2 dropped, in a type annotation of repeng
         from repeng import ControlModel
 
-        super().__init__(model, static=False)
+        super().__init__(model)
         self.name = "repeng"
         self.blocks = range(model.config.n_layer)
         with contextlib.redirect_stdout(None):
@@ -235,25 +265,33 @@ class Repeng(HuggingFace):
 
 
 def contenders(
-    backbone: keras.Model, steered: bool, only_keras: bool
+    backbone: keras.Model, kind: str, only_keras: bool
 ) -> tuple[list[Contender], list[str]]:
-    """Make all contenders that can run here, and notes on those that cannot.
+    """Make all contenders of a kind of row that can run here, and notes on those that cannot.
 
     Args:
         backbone: holds the weights.
-        steered: whether every block is steered; then repeng is the peer.
+        kind: see `bench.Row`.
         only_keras: leave out what needs PyTorch.
     """
-    found: list[Contender] = [Ours(backbone, steered)]
-    if not steered:
-        found.append(KerasHub(backbone))
+    ours: dict[str, Callable[[], list[Contender]]] = {
+        "steered": lambda: [Ours(backbone, "steered")],
+        "overhead": lambda: [Ours(backbone, "steered", "ours_steered"), Ours(backbone)],
+        "capture": lambda: [Ours(backbone, "capturing", "ours_capturing"), Ours(backbone)],
+        "stream": lambda: [Streaming(backbone, name="ours_streaming"), Ours(backbone)],
+    }
+    found = ours.get(kind, lambda: [Ours(backbone), KerasHub(backbone)])()
+    if kind in ("overhead", "stream"):
+        return found, []
     if only_keras or not isinstance(backbone, keras_hub.models.GPT2Backbone):
         return found, ["transformers: left out"]
     try:
         model = convert_gpt2(backbone)
-        if steered:
+        if kind == "steered":
             return [*found, Repeng(model)], []
-        return [*found, HuggingFace(model, False), HuggingFace(model, True)], []
+        if kind == "capture":
+            return [*found, HuggingFace(model, capturing=True)], []
+        return [*found, HuggingFace(model), HuggingFace(model, static=True)], []
     except ImportError as error:
         return found, [f"transformers or repeng: left out, {error}"]
 

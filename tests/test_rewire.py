@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import attention
 from tests.conftest import FAMILIES, VOCABULARY, relative
 from tests.reference import run_chunks
 
@@ -103,6 +104,27 @@ def test_bfloat16(family, rng):
     model = bs.rewire(backbone)
     assert {t.dtype for pair in model.input["cache"] for t in pair.values()} == {"bfloat16"}
     assert relative(run_cached(model, inputs, [9, 1, 6]), wanted) <= 2e-2
+
+
+def test_the_fused_attention_of_a_gpu_computes_the_same(family, rng, monkeypatch):
+    """Keras runs the op without cuDNN here; what it is given is the same on a GPU."""
+    calls = []
+    fused = keras.ops.dot_product_attention
+    backbone = FAMILIES[family](dtype="bfloat16")
+    inputs = left_padded(rng, [16, 11], 16)
+    wanted = run_cached(bs.rewire(backbone), inputs, [9, 1, 6])
+    monkeypatch.setattr(attention, "on_gpu", lambda: True)
+    monkeypatch.setattr(
+        attention.ops, "dot_product_attention", lambda *a, **k: calls.append(k) or fused(*a, **k)
+    )
+    got = run_cached(bs.rewire(backbone), inputs, [9, 1, 6])
+    assert np.isfinite(got).all()
+    assert relative(got, wanted, inputs["padding_mask"].astype(bool)) <= 2e-2
+    assert relative(got[:1], run(backbone, inputs)[:1]) <= 2e-2
+    assert bool(calls) == (family != "gemma2")  # which caps its scores
+    calls.clear()
+    run_cached(bs.rewire(FAMILIES[family]()), inputs, [16])
+    assert not calls  # float32 stays as it is
 
 
 def test_same_variables_at_every_stage(backbone):

@@ -75,7 +75,7 @@ def run_batch(
     if last == prompt and not batch.captures:
         yield [Row(row[:0], True, {}) for row in batch.rows]
         return
-    arguments = jax.device_put(_arguments(strategy, batch, padded, prompt))
+    arguments = jax.device_put(make_arguments(strategy, batch, padded, prompt))
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
     # Captures of a pattern have a column for each slot, so they keep to one length.
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
@@ -109,7 +109,7 @@ def _decode(
         state = programs.grow(state, next_length(length, last))
 
 
-def _arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> dict[str, Any]:
+def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> dict[str, Any]:
     """Pad the batch to its bucket: rows that fill it up repeat the first one and end at once."""
     index = np.arange(padded)
     index[len(batch.rows) :] = 0

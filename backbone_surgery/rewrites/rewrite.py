@@ -67,7 +67,7 @@ class Surgery:
     fired: list[str] = field(default_factory=list)
     trained: list[keras.layers.Layer] = field(default_factory=list)
     stream: keras.KerasTensor | None = None
-    _made: dict[str, keras.KerasTensor] = field(default_factory=dict)
+    _made: dict[str, Any] = field(default_factory=dict)
 
     def select(self, selector: str) -> list[Place]:
         """Return the sites that a selector picks; raises when it picks none."""
@@ -108,8 +108,8 @@ class Surgery:
         self.defaults[name] = default
         return tensor
 
-    def once(self, name: str, make: Callable[[], keras.KerasTensor]) -> keras.KerasTensor:
-        """Make a tensor at the first site that wants it, and share it with the others."""
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Make something at the first site that wants it, and share it with the others."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -141,10 +141,13 @@ class Rewrite(abc.ABC):
             model, instead of the layers inside it.
         captures: whether what the visitor emits becomes an output of the model, instead of a signal
             for later rewrites.
+        files: names of fields that are paths of files. In a recipe they are empty: what was read
+            is in other fields of the rewrite as the model remembers it.
     """
 
     whole_blocks: ClassVar[bool] = False
     captures: ClassVar[bool] = False
+    files: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def visitor(self, surgery: Surgery) -> graph.CloneFn:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -34,12 +34,15 @@ class SparseAutoencoder(SiteRewrite):
     ablate. With a feature, x becomes x + amount · W_dec[feature]. The amount is a control, a number
     or one for each row. The autoencoder's weights are not trained.
 
+    The files are read once: `edited.rewrites[i]` holds the layers made of them, and no path.
+
     Attributes:
         at: selector of one site of hidden states.
         path: the folder.
         feature: which feature to steer by, or `None` to splice.
         amount: where the control is not given.
         name: name of the control.
+        layers: the layers, to use instead of reading `path`.
     """
 
     at: str
@@ -47,6 +50,9 @@ class SparseAutoencoder(SiteRewrite):
     feature: int | None = None
     amount: float = 1.0
     name: str = "sae"
+    layers: tuple[keras.layers.Layer, ...] = ()
+
+    files: ClassVar[tuple[str, ...]] = ("path",)
 
     @property
     def control(self) -> str:
@@ -65,28 +71,46 @@ class SparseAutoencoder(SiteRewrite):
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
-        """Read the autoencoder and put it at the site."""
-        weights, k = read_autoencoder(self.path)
-        latents, size = weights["W_dec"].shape
-        if tuple(x.shape[2:]) != (size,):
+        """Put the layers at the site."""
+        layers = surgery.once("layers", lambda: self.layers or self._read(place.path))
+        if layers[0].size != x.shape[-1] or len(x.shape) != 3:
             raise SurgeryError(
                 f"SparseAutoencoder at '{place.path}': expected one for {list(x.shape[2:])}, as "
-                f"stands there. Received one for [{size}] in '{self.path}'. Use the site that it "
-                "was trained on."
+                f"stands there. Received one for [{layers[0].size}] in '{self.path}'. Use the site "
+                "that it was trained on."
             )
         amount = surgery.inputs[f"{self.name}_amount"]
+        if self.feature is not None:
+            return layers[0](x, amount)
+        features = Site("sae_latents", name=f"{self.name}_latents")(layers[0](x))
+        return layers[1](x, features, amount)
+
+    def _read(self, where: str) -> tuple[keras.layers.Layer, ...]:
+        """Make the layers of what the files hold."""
+        weights, k = read_autoencoder(self.path)
+        latents, size = weights["W_dec"].shape
+        encoder, center = weights["encoder.weight"].T, weights["b_dec"]
         if self.feature is None:
-            encoder = Encoder(weights, k, name=f"{self.name}_encoder")
-            features = Site("sae_latents", name=f"{self.name}_latents")(encoder(x))
-            return Decoder(weights, name=f"{self.name}_decoder")(x, features, amount)
+            return (
+                filled(
+                    Encoder(latents, size, k, name=f"{self.name}_encoder"),
+                    (encoder, weights["encoder.bias"], center),
+                ),
+                filled(
+                    Decoder(latents, size, name=f"{self.name}_decoder"), (weights["W_dec"], center)
+                ),
+            )
         if not isinstance(self.feature, int | np.integer) or not 0 <= self.feature < latents:
             raise SurgeryError(
-                f"SparseAutoencoder at '{place.path}': expected a feature from 0 to {latents - 1}. "
+                f"SparseAutoencoder at '{where}': expected a feature from 0 to {latents - 1}. "
                 f"Received {self.feature!r}. Choose one of the autoencoder's."
             )
-        return FeatureSteering(weights["W_dec"][self.feature], name=f"{self.name}_feature")(
-            x, amount
-        )
+        layer = FeatureSteering(size, name=f"{self.name}_feature")
+        return (filled(layer, (weights["W_dec"][self.feature],)),)
+
+    def applied(self, surgery: Surgery) -> "SparseAutoencoder":
+        """Return the rewrite with the layers that it made."""
+        return replace(self, path="", layers=surgery.once("layers", tuple))
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind an amount: a number, or one for each row."""
@@ -129,29 +153,47 @@ def read_autoencoder(path: str) -> tuple[dict[str, np.ndarray], int]:
 
 
 class _Fixed(keras.layers.Layer):
-    """A layer of given weights that are not trained, computed in float32."""
+    """A layer of given weights that are not trained, computed in float32.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(autocast=False, dtype="float32", **kwargs)
+    Args:
+        sizes: by the names of the arguments, as `get_config` gives them back.
+    """
 
-    def fixed(self, name: str, value: np.ndarray) -> Any:
-        """Make a variable of a value."""
-        variable = self.add_weight(
-            name=name, shape=value.shape, initializer="zeros", trainable=False, autocast=False
+    def __init__(self, sizes: dict[str, int], **kwargs: Any) -> None:
+        super().__init__(autocast=False, **{**kwargs, "dtype": "float32"})
+        self.sizes, self.size = sizes, sizes["size"]
+
+    def fixed(self, name: str, *shape: int) -> Any:
+        """Make a variable, zero until it is filled."""
+        return self.add_weight(
+            name=name, shape=shape, initializer="zeros", trainable=False, autocast=False
         )
+
+    def build(self, *shapes):
+        """Build nothing: the weights are there from the start."""
+
+    def get_config(self):
+        """Return the sizes."""
+        return {**super().get_config(), **self.sizes}
+
+
+def filled(layer: _Fixed, values: tuple[np.ndarray, ...]) -> _Fixed:
+    """Fill a layer's weights, in their order."""
+    for variable, value in zip(layer.weights, values, strict=True):
         variable.assign(value)
-        return variable
+    return layer
 
 
+@keras.saving.register_keras_serializable("backbone_surgery")
 class Encoder(_Fixed):
     """Encode float[batch, time, size] as its k largest features, float32[batch, time, latents]."""
 
-    def __init__(self, weights: dict[str, np.ndarray], k: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, latents: int, size: int, k: int, **kwargs: Any) -> None:
+        super().__init__({"latents": latents, "size": size, "k": k}, **kwargs)
         self.k = k
-        self.weight = self.fixed("weight", weights["encoder.weight"].T)
-        self.bias = self.fixed("bias", weights["encoder.bias"])
-        self.center = self.fixed("center", weights["b_dec"])
+        self.weight = self.fixed("weight", size, latents)
+        self.bias = self.fixed("bias", latents)
+        self.center = self.fixed("center", size)
 
     def call(self, x):
         """Return the features, zero but for the k largest of each token."""
@@ -165,13 +207,14 @@ class Encoder(_Fixed):
         return keras.KerasTensor((*x.shape[:-1], self.weight.shape[1]), "float32")
 
 
+@keras.saving.register_keras_serializable("backbone_surgery")
 class Decoder(_Fixed):
     """Decode features, and mix the reconstruction with what it is of."""
 
-    def __init__(self, weights: dict[str, np.ndarray], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.weight = self.fixed("weight", weights["W_dec"])
-        self.bias = self.fixed("bias", weights["b_dec"])
+    def __init__(self, latents: int, size: int, **kwargs: Any) -> None:
+        super().__init__({"latents": latents, "size": size}, **kwargs)
+        self.weight = self.fixed("weight", latents, size)
+        self.bias = self.fixed("bias", size)
 
     def call(self, x, features, amount):
         """Return x, float32[batch] amounts of the way to the reconstruction."""
@@ -186,12 +229,13 @@ class Decoder(_Fixed):
         return keras.KerasTensor(x.shape, x.dtype)
 
 
+@keras.saving.register_keras_serializable("backbone_surgery")
 class FeatureSteering(_Fixed):
     """Add a multiple of one feature's decoder row."""
 
-    def __init__(self, direction: np.ndarray, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.direction = self.fixed("direction", direction)
+    def __init__(self, size: int, **kwargs: Any) -> None:
+        super().__init__({"size": size}, **kwargs)
+        self.direction = self.fixed("direction", size)
 
     def call(self, x, amount):
         """Return x + amount · direction; x itself where the amount is zero."""

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import keras
@@ -22,6 +22,7 @@ from backbone_surgery.rewrites.control import (
     token_rows,
 )
 from backbone_surgery.rewrites.rewrite import Rows, SiteRewrite, Surgery
+from backbone_surgery.rewrites.steering import Steering, SteeringDirections, SteeringScale
 from backbone_surgery.site import Place
 
 
@@ -45,6 +46,15 @@ class Steer(SiteRewrite):
         strength: where the control is not given.
         when: name of a `Condition` before it in the list; a row is steered from the token on at
             which its condition is met.
+        trainable: whether the directions are learned.
+        learned: the layer that holds learned directions, to use instead of a new one.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub, numpy as np
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> edited = bs.operate(backbone, [bs.Steer("mood", {1: np.zeros(8)}, trainable=True)])
+        >>> [v.shape for v in edited.trainable_variables], edited.rewrites[0].directions[1].shape
+        ([(1, 8)], (8,))
     """
 
     name: str
@@ -55,6 +65,8 @@ class Steer(SiteRewrite):
     renormalize: bool = False
     strength: float = 1.0
     when: str | None = None
+    trainable: bool = False
+    learned: SteeringDirections | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("add", "ablate"):
@@ -66,6 +78,7 @@ class Steer(SiteRewrite):
         directions = read_directions(self.vector, self._where)
         if not hasattr(self.vector, "directions"):
             object.__setattr__(self, "vector", directions)
+        self._check_trainable(directions)
 
     @property
     def _where(self) -> str:
@@ -78,7 +91,10 @@ class Steer(SiteRewrite):
 
     @property
     def directions(self) -> dict[int, np.ndarray]:
-        """The direction of each steered block, in the order of the blocks."""
+        """The direction of each steered block as it is now, in the order of the blocks."""
+        if self.learned is not None and self.learned.built:
+            rows = ops.convert_to_numpy(self.learned.directions)
+            return dict(zip(self.learned.blocks, rows.copy(), strict=True))
         return read_directions(self.vector, self._where)
 
     def choose(self, surgery: Surgery) -> list[Place]:
@@ -108,7 +124,8 @@ class Steer(SiteRewrite):
         directions = np.stack(list(self.directions.values()))
         default_range = token_range(self.tokens, LAST, self._where)
         surgery.control(f"{self.name}_strength", np.full(len(directions), self.strength, "float32"))
-        surgery.control(f"{self.name}_directions", directions)
+        if not self.trainable:
+            surgery.control(f"{self.name}_directions", directions)
         surgery.control(f"{self.name}_tokens", np.array([*default_range, LAST], "int32"))
         schedule = np.ones(1 + SCHEDULE_STEPS, "float32")
         surgery.control(f"{self.name}_schedule", schedule, (None,))
@@ -127,8 +144,45 @@ class Steer(SiteRewrite):
         blocks: list[int | None] = [*directions]
         index = blocks.index(place.block)
         layer = Steering(index, self.mode, self.renormalize, name=f"steer_{self.name}")
-        inputs = [surgery.inputs[f"{self.name}_{part}"] for part in ("strength", "directions")]
-        return layer(x, surgery.once("scale", lambda: self._scale(surgery)), *inputs)
+        strength = surgery.inputs[f"{self.name}_strength"]
+        scale = surgery.once("scale", lambda: self._scale(surgery))
+        if not self.trainable:
+            return layer(x, scale, strength, surgery.inputs[f"{self.name}_directions"])
+        learned = surgery.once("directions", lambda: self._learned(surgery)(strength))
+        return layer(x, scale, strength, learned)
+
+    def _learned(self, surgery: Surgery) -> SteeringDirections:
+        """Return the layer that holds the directions, and declare it to be trained."""
+        layer = self.learned
+        if layer is None:
+            start = np.stack(list(self.directions.values()))
+            name = f"learned_{self.name}"
+            layer = SteeringDirections(list(self.directions), start.shape[1], name=name)
+            layer.build(None)
+            layer.directions.assign(start)
+        surgery.train(layer)
+        return layer
+
+    def applied(self, surgery: Surgery) -> "Steer":
+        """Return the rewrite with the layer that it made."""
+        return replace(self, learned=surgery.trained[0]) if self.trainable else self
+
+    def _check_trainable(self, directions: Mapping[int, np.ndarray]) -> None:
+        where = f"{self._where} with trainable={self.trainable}"
+        if self.learned is not None and (
+            not self.trainable or self.learned.blocks != list(directions)
+        ):
+            raise SurgeryError(
+                f"{where}: expected `learned` of a trainable Steer of blocks {list(directions)}. "
+                f"Received one of blocks {self.learned.blocks}. Leave `learned` out to start anew."
+            )
+        flat = [block for block, direction in directions.items() if not direction.any()]
+        if self.trainable and (self.strength == 0 or (self.mode == "ablate" and flat)):
+            received = "strength 0" if self.strength == 0 else f"zeros at blocks {flat}"
+            raise SurgeryError(
+                f"{where}: expected a start that has a gradient: a strength other than 0, and in "
+                f"mode 'ablate' directions other than zero. Received {received}. Start elsewhere."
+            )
 
     def _scale(self, surgery: Surgery) -> keras.KerasTensor:
         tokens, schedule = (surgery.inputs[f"{self.name}_{p}"] for p in ("tokens", "schedule"))
@@ -162,80 +216,12 @@ class Steer(SiteRewrite):
             f"{self.name}_tokens": token_rows(tokens, rows.prompt_lengths, where),
         }
         if control.directions is not None:
+            if self.trainable:
+                raise SurgeryError(
+                    f"{where}: expected no directions for a Steer that learns its own. Received "
+                    "some. Use a Steer without `trainable`."
+                )
             bound[f"{self.name}_directions"] = direction_rows(
                 control.directions, rows.batch, blocks, hidden_dim, where
             )
         return bound
-
-
-class SteeringScale(keras.layers.Layer):
-    """Give the factor of the strength at each token: 0 where a row is not steered.
-
-    Call arguments:
-        positions: int32[batch, time].
-        tokens: int32[batch, 3]: first position steered, the one after the last, and the number of
-            prompt tokens.
-        schedule: float32[batch, 1 + steps]: the factor over the prompt, then at each generated
-            token; the last one holds.
-        met: bool[batch, time], whether the condition of the row is met; always, if left out.
-
-    Returns:
-        float32[batch, time].
-    """
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
-
-    def call(self, positions, tokens, schedule, met=None):
-        """Look up the schedule, inside the range."""
-        inside = ops.logical_and(positions >= tokens[:, :1], positions < tokens[:, 1:2])
-        if met is not None:
-            inside = ops.logical_and(inside, met)
-        step = ops.clip(positions - tokens[:, 2:] + 1, 0, ops.shape(schedule)[1] - 1)
-        return ops.where(inside, ops.take_along_axis(schedule, step, axis=1), 0.0)
-
-    def compute_output_spec(self, positions, tokens, schedule, met=None):
-        """One number for each token."""
-        return keras.KerasTensor(positions.shape, "float32")
-
-
-class Steering(keras.layers.Layer):
-    """Steer one site. Holds no direction: all it needs are inputs.
-
-    Args:
-        index: which of the steered sites this is.
-        mode: see `Steer`.
-        renormalize: see `Steer`.
-
-    Call arguments:
-        x: float[batch, time, hidden_dim].
-        scale: float32[batch, time], from `SteeringScale`.
-        strength: float32[batch, sites].
-        directions: float32[batch, sites, hidden_dim].
-    """
-
-    def __init__(self, index: int, mode: str, renormalize: bool, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
-        self.index, self.mode, self.renormalize = index, mode, renormalize
-
-    def call(self, x, scale, strength, directions):
-        """Steer the tokens in range; leave the others, and strength 0, exactly as they are."""
-        strength = (scale * strength[:, self.index, None])[..., None]
-        direction = directions[:, self.index, None, :]
-        h = ops.cast(x, "float32")
-        if self.mode == "add":
-            steered = h + strength * direction
-        else:
-            unit = direction / ops.maximum(_norm(direction), 1e-12)
-            steered = h - strength * unit * ops.sum(h * unit, axis=-1, keepdims=True)
-        if self.renormalize:
-            steered = steered * _norm(h) / ops.maximum(_norm(steered), 1e-12)
-        return ops.where(ops.not_equal(strength, 0), ops.cast(steered, x.dtype), x)
-
-    def compute_output_spec(self, x, scale, strength, directions):
-        """Keep the shape and dtype of `x`."""
-        return keras.KerasTensor(x.shape, x.dtype)
-
-
-def _norm(x):
-    return ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))

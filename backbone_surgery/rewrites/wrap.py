@@ -107,7 +107,8 @@ class Wrap(Rewrite):
 
     Attributes:
         at: selector of whole blocks.
-        make_layer: `(block) -> keras.layers.Layer`.
+        make_layer: `(block) -> keras.layers.Layer`. Registered by
+            `keras.saving.register_keras_serializable`, it can be in a recipe.
 
     Example:
         >>> import backbone_surgery as bs, keras, keras_hub

@@ -2,13 +2,14 @@
 
 A rewrite is a frozen dataclass, so its fields say all there is to say about it. Numbers, strings,
 lists, tuples and dicts become JSON; arrays go into a file of arrays under the path of their field;
-a layer becomes its config. A function has no description, and nothing here ever runs code that
-came from a file.
+a layer becomes its config, and a class or function the name under which it is registered. Any other
+function has no description, and nothing here ever runs code that came from a file.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar
 
 import keras
@@ -112,6 +113,7 @@ class Describer:
             )
         fields = [f for f in dataclasses.fields(kind) if f.init]  # type: ignore[arg-type]
         described = {f.name: getattr(rewrite, f.name) for f in fields}
+        _check_files(kind, described, f"save_recipe at '{where}'", SurgeryError)
         return {
             "type": names[kind],
             "fields": {n: self.value(v, f"{where}.{n}") for n, v in described.items()},
@@ -139,6 +141,10 @@ class Describer:
         if isinstance(value, np.ndarray | np.generic) and value.dtype in NAMES:
             self.arrays[where] = held(value)
             return {"scalar" if isinstance(value, np.generic) else "array": where}
+        if isinstance(value, type | FunctionType):
+            name = keras.saving.get_registered_name(value)
+            if keras.saving.get_registered_object(name) is value:
+                return {"registered": name}
         raise _no_description(where, value)
 
     def _number(self, value: float, where: str) -> float:
@@ -197,6 +203,7 @@ class Rebuilder:
                 f"{', '.join(f.name for f in own)}. Received {', '.join(fields)[:200]}. The recipe "
                 "was made by another release of that class."
             )
+        _check_files(self._known[kind], fields, f"load_recipe at '{where}'", RecipeError)
         for name, value in fields.items():
             self._check_value(value, f"{where}.{name}")
 
@@ -211,6 +218,12 @@ class Rebuilder:
         elif kind == "layer":
             if inner >= len(self.configs):
                 raise _no_such(where, f"layer {inner}")
+        elif kind == "registered":
+            if keras.saving.get_registered_object(inner) is None:
+                raise RecipeError(
+                    f"load_recipe at '{where}': expected a class or function that this process has "
+                    f"registered. Received '{inner[:80]}'. Import the module that registers it."
+                )
         elif kind == "rewrite":
             self.check(inner, where)
         else:
@@ -243,6 +256,7 @@ class Rebuilder:
             "array": lambda: self.arrays[inner].read().copy(),
             "scalar": lambda: self.arrays[inner].read()[()],
             "layer": lambda: self._layer(inner),
+            "registered": lambda: keras.saving.get_registered_object(inner),
             "rewrite": lambda: self.rewrite(inner, inner["type"]),
         }
         return make[kind]()
@@ -251,6 +265,18 @@ class Rebuilder:
         if number not in self._made:
             self._made[number] = make_layer(self.configs[number], f"layers.{number}")
         return self._made[number]
+
+
+def _check_files(
+    kind: type[Rewrite], fields: Mapping[str, Any], where: str, error: type[SurgeryError]
+) -> None:
+    """Check that a recipe names no file outside of it."""
+    for name in kind.files:
+        if fields.get(name):
+            raise error(
+                f"{where}: expected no path in the field '{name}'. Received one, and a recipe "
+                "never reads a file outside of it. Save a model that the rewrite was applied to."
+            )
 
 
 def _no_such(where: str, what: str) -> RecipeError:
@@ -263,7 +289,8 @@ def _no_such(where: str, what: str) -> RecipeError:
 def _no_description(where: str, value: Any) -> SurgeryError:
     shown = getattr(value, "__name__", type(value).__name__)
     return SurgeryError(
-        f"save_recipe at '{where}': expected numbers, strings, arrays, layers, or lists and dicts "
-        f"of these. Received '{shown}' of type {type(value).__name__}, which has no description. "
+        f"save_recipe at '{where}': expected numbers, strings, arrays, layers, classes and "
+        "functions registered by `keras.saving.register_keras_serializable`, or lists and dicts of "
+        f"these. Received '{shown}' of type {type(value).__name__}, which has no description. "
         f"{_INSTEAD}"
     )

@@ -99,13 +99,12 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
         if reason is not None:
             refused.append(f"{shown}: {reason}")
             continue
-        directions = getattr(rewrite.vector, "directions", rewrite.vector)
         for path in fired.sites:
             layer, residual = _writer(tensors[path], rewrite.mode)
             if layer is None:
                 refused.append(f"{shown} at '{path}': {_NO_LAYER[rewrite.mode]}")
                 continue
-            vector = np.asarray(directions[int(path.split(".")[1])], "float32")
+            vector = np.asarray(rewrite.directions[int(path.split(".")[1])], "float32")
             ablate = rewrite.mode == "ablate"
             folds.append(_Fold(layer, vector, rewrite.strength, ablate, residual))
     if refused:

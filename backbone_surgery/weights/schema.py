@@ -60,6 +60,7 @@ SCHEMA: dict[str, Any] = {
                 _one("array", _PATH),
                 _one("scalar", _PATH),
                 _one("layer", {"type": "integer", "minimum": 0, "maximum": 10**6}),
+                _one("registered", _NAME),
                 _one("rewrite", {"$ref": "#/$defs/rewrite"}),
             ]
         },
