@@ -4,14 +4,14 @@
 
 All patch every block at every token of one text, on the same random weights of GPT-2's shape, and
 their grids are compared. The two texts differ in their first token, so no cell can be left out.
-TransformerLens is left out where it is not installed: `pip install --no-deps transformer-lens`.
+TransformerLens is left out where it is not installed.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +63,8 @@ def loop(backbone: keras.Model, clean: np.ndarray, corrupted: np.ndarray) -> Gri
 
     def run() -> np.ndarray:
         outputs = capturing.predict_on_batch({"token_ids": clean[None], "padding_mask": mask})
-        values = [np.asarray(v) for v in outputs["captures"].values()]
+        captures = outputs["captures"]
+        values = [np.asarray(captures[f"blocks.{b}"]) for b in range(len(captures))]
         cells = [[cell(values, b, t) for t in range(len(clean))] for b in range(len(values))]
         return np.array(cells, "float32")
 
@@ -73,37 +74,32 @@ def loop(backbone: keras.Model, clean: np.ndarray, corrupted: np.ndarray) -> Gri
 def transformer_lens(backbone: keras.Model, clean: np.ndarray, corrupted: np.ndarray) -> Grid:
     """Make the grid by TransformerLens's own patching, without its progress bar."""
     import torch
-    from transformer_lens import HookedTransformer, HookedTransformerConfig, patching
-    from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights
+    from transformer_lens import patching
+    from transformer_lens.model_bridge import TransformerBridge
 
-    config = HookedTransformerConfig(
-        n_layers=backbone.num_layers,
-        d_model=backbone.hidden_dim,
-        n_ctx=backbone.max_sequence_length,
-        d_head=backbone.hidden_dim // backbone.num_heads,
-        n_heads=backbone.num_heads,
-        d_mlp=backbone.intermediate_dim,
-        d_vocab=backbone.vocabulary_size,
-        act_fn="gelu_new",
-        normalization_type="LN",
-    )
-    model = HookedTransformer(config)
-    weights = convert_gpt2_weights(convert_gpt2(backbone), config)
-    model.load_state_dict(weights, strict=False)
+    converted = convert_gpt2(backbone)
+    with tempfile.TemporaryDirectory() as folder:
+        converted.config.save_pretrained(folder)
+        model = TransformerBridge.boot_transformers(folder, hf_model=converted, device="cpu")
     patching.tqdm = lambda rows, **options: rows
     texts = [torch.tensor(ids[None], dtype=torch.long) for ids in (clean, corrupted)]
-    grid = functools.partial(
-        patching.generic_activation_patch,
-        patch_setter=patching.layer_pos_patch_setter,
-        activation_name="resid_post",
-        index_axis_names=("layer", "pos"),
-    )
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, -1, TOKENS[0]] - logits[0, -1, TOKENS[1]]
 
     def run() -> np.ndarray:
         with torch.inference_mode():
             cache = model.run_with_cache(texts[0])[1]
-            metric = lambda logits: logits[0, -1, TOKENS[0]] - logits[0, -1, TOKENS[1]]  # noqa: E731
-            return grid(model, texts[1], cache, metric).numpy()
+            grid = patching.generic_activation_patch(
+                model,
+                texts[1],
+                cache,
+                metric,
+                patch_setter=patching.layer_pos_patch_setter,
+                activation_name="resid_post",
+                index_axis_names=("layer", "pos"),
+            )
+        return grid.numpy()
 
     return run
 
