@@ -102,9 +102,7 @@ ROWS = [
     Row("gpu_gemma", "gemma_2b", 1, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gemma_batch32", "gemma_2b", 32, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gpt2", "gpt2_124m", 1, 16, 1024, dtype="bfloat16", backend="gpu"),
-    Row(
-        "gpu_steering", "gemma_2b", 1, 64, 512, kind="overhead", dtype="bfloat16", backend="gpu"
-    ),
+    Row("gpu_steering", "gemma_2b", 1, 64, 512, kind="overhead", dtype="bfloat16", backend="gpu"),
     Row("gpu_capture", "gemma_2b", 1, 64, 512, kind="capture", dtype="bfloat16", backend="gpu"),
     Row("gpu_stream", "gemma_2b", 1, 64, 512, kind="stream", dtype="bfloat16", backend="gpu"),
 ]

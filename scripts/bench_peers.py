@@ -197,8 +197,10 @@ def _norm(name: str, norm: Any) -> dict[str, Any]:
 
 
 class HuggingFace:
-    """`transformers`' generate: as it comes, with a static cache and a compiled forward (`static`),
-    or returning the hidden states of all blocks (`capturing`).
+    """`transformers`' generate.
+
+    As it comes, with a static cache and a compiled forward (`static`), or returning the hidden
+    states of all blocks (`capturing`).
     """
 
     def __init__(self, model: Any, static: bool = False, capturing: bool = False) -> None:

@@ -47,25 +47,24 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def plot(results: list[dict[str, Any]], to_file: Path) -> None:
-    """Draw tokens per second, a group of bars for each row."""
+    """Draw tokens per second, on a log scale, a group of bars for each row."""
     from matplotlib.figure import Figure
 
     shown = [r for r in results if "tokens_per_s" in r["contenders"][0]]
     names = list(dict.fromkeys(c["name"] for r in shown for c in r["contenders"]))
-    figure = Figure(figsize=(1.5 + 1.6 * len(shown), 3.8), layout="constrained")
+    bars = [
+        (row + 0.2 * (i - (len(r["contenders"]) - 1) / 2), c)
+        for row, r in enumerate(shown)
+        for i, c in enumerate(r["contenders"])
+    ]
+    figure = Figure(figsize=(1.5 + 1.4 * len(shown), 3.8), layout="constrained")
     axes = figure.add_subplot()
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        bars = [
-            (k + i * width, c["tokens_per_s"])
-            for k, r in enumerate(shown)
-            for c in r["contenders"]
-            if c["name"] == name
-        ]
-        axes.bar([x for x, _ in bars], [y for _, y in bars], width, label=name)
-    middles = [k + 0.4 - width / 2 for k in range(len(shown))]
-    axes.set_xticks(middles, [r["name"] for r in shown])
+    for name in names:
+        mine = [(x, c["tokens_per_s"]) for x, c in bars if c["name"] == name]
+        axes.bar([x for x, _ in mine], [y for _, y in mine], 0.18, label=name)
+    axes.set_xticks(range(len(shown)), [r["name"] for r in shown])
+    axes.set_yscale("log")
     axes.set_ylabel("tokens/s")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=5, frameon=False)
     figure.savefig(to_file, dpi=150)

@@ -15,20 +15,25 @@ ROOT = Path(__file__).parents[1]
 def test_quick_runs_without_pytorch_and_tokens_agree(tmp_path):
     output = tmp_path / "figures.json"
     command = [sys.executable, "scripts/bench.py", "--quick", "--only-keras", "--runs", "1"]
-    rows = ["--row", "gpt2_128", "--row", "steering"]
     subprocess.run(
-        [*command, *rows, "--json", str(output), "--plot", str(tmp_path / "figures.png")],
+        [*command, "--json", str(output), "--plot", str(tmp_path / "figures.png")],
         cwd=ROOT,
         env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT)},
         check=True,
         timeout=600,
         capture_output=True,
     )
-    plain, steering = json.loads(output.read_text())["rows"]
-    assert [c["name"] for c in plain["contenders"]] == ["ours", "keras_hub"]
-    assert all(c["differs_from"] is None for c in plain["contenders"])
-    assert plain["contenders"][0]["distinct_tokens"] >= 3
-    assert [c["name"] for c in steering["contenders"]] == ["ours_steered", "ours"]
+    rows = {row["name"]: row["contenders"] for row in json.loads(output.read_text())["rows"]}
+    assert {name: [c["name"] for c in field] for name, field in rows.items()} == {
+        "gpt2_128": ["ours", "keras_hub"],
+        "first_token": ["ours", "keras_hub"],
+        "strengths": ["ours"],
+        "steering": ["ours_steered", "ours"],
+        "capture": ["ours_capturing", "ours"],
+        "stream": ["ours_streaming", "ours"],
+    }
+    assert all(c["differs_from"] is None for field in rows.values() for c in field)
+    assert rows["gpt2_128"][0]["distinct_tokens"] >= 3
     assert (tmp_path / "figures.png").stat().st_size > 0
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,7 +235,10 @@ def clone_fn(layer, *args, **kwargs):
         (lambda b: Own("blocks.0", np.array([1, np.nan])), "Received NaN or infinity"),
         (lambda b: Own("blocks.0", np.array(["a"])), "has no description"),
         (lambda b: Own("blocks.0", np.array([1j])), "has no description"),
-        (lambda b: bs.Wrap("blocks.0", lambda block: Around(block)), r"'<lambda>' of type function"),
+        (
+            lambda b: bs.Wrap("blocks.0", lambda block: Around(block)),
+            r"'<lambda>' of type function",
+        ),
         (lambda b: bs.Wrap("blocks.0", Around), "registered by `keras.saving.register_keras_seri"),
         (lambda b: Put("blocks.0", keras.layers.Lambda(lambda x: x * 2)), "Received 'Lambda'"),
         (lambda b: Put("blocks.0", b.get_layer("layer_norm")), "a layer of the backbone"),
@@ -338,7 +340,7 @@ def test_a_path_is_refused(folder, gpt2, tmp_path):
     """A recipe reads no file but its own, whatever a rewrite in it would read."""
     fields = {"at": "blocks.0", "path": str(tmp_path)}
     rewritten(folder, rewrites=[{"type": "backbone_surgery>SparseAutoencoder", "fields": fields}])
-    with pytest.raises(bs.RecipeError, match="expected no path in the field 'path'. Received one"):
+    with pytest.raises(bs.RecipeError, match="expected no path in the field 'path'"):
         bs.load_recipe(folder, gpt2)
     values = [bs.SparseAutoencoder("blocks.0", str(tmp_path))]
     with pytest.raises(bs.SurgeryError, match=r"'rewrites\.0\.values\.0': expected no path in"):

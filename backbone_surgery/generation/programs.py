@@ -63,11 +63,9 @@ class Programs:
             With `captures` it has a buffer for each capture, with an entry for each slot, which
             `decode` fills in place.
         """
-        variables = self.model.variables
 
         def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
-            forward = self._forward(variables, weights)
-            return _prefill(forward, strategy, cache, arguments, captures)
+            return _prefill(self.forward(weights), strategy, cache, arguments, captures)
 
         donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
         args = (self.weights(), cache, arguments)
@@ -75,10 +73,9 @@ class Programs:
 
     def decode(self, strategy: Strategy, state: State, arguments: State, until: int) -> State:
         """Go on until a slot, or until every row is done. Takes the state over: it is donated."""
-        variables = self.model.variables
 
         def run(weights: list[jax.Array], state: State, arguments: State, until: Any) -> State:
-            return _decode(self, variables, weights, strategy, state, arguments, until)
+            return _decode(self, weights, strategy, state, arguments, until)
 
         args = (self.weights(), state, arguments, jnp.int32(until))
         return self._run("decode", (strategy.key,), run, args, (1,))
@@ -98,9 +95,11 @@ class Programs:
             state[name] = jax.tree.unflatten(structure, leaves)
         return state
 
-    def _forward(self, variables: list[Any], weights: list[jax.Array]) -> Callable[..., Any]:
+    def forward(self, weights: list[jax.Array]) -> Callable[..., Any]:
+        """Return the model as a function of its inputs, with these values as its weights."""
+
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
-            mapping = zip(variables, weights, strict=True)
+            mapping = zip(self.model.variables, weights, strict=True)
             with keras.StatelessScope(state_mapping=mapping):
                 outputs = self.model(inputs)
                 logits = self.head(outputs["hidden_states"][:, -1:], reverse=True)
@@ -111,7 +110,7 @@ class Programs:
     def _run(
         self, kind: str, static: tuple, run: Callable, args: tuple, donate: tuple[int, ...]
     ) -> Any:
-        args = jax.tree.map(jnp.asarray, args)
+        args = jax.tree.map(_array, args)
         leaves, structure = jax.tree.flatten(args)
         key = (kind, *static, structure, *((x.aval, x.sharding) for x in leaves))
         compiled = self._compiled.get(key)
@@ -123,6 +122,10 @@ class Programs:
                     self.compilations[kind] += 1
                     self._compiled[key] = compiled
         return compiled(*args)
+
+
+def _array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -193,7 +196,6 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
 
 def _decode(
     programs: Programs,
-    variables: list[Any],
     weights: list[jax.Array],
     strategy: Strategy,
     state: State,
@@ -213,8 +215,7 @@ def _decode(
         slot = state["slot"] - 1
         token_ids = jax.lax.dynamic_slice_in_dim(state["tokens"], slot, 1, axis=1)
         positions = jnp.where(state["done"], 0, state["lengths"] + slot - state["start"])
-        forward = programs._forward(variables, weights)
-        logits, cache, captured = forward(
+        logits, cache, captured = programs.forward(weights)(
             {
                 "token_ids": token_ids,
                 "cache": state["cache"],

@@ -44,6 +44,8 @@ FLOATS = frozenset(dtype for name, dtype in DTYPES.items() if name[0] in "FB" an
 
 _HEADER = 32 * 2**20
 _CHUNK = 2**22
+_ALIGNMENT = 64
+"""In bytes: a new array that begins at a multiple of it becomes one of JAX without a copy."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,15 @@ class Array:
         dtype: of the array.
         shape: of the array.
         read: returns it, a new one or one that nobody writes to.
+        variable: the Keras variable that it is the value of, if it is that of one.
+        new: whether `read` always returns a new one.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    variable: Any = None
+    new: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +148,8 @@ def read_arrays(opener: Callable[[], IO[bytes]], where: str) -> dict[str, Array]
         if math.prod(shape) * dtype.itemsize != end - begin:
             raise _damaged(where, f"{end - begin} bytes of {dtype}{list(shape)} for '{name[:60]}'")
         spans.append((begin, end))
-        found[name] = Array(dtype, shape, _reader(opener, where, dtype, shape, start + begin))
+        reader = _reader(opener, where, dtype, shape, start + begin)
+        found[name] = Array(dtype, shape, reader, new=True)
     position = 0
     for begin, end in sorted(spans):
         if begin != position:
@@ -169,12 +176,15 @@ def _reader(
 ) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize
+        room = np.empty(size + _ALIGNMENT, np.uint8)
+        offset = -room.ctypes.data % _ALIGNMENT
+        data = room[offset : offset + size]
         with opener() as file:
             file.seek(start)
-            data = file.read(size)
-        if len(data) != size:
-            raise _damaged(where, "a file that stays as it is while it is read")
-        return np.frombuffer(data, dtype).reshape(shape)
+            if file.readinto(data) != size:  # type: ignore[attr-defined]
+                raise _damaged(where, "a file that stays as it is while it is read")
+        data.flags.writeable = False
+        return data.view(dtype).reshape(shape)
 
     return read
 

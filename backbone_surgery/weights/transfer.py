@@ -1,8 +1,7 @@
 """Transfer: copy weights from one model to another by path, and explain what does not match.
 
 Both sides are walked and compared in full before the first array is written. Arrays are then read
-and written one at a time, so that a transfer needs a few times the memory of its largest array,
-however large the models are.
+and written one at a time, each of them in memory once more for as long as that takes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,8 +178,9 @@ class _Plan:
         """Write what was planned, one array at a time."""
         for path, array in self.writes.items():
             variable = self.variables[path]
+            value = array.read() if array.variable is None else array.variable.value
             # `ops.array` copies: no two models share the memory of a weight.
-            variable.assign(keras.ops.array(array.read(), variable.dtype))
+            variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
             if keras.config.backend() == "jax":
                 # Else JAX runs ahead, with the old and new arrays of many weights in memory.
                 variable.value.block_until_ready()

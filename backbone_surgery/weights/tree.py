@@ -45,7 +45,8 @@ def weight_tree(model: Any) -> dict[str, Any]:
 def of_variable(variable: keras.Variable) -> Array:
     """Wrap a variable as an array to be read when it is needed."""
     dtype = np.dtype(keras.backend.standardize_dtype(variable.dtype))
-    return Array(dtype, tuple(variable.shape), lambda: keras.ops.convert_to_numpy(variable))
+    shape = tuple(variable.shape)
+    return Array(dtype, shape, lambda: keras.ops.convert_to_numpy(variable), variable)
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Array | None]:
