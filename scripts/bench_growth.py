@@ -84,10 +84,11 @@ def plot(figures: dict[str, dict[int, float]], to_file: Path) -> None:
     """Draw both curves."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
     for axes, (name, costs) in zip(figure.subplots(1, 2), figures.items(), strict=True):
         axes.plot(list(costs), list(costs.values()), marker="o")
         axes.set_xlabel(name)
+        axes.set_xticks(list(costs)[-4:])
         axes.set_ylabel("ms per token")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)

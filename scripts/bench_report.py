@@ -49,6 +49,7 @@ def table(result: dict[str, Any]) -> Table:
 def plot(results: list[dict[str, Any]], to_file: Path) -> None:
     """Draw tokens per second, on a log scale, a group of bars for each row."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     shown = [r for r in results if "tokens_per_s" in r["contenders"][0]]
     names = list(dict.fromkeys(c["name"] for r in shown for c in r["contenders"]))
@@ -64,7 +65,10 @@ def plot(results: list[dict[str, Any]], to_file: Path) -> None:
         axes.bar([x for x, _ in mine], [y for _, y in mine], 0.18, label=name)
     axes.set_xticks(range(len(shown)), [r["name"] for r in shown])
     axes.set_yscale("log")
-    axes.set_ylabel("tokens/s")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("tokens/s, log scale")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=5, frameon=False)
     figure.savefig(to_file, dpi=150)
