@@ -49,6 +49,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_dim": 32768,
         "head_dim": 256,
     },
+    "gemma_tiny": {
+        "vocabulary_size": 60,
+        "num_layers": 2,
+        "num_query_heads": 4,
+        "num_key_value_heads": 1,
+        "hidden_dim": 32,
+        "intermediate_dim": 96,
+        "head_dim": 8,
+    },
     "gpt2_tiny": {
         "vocabulary_size": 60,
         "num_layers": 2,
@@ -107,13 +116,15 @@ ROWS = [
     Row("gpu_stream", "gemma_2b", 1, 64, 512, kind="stream", dtype="bfloat16", backend="gpu"),
 ]
 
-QUICK = ("gpt2_128", "first_token", "strengths", "steering", "capture", "stream")
+QUICK = ("gpt2_128", "first_token", "strengths", "steering", "capture", "stream", "gpu_gemma")
 
 
 def quick(row: Row) -> Row:
     """Make a row tiny."""
+    tiny = f"{row.model.split('_')[0]}_tiny"
+    batch = min(row.batch, 4)
     return dataclasses.replace(
-        row, model="gpt2_tiny", batch=min(row.batch, 4), prompt=16, length=48, dtype="float32"
+        row, model=tiny, batch=batch, prompt=16, length=48, dtype="float32", backend="cpu"
     )
 
 

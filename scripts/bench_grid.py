@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import keras
 import numpy as np
 import typer
+from bench_convert import convert
 from bench_machine import describe
-from bench_peers import backbone_of, convert_gpt2
+from bench_peers import backbone_of
 from rich.console import Console
 from rich.table import Table
 
@@ -77,7 +78,7 @@ def transformer_lens(backbone: keras.Model, clean: np.ndarray, corrupted: np.nda
     from transformer_lens import patching
     from transformer_lens.model_bridge import TransformerBridge
 
-    converted = convert_gpt2(backbone)
+    converted = convert(backbone)
     with tempfile.TemporaryDirectory() as folder:
         converted.config.save_pretrained(folder)
         model = TransformerBridge.boot_transformers(folder, hf_model=converted, device="cpu")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import keras
 import keras_hub
 import numpy as np
+from bench_convert import convert
 
 import backbone_surgery as bs
 from backbone_surgery.generation.engine import Batch, run_batch
@@ -129,73 +130,6 @@ class KerasHub:
         return np.asarray(result["token_ids"])[:, prompt : prompt + new]
 
 
-def convert_gpt2(backbone: keras_hub.models.GPT2Backbone) -> Any:
-    """Make a `transformers` GPT-2 with the weights of a KerasHub one, and compare their logits."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    weights = _gpt2_weights(backbone)
-    config = GPT2Config(
-        vocab_size=backbone.vocabulary_size,
-        n_positions=backbone.max_sequence_length,
-        n_embd=backbone.hidden_dim,
-        n_layer=backbone.num_layers,
-        n_head=backbone.num_heads,
-        n_inner=backbone.intermediate_dim,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-    state = {name: torch.tensor(value) for name, value in weights.items()}
-    model.load_state_dict(state, strict=True, assign=True)
-    model.tie_weights()
-    token_ids = np.arange(8)[None]
-    hidden = backbone.predict_on_batch({"token_ids": token_ids, "padding_mask": token_ids >= 0})
-    wanted = hidden @ np.asarray(backbone.token_embedding.embeddings).T
-    with torch.inference_mode():
-        got = model.eval()(torch.tensor(token_ids)).logits.numpy()
-    if np.abs(got - wanted).max() > 1e-4 * np.abs(wanted).max():
-        raise RuntimeError("the converted model gives other logits than the KerasHub one")
-    return model
-
-
-def _gpt2_weights(backbone: keras_hub.models.GPT2Backbone) -> dict[str, np.ndarray]:
-    """Name the weights as `transformers` does. Its linear layers store [inputs, outputs]."""
-    size = backbone.hidden_dim
-    layer = backbone.get_layer
-    embedding = layer("token_embedding").embeddings
-    weights = {
-        "transformer.wte.weight": embedding,
-        "lm_head.weight": embedding,
-        "transformer.wpe.weight": layer("position_embedding").position_embeddings,
-        **_norm("transformer.ln_f", layer("layer_norm")),
-    }
-    for i in range(backbone.num_layers):
-        block, at = layer(f"transformer_layer_{i}"), f"transformer.h.{i}"
-        attention = block._self_attention_layer
-        parts = [attention.query_dense, attention.key_dense, attention.value_dense]
-        kernels = [np.reshape(part.kernel, (size, size)) for part in parts]
-        biases = [np.reshape(part.bias, size) for part in parts]
-        weights |= {
-            **_norm(f"{at}.ln_1", block._self_attention_layer_norm),
-            **_norm(f"{at}.ln_2", block._feedforward_layer_norm),
-            f"{at}.attn.c_attn.weight": np.concatenate(kernels, axis=1),
-            f"{at}.attn.c_attn.bias": np.concatenate(biases),
-            f"{at}.attn.c_proj.weight": np.reshape(attention.output_dense.kernel, (size, size)),
-            f"{at}.attn.c_proj.bias": attention.output_dense.bias,
-            f"{at}.mlp.c_fc.weight": block._feedforward_intermediate_dense.kernel,
-            f"{at}.mlp.c_fc.bias": block._feedforward_intermediate_dense.bias,
-            f"{at}.mlp.c_proj.weight": block._feedforward_output_dense.kernel,
-            f"{at}.mlp.c_proj.bias": block._feedforward_output_dense.bias,
-        }
-    return {name: np.array(value, "float32") for name, value in weights.items()}
-
-
-def _norm(name: str, norm: Any) -> dict[str, Any]:
-    return {f"{name}.weight": norm.gamma, f"{name}.bias": norm.beta}
-
-
 class HuggingFace:
     """`transformers`' generate.
 
@@ -225,7 +159,7 @@ class HuggingFace:
     def _generate(
         self, prompts: np.ndarray, new_tokens: int, stop: tuple[int, ...], options: dict[str, Any]
     ) -> np.ndarray:
-        token_ids = self.torch.tensor(prompts, dtype=self.torch.long)
+        token_ids = self.torch.tensor(prompts, dtype=self.torch.long, device=self.model.device)
         with self.torch.inference_mode():
             result = self.model.generate(
                 token_ids,
@@ -237,7 +171,7 @@ class HuggingFace:
                 **options,
             )
         token_ids = result.sequences if self.capturing else result
-        return token_ids[:, prompts.shape[1] :].numpy()
+        return token_ids[:, prompts.shape[1] :].cpu().numpy()
 
 
 class Repeng(HuggingFace):
@@ -249,7 +183,7 @@ class Repeng(HuggingFace):
 
         super().__init__(model)
         self.name = "repeng"
-        self.blocks = range(model.config.n_layer)
+        self.blocks = range(model.config.num_hidden_layers)
         with contextlib.redirect_stdout(None):
             self.controlled = ControlModel(model, list(self.blocks))
 
@@ -285,10 +219,10 @@ def contenders(
     found = ours.get(kind, lambda: [Ours(backbone), KerasHub(backbone)])()
     if kind in ("overhead", "stream"):
         return found, []
-    if only_keras or not isinstance(backbone, keras_hub.models.GPT2Backbone):
+    if only_keras:
         return found, ["transformers: left out"]
     try:
-        model = convert_gpt2(backbone)
+        model = convert(backbone)
         if kind == "steered":
             return [*found, Repeng(model)], []
         if kind == "capture":

@@ -131,9 +131,30 @@ def wrap(rng, _):
 
 def repeat(rng, _):
     def in_numpy(model):
-        model.blocks = [model.blocks[0], model.blocks[1], model.blocks[1].copy()]
+        model.blocks.insert(2, model.blocks[1].copy())
 
     return Edit(bs.Repeat("blocks.1", times=2), in_numpy)
+
+
+def reorder(rng, _):
+    def in_numpy(model):
+        model.blocks = [model.blocks[1], model.blocks[0], model.blocks[-1].copy()]
+
+    return Edit(bs.Reorder([1, 0, -1]), in_numpy)
+
+
+def remove(rng, _):
+    return Edit(bs.Remove("blocks.-1"), lambda model: model.blocks.pop())
+
+
+def learned(rng, _):
+    vector = rng.normal(size=SIZE).astype("float32")
+
+    def in_numpy(model):
+        model.blocks[0].at("mlp_output", lambda x, _: x + 0.5 * vector)
+
+    steer = bs.Steer("taste", {0: vector}, "blocks.*.mlp_output", strength=0.5, trainable=True)
+    return Edit(steer, in_numpy)
 
 
 def sparse_autoencoder(rng, _, folder=None):
@@ -171,14 +192,17 @@ EDITS = {
         low_rank,
         wrap,
         repeat,
+        reorder,
+        learned,
         sparse_autoencoder,
+        remove,
     )
 }
 
 
 @pytest.fixture(scope="module", params=["gpt2", "gemma2"])
 def backbone(request):
-    return FAMILIES[request.param](num_layers=2)
+    return FAMILIES[request.param](num_layers=3)
 
 
 def make(names, backbone, rng, folder):
@@ -266,7 +290,7 @@ def test_all_together_in_generation(backbone, rng, tmp_path):
 
 
 def test_all_together_in_bfloat16_with_lora(rng, tmp_path):
-    backbone = FAMILIES["gemma2"](num_layers=2, dtype="bfloat16")
+    backbone = FAMILIES["gemma2"](num_layers=3, dtype="bfloat16")
     backbone.enable_lora(2)
     for variable in backbone.trainable_variables:
         variable.assign(rng.normal(0, 0.05, variable.shape))
