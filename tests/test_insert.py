@@ -242,3 +242,90 @@ def test_a_layer_that_mixes_tokens_is_found_by_check(rng):
     edited = bs.operate(make_gpt2(), [bs.Insert("blocks.0", Average(name="average"))])
     with pytest.raises(bs.CacheMismatchError, match="look at 'average'"):
         bs.check(edited)
+
+
+class Ordinary(keras.layers.Layer):
+    """Written as most people would: layers made in `__init__`, no `build`."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+        self.before = keras.layers.Dropout(0.5, seed=1)
+        self.norm = keras.layers.BatchNormalization(momentum=0.5)
+        self.dense = keras.layers.Dense(32)
+
+    def call(self, x, training=None):
+        made = self.norm(self.block(self.before(x, training=training)), training=training)
+        self.add_loss(keras.ops.mean(keras.ops.square(made)))
+        return x + self.dense(made)
+
+
+def test_states_and_losses_of_a_wrapper_change_once(rng):
+    """Of what the block gave, and not of what it was given; with one draw of the dropout."""
+    backbone, made = make_gpt2(), []
+
+    def make_layer(block):
+        made.append(Ordinary(block))
+        return made[-1]
+
+    edited = bs.operate(backbone, [bs.Wrap("blocks.1", make_layer), bs.Capture("blocks.1.*")])
+    inputs = tokens(rng)
+    first = keras.Model(backbone.input, backbone.transformer_layers[0].output)
+    x = np.asarray(first.predict_on_batch(inputs))
+    wrapper = made[0]
+    draw = keras.layers.Dropout(0.5, seed=1)
+    outputs = edited(inputs, training=True)
+    norm = np.asarray(outputs["captures"]["blocks.1.attention_norm"])
+    layer = backbone.transformer_layers[1]
+    dropped = np.asarray(draw(x, training=True))
+    assert relative(norm, layer._self_attention_layer_norm(dropped)) <= EXACT
+    given = np.asarray(outputs["captures"]["blocks.1.residual_mid"])
+    block = given + np.asarray(outputs["captures"]["blocks.1.mlp_output"])
+    assert relative(wrapper.norm.moving_mean, 0.5 * block.mean((0, 1))) <= EXACT
+    wanted = np.mean(np.square((block - block.mean((0, 1))) / np.sqrt(block.var((0, 1)) + 1e-3)))
+    assert len(edited.losses) == 1
+    assert relative(edited.losses[0], wanted) <= EXACT
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_replaced_block_can_be_edited_further(block, rng):
+    backbone = make_gpt2()
+    dense, twice = keras.layers.Dense(32), keras.layers.Dense(32)
+    replaced = bs.Replace(f"blocks.{block}", dense)
+    inputs = tokens(rng)
+
+    def wanted(then):
+        return by_hand(backbone, lambda x, b: rest(then(x, b), b[block + 1 :]))
+
+    def before(x, b):
+        return rest(x, b[:block])
+
+    cases = {
+        "skip": (
+            bs.Skip(f"blocks.{block}", amount=0.25),
+            lambda x, b: 0.75 * dense(before(x, b)) + 0.25 * before(x, b),
+        ),
+        "repeat": (
+            bs.Repeat(f"blocks.{block}"),
+            lambda x, b: dense(dense(before(x, b))),
+        ),
+        "replace": (bs.Replace(f"blocks.{block}", twice), lambda x, b: twice(before(x, b))),
+        "wrap": (
+            bs.Wrap(f"blocks.{block}", Doubled),
+            lambda x, b: 2.0 * dense(before(x, b)),
+        ),
+    }
+    for name, (later, then) in cases.items():
+        edited = bs.operate(backbone, [replaced, later])
+        assert relative(run(edited, inputs), run(wanted(then), inputs)) <= EXACT, name
+        caches = len(bs.rewire(edited).output["cache"])
+        assert caches == 2, name
+
+
+class Doubled(keras.layers.Layer):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def call(self, x):
+        return 2.0 * self.block(x)

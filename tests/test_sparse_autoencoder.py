@@ -1,6 +1,7 @@
 """A spliced autoencoder equals NumPy; its features are a site; steering adds a decoder row."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,3 +126,17 @@ def test_errors(sae, tmp_path, rng):
     refused("k of at most that many", where=save(folder, w, k=LATENTS + 1))
     less = {k: v for k, v in w.items() if k != "b_dec"}
     refused("expected weights encoder.weight", where=save(folder, less))
+
+
+def test_layers_go_on_with_the_same_feature_alone(sae, rng):
+    """What the model remembers needs no file, and is no other feature by a change of a number."""
+    path, _ = sae
+    backbone = make_gpt2()
+    edited = bs.operate(backbone, [bs.SparseAutoencoder("blocks.1", path, feature=7)])
+    rewrite = edited.rewrites[0]
+    assert rewrite.path == ""
+    inputs = tokens(rng)
+    assert np.array_equal(run(bs.operate(backbone, [rewrite]), inputs), run(edited, inputs))
+    for feature in (4, None):
+        with pytest.raises(bs.SurgeryError, match=f"`layers` made for feature {feature}"):
+            bs.operate(backbone, [replace(rewrite, feature=feature)])

@@ -16,6 +16,7 @@ from backbone_surgery.rewrites import Capture
 from backbone_surgery.site import is_block
 
 _NAME = "lens"
+_STREAM = "residual_stream"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +69,18 @@ def logit_lens(
     capturing = derived(lm, Capture(at, name=_NAME))
     sites = list(capturing.report[-1].sites)
     reader = _reader(lm)
+    stream = reader.input[_STREAM].shape[1:]
     for site in sites:
-        if capturing.captures[f"{_NAME}/{site}"].shape[1:] != reader.input.shape[1:]:
+        if capturing.captures[f"{_NAME}/{site}"].shape[1:] != stream:
             raise SurgeryError(
                 f"logit_lens at '{site}': expected a site of the residual stream, "
-                f"{reader.input.shape[1:]}. Received one of "
+                f"{stream}. Received one of "
                 f"{capturing.captures[f'{_NAME}/{site}'].shape[1:]}. Use `at='blocks.*'`."
             )
-    inputs = {**read.inputs(), **bind_rows(lm, controls, read, 1)}
+    inputs = lm.opened.with_defaults({**read.inputs(), **bind_rows(lm, controls, read, 1)})
     captured = capturing.predict_on_batch(inputs)["captures"]
-    logits = [reader.predict_on_batch(np.asarray(captured[f"{_NAME}/{s}"]))[0] for s in sites]
+    streams = [captured[f"{_NAME}/{site}"] for site in sites]
+    logits = [reader.predict_on_batch({**inputs, _STREAM: x})[0] for x in streams]
     shifted = np.asarray(logits, "float32")
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -94,7 +97,10 @@ def logit_lens(
 
 
 def _reader(lm: CachedCausalLM) -> keras.Model:
-    """Make a model of what comes after the last block: the residual stream to logits."""
+    """Make a model of what comes after the last block: the residual stream to logits.
+
+    It has the inputs of `lm`'s own model too, for rewrites behind the last block.
+    """
     opened: EditedBackbone = lm.opened
     blocks = [node for node in graph.graph_nodes(opened) if is_block(node.operation)]
     if not blocks:
@@ -103,11 +109,12 @@ def _reader(lm: CachedCausalLM) -> keras.Model:
             "any. Keep at least one."
         )
     end = blocks[-1].outputs[0]
-    stream = keras.Input(end.shape[1:], dtype=end.dtype, name="residual_stream")
+    stream = keras.Input(end.shape[1:], dtype=end.dtype, name=_STREAM)
     hidden_states = opened.hidden_states(opened.output)
-    mapping = {id(end): stream}
+    mapping = {id(end): stream, **{id(t): t for t in opened.inputs}}
     (normed,), _ = graph.replay([hidden_states], mapping, _keep)
-    return keras.Model(stream, opened.token_embedding(normed, reverse=True))
+    inputs = {**opened.input, _STREAM: stream}
+    return keras.Model(inputs, opened.token_embedding(normed, reverse=True))
 
 
 def _keep(layer: Any, *args: Any, **kwargs: Any) -> Any:

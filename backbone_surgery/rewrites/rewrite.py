@@ -212,7 +212,9 @@ class SiteRewrite(Rewrite):
 
         def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(layer, BlockInput):
-                surgery.stream = args[0]
+                # From the mark on, so that the mark stays where a whole block is replaced.
+                surgery.stream = layer(args[0])
+                return surgery.stream
             if not isinstance(layer, Site | SelfAttention):
                 return graph.KEEP
             place = next(upcoming)

@@ -73,11 +73,13 @@ class SparseAutoencoder(SiteRewrite):
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put the layers at the site."""
         layers = surgery.once("layers", lambda: self.layers or self._read(place.path))
-        if layers[0].size != x.shape[-1] or len(x.shape) != 3:
+        self._check_layers(place.path, layers)
+        size = layers[0].settings["size"]
+        if size != x.shape[-1] or len(x.shape) != 3:
             raise SurgeryError(
                 f"SparseAutoencoder at '{place.path}': expected one for {list(x.shape[2:])}, as "
-                f"stands there. Received one for [{layers[0].size}] in '{self.path}'. Use the site "
-                "that it was trained on."
+                f"stands there. Received one for [{size}] in '{self.path}'. Use the site that it "
+                "was trained on."
             )
         amount = surgery.inputs[f"{self.name}_amount"]
         if self.feature is not None:
@@ -85,28 +87,38 @@ class SparseAutoencoder(SiteRewrite):
         features = Site("sae_latents", name=f"{self.name}_latents")(layers[0](x))
         return layers[1](x, features, amount)
 
+    def _check_layers(self, where: str, layers: tuple[Any, ...]) -> None:
+        """Check that given layers are those of this feature, or of a splice."""
+        kinds = [type(layer) for layer in layers]
+        if self.feature is None:
+            fits = kinds == [Encoder, Decoder]
+        else:
+            fits = kinds == [FeatureSteering] and layers[0].settings["feature"] == self.feature
+        if not fits:
+            raise SurgeryError(
+                f"SparseAutoencoder at '{where}': expected `layers` made for feature "
+                f"{self.feature!r}. Received others. Leave `layers` out, and give the path again."
+            )
+
     def _read(self, where: str) -> tuple[keras.layers.Layer, ...]:
         """Make the layers of what the files hold."""
         weights, k = read_autoencoder(self.path)
         latents, size = weights["W_dec"].shape
-        encoder, center = weights["encoder.weight"].T, weights["b_dec"]
+        center, rows = weights["b_dec"], weights["W_dec"]
         if self.feature is None:
-            return (
-                filled(
-                    Encoder(latents, size, k, name=f"{self.name}_encoder"),
-                    (encoder, weights["encoder.bias"], center),
-                ),
-                filled(
-                    Decoder(latents, size, name=f"{self.name}_decoder"), (weights["W_dec"], center)
-                ),
+            encoder = Encoder(latents, size, k, name=f"{self.name}_encoder").filled(
+                weight=weights["encoder.weight"].T, bias=weights["encoder.bias"], center=center
             )
-        if not isinstance(self.feature, int | np.integer) or not 0 <= self.feature < latents:
+            decoder = Decoder(latents, size, name=f"{self.name}_decoder")
+            return encoder, decoder.filled(weight=rows, bias=center)
+        known = isinstance(self.feature, int | np.integer) and not isinstance(self.feature, bool)
+        if not known or not 0 <= self.feature < latents:
             raise SurgeryError(
                 f"SparseAutoencoder at '{where}': expected a feature from 0 to {latents - 1}. "
                 f"Received {self.feature!r}. Choose one of the autoencoder's."
             )
-        layer = FeatureSteering(size, name=f"{self.name}_feature")
-        return (filled(layer, (weights["W_dec"][self.feature],)),)
+        layer = FeatureSteering(int(self.feature), size, name=f"{self.name}_feature")
+        return (layer.filled(direction=rows[self.feature]),)
 
     def applied(self, surgery: Surgery) -> "SparseAutoencoder":
         """Return the rewrite with the layers that it made."""
@@ -156,32 +168,33 @@ class _Fixed(keras.layers.Layer):
     """A layer of given weights that are not trained, computed in float32.
 
     Args:
-        sizes: by the names of the arguments, as `get_config` gives them back.
+        settings: the arguments by name, as `get_config` gives them back; `size` is that of a token.
+        shapes: the shapes of its weights, by name.
     """
 
-    def __init__(self, sizes: dict[str, int], **kwargs: Any) -> None:
+    def __init__(
+        self, settings: dict[str, int], shapes: dict[str, tuple[int, ...]], **kwargs: Any
+    ) -> None:
         super().__init__(autocast=False, **{**kwargs, "dtype": "float32"})
-        self.sizes, self.size = sizes, sizes["size"]
+        self.settings, self.shapes = settings, shapes
 
-    def fixed(self, name: str, *shape: int) -> Any:
-        """Make a variable, zero until it is filled."""
-        return self.add_weight(
-            name=name, shape=shape, initializer="zeros", trainable=False, autocast=False
-        )
+    def build(self, *inputs):
+        """Make the weights, zero until they are filled."""
+        for name, shape in self.shapes.items():
+            weight = self.add_weight(name=name, shape=shape, initializer="zeros", trainable=False)
+            setattr(self, name, weight)
 
-    def build(self, *shapes):
-        """Build nothing: the weights are there from the start."""
+    def filled(self, **values: np.ndarray) -> "_Fixed":
+        """Fill the weights, and return the layer."""
+        self.build(None)
+        self.built = True
+        for name, value in values.items():
+            getattr(self, name).assign(value)
+        return self
 
     def get_config(self):
-        """Return the sizes."""
-        return {**super().get_config(), **self.sizes}
-
-
-def filled(layer: _Fixed, values: tuple[np.ndarray, ...]) -> _Fixed:
-    """Fill a layer's weights, in their order."""
-    for variable, value in zip(layer.weights, values, strict=True):
-        variable.assign(value)
-    return layer
+        """Return the settings."""
+        return {**super().get_config(), **self.settings}
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
@@ -189,22 +202,19 @@ class Encoder(_Fixed):
     """Encode float[batch, time, size] as its k largest features, float32[batch, time, latents]."""
 
     def __init__(self, latents: int, size: int, k: int, **kwargs: Any) -> None:
-        super().__init__({"latents": latents, "size": size, "k": k}, **kwargs)
-        self.k = k
-        self.weight = self.fixed("weight", size, latents)
-        self.bias = self.fixed("bias", latents)
-        self.center = self.fixed("center", size)
+        shapes = {"weight": (size, latents), "bias": (latents,), "center": (size,)}
+        super().__init__({"latents": latents, "size": size, "k": k}, shapes, **kwargs)
 
     def call(self, x):
         """Return the features, zero but for the k largest of each token."""
         features = ops.matmul(ops.cast(x, "float32") - self.center, self.weight) + self.bias
         features = ops.relu(features)
-        smallest = ops.top_k(features, self.k)[0][..., -1:]
+        smallest = ops.top_k(features, self.settings["k"])[0][..., -1:]
         return ops.where(features >= smallest, features, 0.0)
 
     def compute_output_spec(self, x):
         """Return the shape of the features."""
-        return keras.KerasTensor((*x.shape[:-1], self.weight.shape[1]), "float32")
+        return keras.KerasTensor((*x.shape[:-1], self.settings["latents"]), "float32")
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
@@ -212,9 +222,8 @@ class Decoder(_Fixed):
     """Decode features, and mix the reconstruction with what it is of."""
 
     def __init__(self, latents: int, size: int, **kwargs: Any) -> None:
-        super().__init__({"latents": latents, "size": size}, **kwargs)
-        self.weight = self.fixed("weight", latents, size)
-        self.bias = self.fixed("bias", size)
+        shapes = {"weight": (latents, size), "bias": (size,)}
+        super().__init__({"latents": latents, "size": size}, shapes, **kwargs)
 
     def call(self, x, features, amount):
         """Return x, float32[batch] amounts of the way to the reconstruction."""
@@ -233,9 +242,8 @@ class Decoder(_Fixed):
 class FeatureSteering(_Fixed):
     """Add a multiple of one feature's decoder row."""
 
-    def __init__(self, size: int, **kwargs: Any) -> None:
-        super().__init__({"size": size}, **kwargs)
-        self.direction = self.fixed("direction", size)
+    def __init__(self, feature: int, size: int, **kwargs: Any) -> None:
+        super().__init__({"feature": feature, "size": size}, {"direction": (size,)}, **kwargs)
 
     def call(self, x, amount):
         """Return x + amount · direction; x itself where the amount is zero."""

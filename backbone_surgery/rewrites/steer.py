@@ -47,7 +47,8 @@ class Steer(SiteRewrite):
         when: name of a `Condition` before it in the list; a row is steered from the token on at
             which its condition is met.
         trainable: whether the directions are learned.
-        learned: the layer that holds learned directions, to use instead of a new one.
+        learned: the layer that holds learned directions, to go on with instead of starting at
+            `vector`.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -153,11 +154,10 @@ class Steer(SiteRewrite):
 
     def _learned(self, surgery: Surgery) -> SteeringDirections:
         """Return the layer that holds the directions, and declare it to be trained."""
-        layer = self.learned
-        if layer is None:
-            start = np.stack(list(self.directions.values()))
-            name = f"learned_{self.name}"
-            layer = SteeringDirections(list(self.directions), start.shape[1], name=name)
+        start = np.stack(list(self.directions.values()))
+        name = f"learned_{self.name}"
+        layer = self.learned or SteeringDirections([*self.directions], start.shape[1], name=name)
+        if not layer.built:
             layer.build(None)
             layer.directions.assign(start)
         surgery.train(layer)

@@ -5,7 +5,8 @@ would hide the block from every later pass, rewiring included. So it is run twic
 the open block between them. `BeforeBlock` runs the wrapper's `call` with a stand-in for the block,
 and keeps what the stand-in was given; `AfterBlock` runs it again with a stand-in that answers with
 the block's output. What the two have in common, a compiler merges; what `BeforeBlock` computes for
-nothing, it drops.
+nothing, it drops. What the first run does to states, random ones included, and to losses is dropped
+too, so that both runs draw the same numbers and each update happens once.
 """
 
 import contextlib
@@ -78,8 +79,9 @@ class BeforeBlock(_Half):
     """Give the block's input, from the wrapper's: float[batch, time, hidden_dim]."""
 
     def call(self, x):
-        """Run the wrapper as far as the block."""
-        with self.block.answering(None) as given:
+        """Run the wrapper, and keep what it gives the block and nothing else."""
+        now = [(v, v.value) for v in self.wrapper.variables]
+        with keras.StatelessScope(state_mapping=now), self.block.answering(None) as given:
             self.wrapper(x)
         self.block.counts.append(len(given))
         return ops.cast(given[0], x.dtype) if given else x
@@ -99,9 +101,8 @@ class Wrap(Rewrite):
     """Wrap whole decoder blocks in layers, as in keras-hub pull request 1598.
 
     `make_layer(block)` makes a new layer for each block. Its `call(hidden_states)` may do anything
-    that a layer can on each token alone, and calls `block(hidden_states)` exactly once. What it
-    draws at random before the block, such as dropout, it draws anew behind it. Where the layer has
-    trainable weights, `fit` trains them and leaves the backbone alone.
+    that a layer can on each token alone, and calls `block(hidden_states)` exactly once. Where the
+    layer has trainable weights, `fit` trains them and leaves the backbone alone.
 
     The sites stay: `blocks.3` is the wrapped block's output, and `blocks.3.query` is inside.
 
@@ -163,6 +164,8 @@ class Wrap(Rewrite):
             raise self._refuse(path, f"{wrapper!r} of type {type(wrapper).__name__}")
         x = BlockInput()(inputs[stream])
         try:
+            with block.answering(None):
+                wrapper(x)  # builds it
             before = BeforeBlock(wrapper, block, name=f"{wrapper.name}_before")(x)
             outputs = _inline(nested, [*inputs[:stream], before, *inputs[stream + 1 :]])
             made = AfterBlock(wrapper, block, name=f"{wrapper.name}_after")(x, outputs[0])

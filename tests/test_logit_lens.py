@@ -1,0 +1,23 @@
+"""The logit lens of edited models: rewrites behind the last block act on every site it reads."""
+
+import numpy as np
+
+import backbone_surgery as bs
+from tests.conftest import make_gpt2, relative
+
+
+def test_a_control_behind_the_last_block():
+    backbone, ids = make_gpt2(), np.array([3, 1, 4, 1, 5])
+    rewrites = [bs.Ablate("final_norm", to="mean", values={"final_norm": np.ones(32, "float32")})]
+    lens = bs.logit_lens(bs.CachedCausalLM(bs.operate(backbone, rewrites)), ids)
+    kernel = np.asarray(backbone.token_embedding.embeddings, "float64")
+    logits = kernel.sum(axis=1)
+    probabilities = np.exp(logits - logits.max())
+    best = (probabilities / probabilities.sum()).max()
+    assert relative(lens.probabilities, np.full((3, 5), best)) <= 1e-5
+    off = bs.logit_lens(
+        bs.CachedCausalLM(bs.operate(backbone, rewrites)), ids, controls={"ablate": 0.0}
+    )
+    plain = bs.logit_lens(bs.CachedCausalLM(backbone), ids)
+    assert np.array_equal(off.token_ids, plain.token_ids)
+    assert relative(off.probabilities, plain.probabilities) <= 1e-5
