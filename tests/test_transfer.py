@@ -173,6 +173,27 @@ def test_names_that_keras_made_up_do_not_matter():
         np.testing.assert_array_equal(x, y)
 
 
+def test_unnamed_weights_are_never_mixed_up():
+    """Keras calls those of the first `variable`, `variable_1`, of the second `variable_2`, ..."""
+
+    class Pair(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.a, self.b = self.add_weight(shape=()), self.add_weight(shape=())
+
+        def call(self, x):
+            return self.a * x + self.b
+
+    source, _, destination = (
+        keras.Sequential([keras.Input((3,)), Pair(name="pair")]) for _ in range(3)
+    )
+    assert list(variable_paths(destination)) == ["pair.variable", "pair.variable_1"]
+    source.layers[0].a.assign(1.0)
+    source.layers[0].b.assign(2.0)
+    bs.transfer_weights(destination, source, strict=False)
+    assert [float(v) for v in destination.weights] == [1.0, 2.0]
+
+
 def test_inserted_layers_are_named_by_where_they_are(backbone):
     paths = [list(variable_paths(bs.operate(backbone, [ScaleSites()]))) for _ in range(2)]
     assert paths[0] == paths[1]
