@@ -313,6 +313,35 @@ def test_keras_mixes_up_reordered_blocks_and_this_does_not(family, backbone, tmp
     same(arrays(backbone), before)
 
 
+def test_sharded_files_and_archives_are_told_apart_too(tmp_path):
+    """In shards so small that one layer is spread over several, and as a `.keras` file."""
+    source = make_gpt2(3)
+    sharded, archive = str(tmp_path / "a.weights.json"), str(tmp_path / "a.keras")
+    source.save_weights(sharded, max_shard_size=1e-5)
+    source.save(archive)
+    assert len(list(tmp_path.glob("a_*.weights.h5"))) > 5
+    for path in (sharded, archive):
+        for edit, words in ((removing, "where the model has"), (reordering, "_2' where the mod")):
+            backbone = make_gpt2()
+            before = arrays(backbone)
+            with pytest.raises(bs.WeightMismatchError, match=words):
+                bs.CachedCausalLM(plain(backbone, edit)).load_weights(path)
+            same(arrays(backbone), before)
+        bs.operate(backbone, [removing(backbone)]).load_weights(path)
+        same(arrays(backbone), arrays(source))
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_file_without_names_is_refused(tmp_path):
+    path = str(tmp_path / "old.h5")
+    make_gpt2(3).save(path)
+    backbone = make_gpt2()
+    before = arrays(backbone)
+    with pytest.raises(bs.WeightMismatchError, match="does not tell its layers apart"):
+        bs.CachedCausalLM(plain(backbone, removing)).load_weights(path)
+    same(arrays(backbone), before)
+
+
 def test_checkpoints_survive_every_edit(backbone, other, edit, tmp_path):
     """One saved before an edit loads after it, and one saved after it into the original."""
     original, edited_file = (str(tmp_path / f"{n}.weights.h5") for n in ("original", "edited"))
