@@ -453,6 +453,42 @@ def test_a_missing_bias_is_zero():
     np.testing.assert_array_equal(without.layers[0].kernel, with_bias.layers[0].kernel)
 
 
+def lora_alone(backbone):
+    return {path: np.ones_like(v) for path, v in snapshot(backbone).items() if "lora_" in path}
+
+
+def kernels_of_another_shape(backbone):
+    kernels = [path for path in snapshot(backbone) if path.endswith("query.kernel")]
+    return {path: np.ones((2, 2), "float32") for path in kernels} | {
+        "token_embedding.embeddings": np.ones((60, 32), "float32")
+    }
+
+
+@pytest.mark.parametrize("source", [lora_alone, kernels_of_another_shape])
+def test_a_bias_stays_where_its_kernel_stays(source):
+    backbone = make_gpt2()
+    backbone.enable_lora(2)
+    before = snapshot(backbone)
+    tree = source(backbone)
+    report = bs.transfer_weights(backbone, tree, strict=False)
+    assert not report.zeroed
+    assert "blocks.0.self_attention.query.bias" in report.of_kind("missing")
+    same(snapshot(backbone), {**before, **{path: tree[path] for path in report.copied}})
+
+
+def test_a_bias_is_left_with_its_kernel():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(3, name="b")]
+    )
+    for layer in model.layers:
+        layer.bias.assign([1.0, 2.0, 3.0])
+    tree = {"a": {"kernel": np.ones((3, 3), "float32")}, "b": {"kernel": None}}
+    report = bs.transfer_weights(model, tree)
+    assert (report.zeroed, report.left) == (("a.bias",), ("b.kernel", "b.bias"))
+    np.testing.assert_array_equal(model.layers[1].bias, [1.0, 2.0, 3.0])
+    assert not np.array(model.layers[0].bias).any()
+
+
 def test_a_missing_layer_is_no_missing_bias():
     with pytest.raises(bs.WeightMismatchError, match=r"missing +dense\.bias"):
         bs.transfer_weights(dense(True), {"other": {"kernel": np.ones((3, 2), "float32")}})

@@ -4,7 +4,7 @@ Both sides are walked and compared in full before the first array is written. Ar
 and written one at a time, each of them in memory once more for as long as that takes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
 from backbone_surgery.weights.arrays import FLOATS, Array, held, open_file, read_arrays
-from backbone_surgery.weights.paths import aliases, owner_of, resolve, variable_paths
+from backbone_surgery.weights.paths import aliases, is_lora, owner_of, resolve, variable_paths
 from backbone_surgery.weights.report import Difference, TransferReport
 from backbone_surgery.weights.selecting import Rename, renamed, scopes
 from backbone_surgery.weights.tree import flatten, of_variable
@@ -115,17 +115,13 @@ class _Plan:
 
     def report(self) -> TransferReport:
         """Compare both sides, and note what to write."""
-        copied, zeroed, left, differences = [], [], [], []
+        copied, zeroed, left, absent, differences = [], [], [], [], []
         for path, variable in self.variables.items():
             if not self.chosen(path):
                 continue
             wanted = of_variable(variable)
             if path not in self.arrays:
-                if _is_bias(path) and self._has_layer(path, self.arrays):
-                    self.writes[path] = held(np.zeros(wanted.shape, wanted.dtype))
-                    zeroed.append(path)
-                else:
-                    differences.append(self._missing(path, wanted))
+                absent.append(path)
                 continue
             array = self.arrays[path]
             if array is None:
@@ -135,6 +131,16 @@ class _Plan:
             else:
                 self.writes[path] = array
                 copied.append(path)
+        for path in absent:
+            wanted = of_variable(self.variables[path])
+            # What is absent goes with the layer: a bias is zero where its kernel is copied.
+            if _is_bias(path) and self._has_layer(path, copied):
+                self.writes[path] = held(np.zeros(wanted.shape, wanted.dtype))
+                zeroed.append(path)
+            elif _is_bias(path) and self._has_layer(path, left):
+                left.append(path)
+            else:
+                differences.append(self._missing(path, wanted))
         differences += self._unexpected()
         return TransferReport(tuple(copied), tuple(zeroed), tuple(left), tuple(differences))
 
@@ -169,10 +175,12 @@ class _Plan:
         layer = _is_bias(path) and self._has_layer(path, self.variables)
         return layer and not array.read().any()
 
-    def _has_layer(self, path: str, paths: Mapping[str, Any]) -> bool:
-        """Tell whether the layer of a bias has another weight among these paths."""
+    def _has_layer(self, path: str, paths: Iterable[str]) -> bool:
+        """Tell whether the layer of a bias has another weight, no LoRA, among these paths."""
         layer = path.rpartition(".")[0]
-        return any(p != path and p.rpartition(".")[0] == layer for p in paths)
+        return any(
+            p != path and p.rpartition(".")[0] == layer and not is_lora(p) for p in paths
+        )
 
     def write(self) -> None:
         """Write what was planned, one array at a time."""
