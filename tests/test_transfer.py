@@ -614,6 +614,22 @@ def test_two_blocks_of_one_model_are_swapped(backbone):
             np.testing.assert_array_equal(a, b)
 
 
+def test_two_blocks_are_swapped_by_a_tree_of_variables(backbone):
+    before = [arrays(block) for block in backbone.transformer_layers]
+    swap = {"0": "1", "1": "0"}
+    tree = {}
+    for path, variable in variable_paths(backbone).items():
+        parts = path.split(".")
+        if parts[0] == "blocks":
+            parts[1] = swap.get(parts[1], parts[1])
+        tree[".".join(parts)] = variable
+    bs.transfer_weights(backbone, tree)
+    for i, j in ((0, 1), (1, 0), (2, 2)):
+        after = arrays(backbone.transformer_layers[i])
+        for a, b in zip(after.values(), before[j].values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_rename_by_a_function(backbone, other):
     tree = {f"model.{path}": value for path, value in snapshot(backbone).items()}
     bs.transfer_weights(other, tree, rename=lambda path: path.removeprefix("model."))

@@ -199,7 +199,7 @@ def _arrays(
 ) -> tuple[dict[str, Array | None], dict[str, str]]:
     """Return the arrays of a source by path, and which of its paths are tied to which."""
     if isinstance(source, Mapping):
-        return flatten(source), {}
+        return _safe(flatten(source), destination), {}
     if isinstance(source, str | Path):
         file = Path(source)
         if file.suffix != ".safetensors" or not file.is_file():
@@ -215,13 +215,19 @@ def _arrays(
             f"`.safetensors` file as source. Received {type(source).__name__}. Pass one of them."
         )
     variables = variable_paths(source)
+    arrays = {path: of_variable(variable) for path, variable in variables.items()}
+    return _safe(arrays, destination), aliases(source)
+
+
+def _safe(
+    arrays: Mapping[str, Array | None], destination: Mapping[str, keras.Variable]
+) -> dict[str, Array | None]:
+    """Read what is about to be overwritten before it is."""
     own = {id(v) for v in destination.values()}
-    arrays: dict[str, Array | None] = {}
-    for path, variable in variables.items():
-        array = of_variable(variable)
-        # What is about to be overwritten is read before.
-        arrays[path] = held(array.read().copy()) if id(variable) in own else array
-    return arrays, aliases(source)
+    return {
+        path: held(array.read().copy()) if array and id(array.variable) in own else array
+        for path, array in arrays.items()
+    }
 
 
 def _is_bias(path: str) -> bool:
