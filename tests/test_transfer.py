@@ -1,6 +1,7 @@
 """Weights move by path: each lands where it belongs, or the error says why not."""
 
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -728,6 +729,49 @@ def test_digest_tells_one_bit(backbone):
     assert bs.weights_digest(backbone) != before
     backbone.token_embedding.embeddings.assign(value)
     assert bs.weights_digest(backbone) == before
+
+
+# Devices
+
+
+ACROSS = """
+import jax, keras, numpy as np
+import backbone_surgery as bs
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+first, second = jax.devices()
+mesh = Mesh(np.array([first, second]), ("x",))
+places = [SingleDeviceSharding(first), SingleDeviceSharding(second)]
+places += [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("x",))]
+
+def make(place):
+    layers = [keras.layers.Dense(4, name=name) for name in "ab"]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    for variable in model.weights:
+        variable.assign(jax.device_put(variable.value, place))
+    return model
+
+for of_source in [*places, None]:
+    for place in places:
+        source, destination = make(of_source or places[0]), make(place)
+        wanted = [np.array(v) for v in source.weights]
+        bs.transfer_weights(destination, source if of_source else bs.weight_tree(source))
+        for variable in source.weights:
+            variable.value.delete()
+        for variable, value in zip(destination.weights, wanted, strict=True):
+            assert variable.value.sharding == place, (variable.value.sharding, of_source, place)
+            np.testing.assert_array_equal(variable, value)
+print("done")
+"""
+
+
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="places arrays of JAX")
+def test_weights_stay_on_their_devices():
+    """From either device, both or NumPy to either or both; and no memory is shared."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ACROSS]
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **flags})
+    assert out.stdout == "done\n", out.stderr[-2000:]
 
 
 # Memory

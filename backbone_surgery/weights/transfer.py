@@ -186,12 +186,22 @@ class _Plan:
         """Write what was planned, one array at a time."""
         for path, array in self.writes.items():
             variable = self.variables[path]
+            place = getattr(variable.value, "sharding", None)
             value = array.read() if array.variable is None else array.variable.value
             # `ops.array` copies: no two models share the memory of a weight.
             variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
             if keras.config.backend() == "jax":
-                # Else JAX runs ahead, with the old and new arrays of many weights in memory.
-                variable.value.block_until_ready()
+                _settle(variable, place)
+
+
+def _settle(variable: keras.Variable, place: Any) -> None:
+    """Put the new value of a variable of JAX on the devices of the old one."""
+    import jax
+
+    if variable.value.sharding != place:
+        variable.assign(jax.device_put(variable.value, place))
+    # Else JAX runs ahead, with the old and new arrays of many weights in memory.
+    variable.value.block_until_ready()
 
 
 def _arrays(
