@@ -503,3 +503,37 @@ def test_layers_made_before_do_not_matter_to_a_transfer(gpt2):
     extra = [p for p in report.copied if p not in variable_paths(gpt2)]
     assert len(extra) == 2 * gpt2.num_layers + 2
     np.testing.assert_array_equal(outputs(other), outputs(edited))
+
+
+# Plain graphs
+
+
+def graph_like(kind, seed=0):
+    """A plain graph over a GPT-2: none of these differ in their weights."""
+    backbone = make_gpt2(seed)
+    first, *_, last = backbone.transformer_layers
+
+    def clone_fn(layer, *args, **kwargs):
+        if kind == "swapped" and layer in (first, last):
+            layer = last if layer is first else first
+        x = layer(*args, **kwargs)
+        if kind == "repeated" and layer is first:
+            return layer(x, **kwargs)
+        if layer is last and kind in ("doubled", "tripled"):
+            return x * {"doubled": 2.0, "tripled": 3.0}[kind]
+        return x
+
+    outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+    return keras.Model(backbone.input, outputs)
+
+
+@pytest.mark.parametrize("other", ["plain", "swapped", "repeated", "tripled"])
+def test_another_plain_graph_is_refused(other, tmp_path):
+    graph = graph_like("doubled")
+    edited = bs.operate(graph, steering("float32"))
+    bs.save_recipe(edited, tmp_path / "a.recipe")
+    loaded = bs.load_recipe(tmp_path / "a.recipe", graph_like("doubled"))
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+    assert bs.weights_digest(graph_like(other)) == bs.weights_digest(graph)
+    with pytest.raises(bs.RecipeError, match=r"expected a backbone with node 00\d\d \['?"):
+        bs.load_recipe(tmp_path / "a.recipe", graph_like(other))

@@ -178,9 +178,7 @@ class _Plan:
     def _has_layer(self, path: str, paths: Iterable[str]) -> bool:
         """Tell whether the layer of a bias has another weight, no LoRA, among these paths."""
         layer = path.rpartition(".")[0]
-        return any(
-            p != path and p.rpartition(".")[0] == layer and not is_lora(p) for p in paths
-        )
+        return any(p != path and p.rpartition(".")[0] == layer and not is_lora(p) for p in paths)
 
     def write(self) -> None:
         """Write what was planned, one array at a time."""
