@@ -545,6 +545,17 @@ def test_tied_weights_are_one_and_ties_that_differ_are_shown():
     np.testing.assert_array_equal(tied.layers[1].kernel, loose.layers[1].kernel)
 
 
+def test_ties_that_differ_are_shown_under_new_names():
+    first = keras.layers.Dense(4, use_bias=False, name="body")
+    loose = keras.Sequential([keras.Input((4,)), first, Head(name="tail")])
+    names = {"first": "body", "head": "tail"}
+    for rename in (names, lambda path: ".".join(names.get(p, p) for p in path.split("."))):
+        with pytest.raises(bs.WeightMismatchError, match=r"tied +tail\.kernel .* to body\.kernel"):
+            bs.transfer_weights(loose, tied_model(True), rename=rename)
+    with pytest.raises(bs.SurgeryError, match=r"Received \['feet'\] too, which fit none"):
+        bs.transfer_weights(loose, tied_model(True), rename={"head": "tail", "feet": "toes"})
+
+
 # only, rename, cast
 
 

@@ -98,11 +98,11 @@ class _Plan:
         self.tied = aliases(self.model)
         self.cast = cast
         arrays, tied = _arrays(source, self.variables)
-        names = renamed([*arrays], rename)
+        names = renamed([*arrays], _rules(rename, arrays, tied))
         self.arrays = {new: arrays[old] for old, new in names.items()}
         self.source_tied = {
             new: names[tied[old]]
-            for old, new in renamed([*tied], rename if callable(rename) else None).items()
+            for old, new in renamed([*tied], _rules(rename, tied, arrays)).items()
             if tied[old] in names
         }
         owner = owner_of(self.model)
@@ -236,6 +236,17 @@ def _safe(
         path: held(array.read().copy()) if array and id(array.variable) in own else array
         for path, array in arrays.items()
     }
+
+
+def _rules(rename: Rename | None, paths: Iterable[str], others: Iterable[str]) -> Rename | None:
+    """Return a mapping without the rules that are for other paths."""
+    if not isinstance(rename, Mapping):
+        return rename
+
+    def fits(rule: str, among: Iterable[str]) -> bool:
+        return any(f"{path}.".startswith(f"{rule}.") for path in among)
+
+    return {r: new for r, new in rename.items() if fits(r, paths) or not fits(r, others)}
 
 
 def _is_bias(path: str) -> bool:
