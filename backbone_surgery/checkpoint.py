@@ -1,4 +1,4 @@
-"""Checkpoints of Keras: whether a `.weights.h5` file is one of this very model.
+"""Checkpoints of Keras: whether a file of weights is one of this very model.
 
 Keras files its layers under their class and their order among those of that class. Where a model
 lost a layer, the weights of its neighbour are loaded into the next one without a word; where it
@@ -6,8 +6,11 @@ gained one, loading fails half way. The file also holds the names of the layers,
 to tell before anything is loaded.
 """
 
+import json
 import re
+import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,26 @@ from backbone_surgery.errors import WeightMismatchError
 
 
 def check_checkpoint(model: keras.Model, filepath: Any) -> None:
-    """Check that a `.weights.h5` file was saved from a model with the same layers.
-
-    Files in other formats are left to Keras, which refuses or knows them.
+    """Check that a file of weights was saved from a model with the same layers.
 
     Args:
         model: a Functional model, about to load the file.
-        filepath: of the file.
+        filepath: of the file: `.weights.h5`, `.weights.json` with its shards, or `.keras`.
 
     Raises:
-        WeightMismatchError: the file has other layers, or the same in another order.
+        WeightMismatchError: the file has other layers, or the same in another order, or is of
+            another format, in which that cannot be seen.
     """
-    if not str(filepath).endswith(".weights.h5") or not Path(filepath).is_file():
+    if not Path(filepath).exists():
         return
+    if not str(filepath).endswith((".weights.h5", ".weights.json", ".keras")):
+        raise WeightMismatchError(
+            f"load_weights at '{filepath}': expected a `.weights.h5`, `.weights.json` or `.keras` "
+            "file. Received another, which does not tell its layers apart. Load it into the model "
+            "that it was saved from, and copy with `transfer_weights`."
+        )
     wanted = _layers_of_model(model)
-    found = _layers_of_file(filepath)
+    found = _layers_of_file(Path(filepath))
     if found is None:
         difference = "one that holds no layers"
     elif set(found) != set(wanted):
@@ -64,14 +72,39 @@ def _layers_of_model(model: keras.Model) -> dict[str, keras.Layer]:
     return {key: layer for key, layer in layers.items() if layer.weights}
 
 
-def _layers_of_file(filepath: Any) -> dict[str, str] | None:
+def _layers_of_file(path: Path) -> dict[str, str] | None:
     """Return the names of the layers with arrays in a file, by what they are filed under."""
-    with h5py.File(filepath, "r") as file:
-        if "layers" not in file:
-            return None
-        groups = {key: group for key, group in file["layers"].items() if _has_arrays(group)}
-        names = {key: group["vars"].attrs.get("name", key) for key, group in groups.items()}
-    return {key: str(name) for key, name in names.items()}
+    names: dict[str, str] = {}
+    filled, empty = set(), True
+    for file in _stores(path):
+        for key, group in file.get("layers", {}).items():
+            empty = False
+            # Of the shards that a layer is spread over, one has its name.
+            if "name" in group.get("vars", group).attrs:
+                names[key] = str(group.get("vars", group).attrs["name"])
+            if _has_arrays(group):
+                filled.add(key)
+    return None if empty else {key: names.get(key, key) for key in sorted(filled)}
+
+
+def _stores(path: Path) -> Iterator[h5py.File]:
+    """Open the HDF5 files that a file of Keras consists of, one after the other."""
+    if path.suffix == ".keras":
+        with (
+            zipfile.ZipFile(path) as archive,
+            archive.open("model.weights.h5") as inner,
+            h5py.File(inner, "r") as file,
+        ):
+            yield file
+        return
+    shards = [path]
+    if path.suffix == ".json":
+        listed = json.loads(path.read_text())["weight_map"].values()
+        names = {name for x in listed for name in (x if isinstance(x, list) else [x])}
+        shards = [path.with_name(name) for name in sorted(names)]
+    for shard in shards:
+        with h5py.File(shard, "r") as file:
+            yield file
 
 
 def _has_arrays(group: h5py.Group) -> bool:

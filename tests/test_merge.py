@@ -113,6 +113,34 @@ def test_lora_and_steering_together_generate_the_same_text():
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_a_direction_is_taken_out_of_a_kernel_with_lora():
+    """By value: the LoRA is folded first, and the direction then taken out of the sum."""
+    backbone = make_gpt2()
+    backbone.enable_lora(2, target_layer_names=["attention_output"])
+    rng = np.random.default_rng(3)
+    dense = [b._self_attention_layer._output_dense for b in backbone.transformer_layers]
+    for layer in dense:
+        assert layer.lora_enabled
+        for factor in (layer.lora_kernel_a, layer.lora_kernel_b):
+            factor.assign(rng.normal(0, 0.4, factor.shape))
+    edited = bs.operate(backbone, [ablate("blocks.*.attention_output")])
+    merged = bs.merge(edited)
+    assert relative(run(merged), run(edited)) <= EXACT
+    summed = np.array(dense[1].kernel)
+    unit = (vector(3) / np.linalg.norm(vector(3))).astype("float32")
+    found = np.array(merged.transformer_layers[1]._self_attention_layer._output_dense.kernel)
+    np.testing.assert_allclose(found, summed @ (np.eye(32) - np.outer(unit, unit)), atol=1e-6)
+    assert np.abs(summed @ unit).max() > 0.1
+
+
+def test_directions_that_are_not_finite_are_refused():
+    edited = bs.operate(make_gpt2(), [add("blocks.*", trainable=True)])
+    learned = next(v for v in edited.trainable_variables if tuple(v.shape)[-1:] == (32,))
+    learned.assign(np.full(learned.shape, np.nan))
+    with pytest.raises(bs.SurgeryError, match=r"'add'\) at 'blocks\.\d': its direction is not f"):
+        bs.merge(edited)
+
+
 def test_bfloat16():
     edited = bs.operate(make_gpt2(dtype="bfloat16"), [add("blocks.*")])
     merged = bs.merge(edited)

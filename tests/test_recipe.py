@@ -459,3 +459,81 @@ def test_presets_that_cannot_be_saved_or_loaded(gpt2, tmp_path):
     (tmp_path / "a" / "recipe").symlink_to(tmp_path)
     with pytest.raises(bs.RecipeError, match="Received a link"):
         bs.CachedCausalLM.from_preset(str(tmp_path / "a"))
+
+
+# Names that Keras counts for the whole process
+
+
+@keras.saving.register_keras_serializable("tests")
+class Unnamed(keras.layers.Layer):
+    """A wrapper, or a layer to put in, whose name and whose weights' names Keras makes up."""
+
+    def __init__(self, block=None, **kwargs):
+        super().__init__(**kwargs)
+        self.block = block
+        self.first = self.add_weight(shape=(), initializer="ones")
+        self.second = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        y = self.block(x) if self.block else x
+        return x + self.first * y + self.second
+
+
+def unnamed(backbone):
+    """An edit made after other layers of the same classes, with weights of its own."""
+    for _ in range(11):
+        Unnamed()
+    rewrites = [bs.Wrap("blocks.*", Unnamed), Put("blocks.1.mlp_output", Unnamed())]
+    return bs.operate(backbone, rewrites)
+
+
+def test_layers_made_before_do_not_matter_to_a_recipe(gpt2, tmp_path):
+    edited = unnamed(gpt2)
+    fill(edited)
+    bs.save_recipe(edited, tmp_path / "a.recipe")
+    unnamed(make_gpt2())
+    loaded = bs.load_recipe(tmp_path / "a.recipe", gpt2)
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+
+
+def test_layers_made_before_do_not_matter_to_a_transfer(gpt2):
+    edited, other = unnamed(gpt2), unnamed(make_gpt2(3))
+    fill(edited)
+    report = bs.transfer_weights(other, edited)
+    extra = [p for p in report.copied if p not in variable_paths(gpt2)]
+    assert len(extra) == 2 * gpt2.num_layers + 2
+    np.testing.assert_array_equal(outputs(other), outputs(edited))
+
+
+# Plain graphs
+
+
+def graph_like(kind, seed=0):
+    """A plain graph over a GPT-2: none of these differ in their weights."""
+    backbone = make_gpt2(seed)
+    first, *_, last = backbone.transformer_layers
+
+    def clone_fn(layer, *args, **kwargs):
+        if kind == "swapped" and layer in (first, last):
+            layer = last if layer is first else first
+        x = layer(*args, **kwargs)
+        if kind == "repeated" and layer is first:
+            return layer(x, **kwargs)
+        if layer is last and kind in ("doubled", "tripled"):
+            return x * {"doubled": 2.0, "tripled": 3.0}[kind]
+        return x
+
+    outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+    return keras.Model(backbone.input, outputs)
+
+
+@pytest.mark.parametrize("other", ["plain", "swapped", "repeated", "tripled"])
+def test_another_plain_graph_is_refused(other, tmp_path):
+    graph = graph_like("doubled")
+    edited = bs.operate(graph, steering("float32"))
+    bs.save_recipe(edited, tmp_path / "a.recipe")
+    loaded = bs.load_recipe(tmp_path / "a.recipe", graph_like("doubled"))
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+    assert bs.weights_digest(graph_like(other)) == bs.weights_digest(graph)
+    with pytest.raises(bs.RecipeError, match=r"expected a backbone with node 00\d\d \['?"):
+        bs.load_recipe(tmp_path / "a.recipe", graph_like(other))

@@ -1,6 +1,7 @@
 """Weights move by path: each lands where it belongs, or the error says why not."""
 
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -173,6 +174,27 @@ def test_names_that_keras_made_up_do_not_matter():
         np.testing.assert_array_equal(x, y)
 
 
+def test_unnamed_weights_are_never_mixed_up():
+    """Keras calls those of the first `variable`, `variable_1`, of the second `variable_2`, ..."""
+
+    class Pair(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.a, self.b = self.add_weight(shape=()), self.add_weight(shape=())
+
+        def call(self, x):
+            return self.a * x + self.b
+
+    source, _, destination = (
+        keras.Sequential([keras.Input((3,)), Pair(name="pair")]) for _ in range(3)
+    )
+    assert list(variable_paths(destination)) == ["pair.variable", "pair.variable_1"]
+    source.layers[0].a.assign(1.0)
+    source.layers[0].b.assign(2.0)
+    bs.transfer_weights(destination, source, strict=False)
+    assert [float(v) for v in destination.weights] == [1.0, 2.0]
+
+
 def test_inserted_layers_are_named_by_where_they_are(backbone):
     paths = [list(variable_paths(bs.operate(backbone, [ScaleSites()]))) for _ in range(2)]
     assert paths[0] == paths[1]
@@ -292,6 +314,35 @@ def test_keras_mixes_up_reordered_blocks_and_this_does_not(family, backbone, tmp
     same(arrays(backbone), before)
 
 
+def test_sharded_files_and_archives_are_told_apart_too(tmp_path):
+    """In shards so small that one layer is spread over several, and as a `.keras` file."""
+    source = make_gpt2(3)
+    sharded, archive = str(tmp_path / "a.weights.json"), str(tmp_path / "a.keras")
+    source.save_weights(sharded, max_shard_size=1e-5)
+    source.save(archive)
+    assert len(list(tmp_path.glob("a_*.weights.h5"))) > 5
+    for path in (sharded, archive):
+        for edit, words in ((removing, "where the model has"), (reordering, "_2' where the mod")):
+            backbone = make_gpt2()
+            before = arrays(backbone)
+            with pytest.raises(bs.WeightMismatchError, match=words):
+                bs.CachedCausalLM(plain(backbone, edit)).load_weights(path)
+            same(arrays(backbone), before)
+        bs.operate(backbone, [removing(backbone)]).load_weights(path)
+        same(arrays(backbone), arrays(source))
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_file_without_names_is_refused(tmp_path):
+    path = str(tmp_path / "old.h5")
+    make_gpt2(3).save(path)
+    backbone = make_gpt2()
+    before = arrays(backbone)
+    with pytest.raises(bs.WeightMismatchError, match="does not tell its layers apart"):
+        bs.CachedCausalLM(plain(backbone, removing)).load_weights(path)
+    same(arrays(backbone), before)
+
+
 def test_checkpoints_survive_every_edit(backbone, other, edit, tmp_path):
     """One saved before an edit loads after it, and one saved after it into the original."""
     original, edited_file = (str(tmp_path / f"{n}.weights.h5") for n in ("original", "edited"))
@@ -403,6 +454,42 @@ def test_a_missing_bias_is_zero():
     np.testing.assert_array_equal(without.layers[0].kernel, with_bias.layers[0].kernel)
 
 
+def lora_alone(backbone):
+    return {path: np.ones_like(v) for path, v in snapshot(backbone).items() if "lora_" in path}
+
+
+def kernels_of_another_shape(backbone):
+    kernels = [path for path in snapshot(backbone) if path.endswith("query.kernel")]
+    return {path: np.ones((2, 2), "float32") for path in kernels} | {
+        "token_embedding.embeddings": np.ones((60, 32), "float32")
+    }
+
+
+@pytest.mark.parametrize("source", [lora_alone, kernels_of_another_shape])
+def test_a_bias_stays_where_its_kernel_stays(source):
+    backbone = make_gpt2()
+    backbone.enable_lora(2)
+    before = snapshot(backbone)
+    tree = source(backbone)
+    report = bs.transfer_weights(backbone, tree, strict=False)
+    assert not report.zeroed
+    assert "blocks.0.self_attention.query.bias" in report.of_kind("missing")
+    same(snapshot(backbone), {**before, **{path: tree[path] for path in report.copied}})
+
+
+def test_a_bias_is_left_with_its_kernel():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(3, name="b")]
+    )
+    for layer in model.layers:
+        layer.bias.assign([1.0, 2.0, 3.0])
+    tree = {"a": {"kernel": np.ones((3, 3), "float32")}, "b": {"kernel": None}}
+    report = bs.transfer_weights(model, tree)
+    assert (report.zeroed, report.left) == (("a.bias",), ("b.kernel", "b.bias"))
+    np.testing.assert_array_equal(model.layers[1].bias, [1.0, 2.0, 3.0])
+    assert not np.array(model.layers[0].bias).any()
+
+
 def test_a_missing_layer_is_no_missing_bias():
     with pytest.raises(bs.WeightMismatchError, match=r"missing +dense\.bias"):
         bs.transfer_weights(dense(True), {"other": {"kernel": np.ones((3, 2), "float32")}})
@@ -456,6 +543,17 @@ def test_tied_weights_are_one_and_ties_that_differ_are_shown():
     loose.layers[-1].kernel.assign(loose.layers[1].kernel)
     bs.transfer_weights(tied, loose)
     np.testing.assert_array_equal(tied.layers[1].kernel, loose.layers[1].kernel)
+
+
+def test_ties_that_differ_are_shown_under_new_names():
+    first = keras.layers.Dense(4, use_bias=False, name="body")
+    loose = keras.Sequential([keras.Input((4,)), first, Head(name="tail")])
+    names = {"first": "body", "head": "tail"}
+    for rename in (names, lambda path: ".".join(names.get(p, p) for p in path.split("."))):
+        with pytest.raises(bs.WeightMismatchError, match=r"tied +tail\.kernel .* to body\.kernel"):
+            bs.transfer_weights(loose, tied_model(True), rename=rename)
+    with pytest.raises(bs.SurgeryError, match=r"Received \['feet'\] too, which fit none"):
+        bs.transfer_weights(loose, tied_model(True), rename={"head": "tail", "feet": "toes"})
 
 
 # only, rename, cast
@@ -522,6 +620,22 @@ def test_six_blocks_of_twelve():
 def test_two_blocks_of_one_model_are_swapped(backbone):
     before = [arrays(block) for block in backbone.transformer_layers]
     bs.transfer_weights(backbone, backbone, rename={"blocks.0": "blocks.1", "blocks.1": "blocks.0"})
+    for i, j in ((0, 1), (1, 0), (2, 2)):
+        after = arrays(backbone.transformer_layers[i])
+        for a, b in zip(after.values(), before[j].values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_two_blocks_are_swapped_by_a_tree_of_variables(backbone):
+    before = [arrays(block) for block in backbone.transformer_layers]
+    swap = {"0": "1", "1": "0"}
+    tree = {}
+    for path, variable in variable_paths(backbone).items():
+        parts = path.split(".")
+        if parts[0] == "blocks":
+            parts[1] = swap.get(parts[1], parts[1])
+        tree[".".join(parts)] = variable
+    bs.transfer_weights(backbone, tree)
     for i, j in ((0, 1), (1, 0), (2, 2)):
         after = arrays(backbone.transformer_layers[i])
         for a, b in zip(after.values(), before[j].values(), strict=True):
@@ -626,6 +740,49 @@ def test_digest_tells_one_bit(backbone):
     assert bs.weights_digest(backbone) != before
     backbone.token_embedding.embeddings.assign(value)
     assert bs.weights_digest(backbone) == before
+
+
+# Devices
+
+
+ACROSS = """
+import jax, keras, numpy as np
+import backbone_surgery as bs
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+first, second = jax.devices()
+mesh = Mesh(np.array([first, second]), ("x",))
+places = [SingleDeviceSharding(first), SingleDeviceSharding(second)]
+places += [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("x",))]
+
+def make(place):
+    layers = [keras.layers.Dense(4, name=name) for name in "ab"]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    for variable in model.weights:
+        variable.assign(jax.device_put(variable.value, place))
+    return model
+
+for of_source in [*places, None]:
+    for place in places:
+        source, destination = make(of_source or places[0]), make(place)
+        wanted = [np.array(v) for v in source.weights]
+        bs.transfer_weights(destination, source if of_source else bs.weight_tree(source))
+        for variable in source.weights:
+            variable.value.delete()
+        for variable, value in zip(destination.weights, wanted, strict=True):
+            assert variable.value.sharding == place, (variable.value.sharding, of_source, place)
+            np.testing.assert_array_equal(variable, value)
+print("done")
+"""
+
+
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="places arrays of JAX")
+def test_weights_stay_on_their_devices():
+    """From either device, both or NumPy to either or both; and no memory is shared."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ACROSS]
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **flags})
+    assert out.stdout == "done\n", out.stderr[-2000:]
 
 
 # Memory

@@ -5,6 +5,7 @@ of a quantisation. All other weights are told by their digest.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -167,11 +168,28 @@ def quantization(owner: keras.Model) -> str | None:
     return "int8" if modes else None
 
 
-def _config(owner: keras.Model) -> dict[str, Any] | None:
-    """Return the config of a backbone as JSON; a plain graph has none."""
+def _config(owner: keras.Model) -> dict[str, Any]:
+    """Return the config of a backbone as JSON; of a plain graph, its nodes in order."""
     if not isinstance(owner, keras_hub.models.Backbone):
-        return None
+        return _nodes(owner)
     return json.loads(json.dumps(owner.get_config()))
+
+
+def _nodes(model: keras.Model) -> dict[str, Any]:
+    """Describe each node of a graph: its layer, what it is given, and which use of it this is."""
+    tensors: dict[int, str] = {}
+    layers: dict[Any, int] = {}
+    described = {}
+    for i, node in enumerate(graph.all_nodes(model)):
+        layer = node.operation
+        tensors.update({id(t): f"{i}.{j}" for j, t in enumerate(node.outputs)})
+        name = re.sub(r"_\d+$", "", layer.name) if graph.is_auto_named(layer) else layer.name
+        inputs = [tensors.get(id(t), "outside") for t in node.input_tensors]
+        leaves = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+        constants = [x for x in leaves if isinstance(x, bool | int | float | str)]
+        number = layers.setdefault(layer, len(layers))
+        described[f"node {i:04}"] = [type(layer).__name__, name, number, inputs, constants]
+    return described
 
 
 def _dtype(owner: keras.Model) -> str:
@@ -189,7 +207,9 @@ def _check_facts(backbone: keras.Model, base: Mapping[str, Any]) -> None:
     ):
         if found != base[what]:
             raise _other_base(f"a backbone of {what}", base[what], found)
-    own, wanted = _config(backbone) or {}, base["config"] or {}
+    # The first recipes of plain graphs have no config.
+    wanted = base["config"] or {}
+    own = _config(backbone) if wanted else {}
     for key in sorted((own.keys() | wanted.keys()) - set(_NOT_COMPARED)):
         if own.get(key) != wanted.get(key):
             raise _other_base(f"a backbone with {key}", wanted.get(key), own.get(key))

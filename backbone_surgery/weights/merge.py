@@ -62,8 +62,9 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
     variables = variable_paths(new)
     _fold_lora(owner, variables)
     for fold in folds:
-        for variable in (fold.layer.kernel, fold.layer.bias):
-            if variable is not None and (fold.ablate or variable is fold.layer.bias):
+        # With LoRA on, `layer.kernel` is a sum: the variable is found by its name.
+        for variable in graph.own_weights(fold.layer):
+            if variable.name == "bias" or (fold.ablate and variable.name == "kernel"):
                 target = variables[names[id(variable)]]
                 target.assign(fold.apply(_float(target)))
     return new
@@ -105,6 +106,9 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
                 refused.append(f"{shown} at '{path}': {_NO_LAYER[rewrite.mode]}")
                 continue
             vector = np.asarray(rewrite.directions[int(path.split(".")[1])], "float32")
+            if not np.isfinite(vector).all():
+                refused.append(f"{shown} at '{path}': its direction is not finite")
+                continue
             ablate = rewrite.mode == "ablate"
             folds.append(_Fold(layer, vector, rewrite.strength, ablate, residual))
     if refused:

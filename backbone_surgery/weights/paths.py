@@ -18,10 +18,14 @@ from backbone_surgery import graph
 from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.families import FAMILIES
+from backbone_surgery.rewrites.wrap import BeforeBlock
 from backbone_surgery.site import is_block
 
 Parts = tuple[str, ...]
 Rows = list[tuple[Parts, keras.Variable]]
+
+_UNNAMED = re.compile(r"variable(_\d+)?")
+"""The names that Keras makes up for weights."""
 
 
 def resolve(model: Any) -> keras.Model:
@@ -195,8 +199,9 @@ def _renumbered(rows: list[tuple[Parts, Parts]], auto: set[str]) -> list[Parts]:
     """Number the made-up names among the parts of paths anew, within their scopes."""
     seen: dict[tuple[Parts, str], set[str]] = {}
     for scope, parts in rows:
-        for depth, part in enumerate(parts[:-1]):
-            if part in auto:
+        for depth, part in enumerate(parts):
+            made_up = part in auto if depth + 1 < len(parts) else _UNNAMED.fullmatch(part)
+            if made_up:
                 key = ((*scope, *parts[:depth]), re.sub(r"_\d+$", "", part))
                 seen.setdefault(key, set()).add(part)
     new: dict[tuple[Parts, str], str] = {}
@@ -230,6 +235,8 @@ def _join(parts: Parts) -> str:
 
 
 def _stem(layer: keras.Layer) -> str:
+    if isinstance(layer, BeforeBlock):
+        return f"{_stem(layer.wrapper)}_before"
     return re.sub(r"_\d+$", "", layer.name) if graph.is_auto_named(layer) else layer.name
 
 

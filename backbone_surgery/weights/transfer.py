@@ -4,7 +4,7 @@ Both sides are walked and compared in full before the first array is written. Ar
 and written one at a time, each of them in memory once more for as long as that takes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
 from backbone_surgery.weights.arrays import FLOATS, Array, held, open_file, read_arrays
-from backbone_surgery.weights.paths import aliases, owner_of, resolve, variable_paths
+from backbone_surgery.weights.paths import aliases, is_lora, owner_of, resolve, variable_paths
 from backbone_surgery.weights.report import Difference, TransferReport
 from backbone_surgery.weights.selecting import Rename, renamed, scopes
 from backbone_surgery.weights.tree import flatten, of_variable
@@ -98,11 +98,11 @@ class _Plan:
         self.tied = aliases(self.model)
         self.cast = cast
         arrays, tied = _arrays(source, self.variables)
-        names = renamed([*arrays], rename)
+        names = renamed([*arrays], _rules(rename, arrays, tied))
         self.arrays = {new: arrays[old] for old, new in names.items()}
         self.source_tied = {
             new: names[tied[old]]
-            for old, new in renamed([*tied], rename if callable(rename) else None).items()
+            for old, new in renamed([*tied], _rules(rename, tied, arrays)).items()
             if tied[old] in names
         }
         owner = owner_of(self.model)
@@ -115,17 +115,13 @@ class _Plan:
 
     def report(self) -> TransferReport:
         """Compare both sides, and note what to write."""
-        copied, zeroed, left, differences = [], [], [], []
+        copied, zeroed, left, absent, differences = [], [], [], [], []
         for path, variable in self.variables.items():
             if not self.chosen(path):
                 continue
             wanted = of_variable(variable)
             if path not in self.arrays:
-                if _is_bias(path) and self._has_layer(path, self.arrays):
-                    self.writes[path] = held(np.zeros(wanted.shape, wanted.dtype))
-                    zeroed.append(path)
-                else:
-                    differences.append(self._missing(path, wanted))
+                absent.append(path)
                 continue
             array = self.arrays[path]
             if array is None:
@@ -135,6 +131,16 @@ class _Plan:
             else:
                 self.writes[path] = array
                 copied.append(path)
+        for path in absent:
+            wanted = of_variable(self.variables[path])
+            # What is absent goes with the layer: a bias is zero where its kernel is copied.
+            if _is_bias(path) and self._has_layer(path, copied):
+                self.writes[path] = held(np.zeros(wanted.shape, wanted.dtype))
+                zeroed.append(path)
+            elif _is_bias(path) and self._has_layer(path, left):
+                left.append(path)
+            else:
+                differences.append(self._missing(path, wanted))
         differences += self._unexpected()
         return TransferReport(tuple(copied), tuple(zeroed), tuple(left), tuple(differences))
 
@@ -169,21 +175,31 @@ class _Plan:
         layer = _is_bias(path) and self._has_layer(path, self.variables)
         return layer and not array.read().any()
 
-    def _has_layer(self, path: str, paths: Mapping[str, Any]) -> bool:
-        """Tell whether the layer of a bias has another weight among these paths."""
+    def _has_layer(self, path: str, paths: Iterable[str]) -> bool:
+        """Tell whether the layer of a bias has another weight, no LoRA, among these paths."""
         layer = path.rpartition(".")[0]
-        return any(p != path and p.rpartition(".")[0] == layer for p in paths)
+        return any(p != path and p.rpartition(".")[0] == layer and not is_lora(p) for p in paths)
 
     def write(self) -> None:
         """Write what was planned, one array at a time."""
         for path, array in self.writes.items():
             variable = self.variables[path]
+            place = getattr(variable.value, "sharding", None)
             value = array.read() if array.variable is None else array.variable.value
             # `ops.array` copies: no two models share the memory of a weight.
             variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
             if keras.config.backend() == "jax":
-                # Else JAX runs ahead, with the old and new arrays of many weights in memory.
-                variable.value.block_until_ready()
+                _settle(variable, place)
+
+
+def _settle(variable: keras.Variable, place: Any) -> None:
+    """Put the new value of a variable of JAX on the devices of the old one."""
+    import jax
+
+    if variable.value.sharding != place:
+        variable.assign(jax.device_put(variable.value, place))
+    # Else JAX runs ahead, with the old and new arrays of many weights in memory.
+    variable.value.block_until_ready()
 
 
 def _arrays(
@@ -191,7 +207,7 @@ def _arrays(
 ) -> tuple[dict[str, Array | None], dict[str, str]]:
     """Return the arrays of a source by path, and which of its paths are tied to which."""
     if isinstance(source, Mapping):
-        return flatten(source), {}
+        return _safe(flatten(source), destination), {}
     if isinstance(source, str | Path):
         file = Path(source)
         if file.suffix != ".safetensors" or not file.is_file():
@@ -207,13 +223,30 @@ def _arrays(
             f"`.safetensors` file as source. Received {type(source).__name__}. Pass one of them."
         )
     variables = variable_paths(source)
+    arrays = {path: of_variable(variable) for path, variable in variables.items()}
+    return _safe(arrays, destination), aliases(source)
+
+
+def _safe(
+    arrays: Mapping[str, Array | None], destination: Mapping[str, keras.Variable]
+) -> dict[str, Array | None]:
+    """Read what is about to be overwritten before it is."""
     own = {id(v) for v in destination.values()}
-    arrays: dict[str, Array | None] = {}
-    for path, variable in variables.items():
-        array = of_variable(variable)
-        # What is about to be overwritten is read before.
-        arrays[path] = held(array.read().copy()) if id(variable) in own else array
-    return arrays, aliases(source)
+    return {
+        path: held(array.read().copy()) if array and id(array.variable) in own else array
+        for path, array in arrays.items()
+    }
+
+
+def _rules(rename: Rename | None, paths: Iterable[str], others: Iterable[str]) -> Rename | None:
+    """Return a mapping without the rules that are for other paths."""
+    if not isinstance(rename, Mapping):
+        return rename
+
+    def fits(rule: str, among: Iterable[str]) -> bool:
+        return any(f"{path}.".startswith(f"{rule}.") for path in among)
+
+    return {r: new for r, new in rename.items() if fits(r, paths) or not fits(r, others)}
 
 
 def _is_bias(path: str) -> bool:
