@@ -1,14 +1,15 @@
 """Rewrites as JSON and back: what is in their fields, with arrays and layers kept aside.
 
 A rewrite is a frozen dataclass, so its fields say all there is to say about it. Numbers, strings,
-lists, tuples and dicts become JSON; arrays go into a file of arrays under the path of their field;
-a layer becomes its config, and a class or function the name under which it is registered. Any other
-function has no description, and nothing here ever runs code that came from a file.
+lists, tuples and dicts become JSON; arrays go into a file of arrays under the path of their field,
+with the items of dicts numbered; a layer becomes its config, and a class or function the name under
+which it is registered. Any other function has no description, and nothing here ever runs code that
+came from a file.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -94,6 +95,19 @@ class Describer:
         self.arrays: dict[str, Array] = {}
         self.layers: list[dict[str, Any]] = []
         self._numbers: dict[int, int] = {}
+        self._described: list[tuple[keras.layers.Layer, str]] = []
+
+    def check_kept(self, variables: Iterable[keras.Variable]) -> None:
+        """Check that all weights of the layers are among the variables that a recipe keeps."""
+        kept = {id(v) for v in variables}
+        for layer, where in self._described:
+            if any(id(v) not in kept for v in layer.weights):
+                raise SurgeryError(
+                    f"save_recipe at '{where}': expected a layer that runs in the edited graph, "
+                    f"whose weights a recipe keeps. Received '{layer.name}', which has weights and "
+                    "does not run there. Leave out the rewrite that holds it, or hold an unbuilt "
+                    "layer, or its weights as arrays."
+                )
 
     def rewrite(self, rewrite: Any, where: str) -> dict[str, Any]:
         """Describe one rewrite; `where` is its path, such as `rewrites.0`."""
@@ -126,7 +140,8 @@ class Describer:
         if isinstance(value, int | float) and not isinstance(value, np.generic):
             return self._number(value, where)
         if isinstance(value, Mapping):
-            return {"dict": [self._item(k, v, where) for k, v in value.items()]}
+            items = enumerate(value.items())
+            return {"dict": [self._item(k, v, f"{where}.{i}") for i, (k, v) in items]}
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self.value(v, f"{where}.{i}") for i, v in enumerate(value)]}
@@ -159,7 +174,7 @@ class Describer:
         key = int(key) if isinstance(key, np.integer) else key
         if type(key) not in (int, str):
             raise _no_description(where, key)
-        return [key, self.value(value, f"{where}.{key}")]
+        return [key, self.value(value, where)]
 
     def _layer(self, layer: keras.layers.Layer, where: str) -> int:
         """Describe a layer by its config, once, and return its number."""
@@ -170,6 +185,7 @@ class Describer:
                     f"'{layer.name}', a layer of the backbone. Name its place by a site or a block."
                 )
             self._numbers[id(layer)] = len(self.layers)
+            self._described.append((layer, where))
             self.layers.append(layer_config(layer, where))
         return self._numbers[id(layer)]
 

@@ -37,7 +37,8 @@ def save_recipe(edited: Any, path: str | Path) -> None:
 
     Raises:
         SurgeryError: a rewrite has no description (a plain function, an unregistered class), an
-            array is not finite, or the folder holds something else. Nothing is written then.
+            layer in its fields has weights but no place in the graph, an array is not finite, or
+            the folder holds something else. Nothing is written then.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np, os, tempfile
@@ -52,8 +53,10 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     owned = variable_paths(edited.owner)
     describer = Describer({id(v) for v in owned.values()})
     rewrites = [describer.rewrite(r, f"rewrites.{i}") for i, r in enumerate(edited.rewrites)]
+    added = extra_paths(edited, owned)
+    describer.check_kept(added.values())
     arrays = dict(describer.arrays)
-    _add(arrays, "edited.", extra_paths(edited, owned))
+    _add(arrays, "edited.", added)
     _add(arrays, "owner.", owner_deltas(edited.owner))
     document = {
         "versions": _versions(),
