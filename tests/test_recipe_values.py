@@ -1,12 +1,14 @@
 """What is in the fields of rewrites comes back from a recipe as it was, or is refused in words."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import make_gpt2
-from tests.test_recipe import Own, Put
+from tests.conftest import make_gemma, make_gpt2
+from tests.test_recipe import Own, Put, outputs
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +55,69 @@ def test_weights_that_do_not_run_are_refused_by_name(gpt2, tmp_path, make, where
 def test_an_unbuilt_layer_that_does_not_run_stays_unbuilt(gpt2, tmp_path):
     bs.save_recipe(bs.operate(gpt2, [Own("blocks.0", keras.layers.Dense(4))]), tmp_path / "r")
     assert not bs.load_recipe(tmp_path / "r", gpt2).rewrites[0].values.built
+
+
+# Presets
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_gemma])
+def test_a_preset_comes_back_in_its_own_dtype(tmp_path, monkeypatch, make):
+    """And from inside of its folder, whose name is then a dot."""
+    edited = bs.operate(make(dtype="bfloat16"), [bs.Steer("mood", {1: np.ones(32)})])
+    bs.CachedCausalLM(edited).save_to_preset(tmp_path / "p")
+    monkeypatch.chdir(tmp_path / "p")
+    loaded = bs.CachedCausalLM.from_preset(".").backbone
+    assert loaded.owner.dtype_policy.name == "bfloat16"
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+    with pytest.raises(bs.RecipeError, match=r"of dtype bfloat16\. Received float32"):
+        bs.CachedCausalLM.from_preset(".", dtype="float32")
+
+
+@pytest.mark.parametrize("folder", ["/", "..", "."])
+def test_folders_without_a_preset(tmp_path, monkeypatch, folder):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(bs.SurgeryError, match=r"one without `config\.json`"):
+        bs.CachedCausalLM.from_preset(folder)
+
+
+def test_no_preset_of_a_quantised_backbone(tmp_path):
+    backbone = make_gpt2(num_layers=1)
+    lm = bs.CachedCausalLM(bs.operate(backbone, []))
+    backbone.quantize("int8")
+    with pytest.raises(bs.SurgeryError, match=r"quantised to int8\. Use `save_recipe`"):
+        lm.save_to_preset(tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["package.json", "assets/mine.png", "recipe/notes.txt", "assets/empty/", "model.h5"]
+)
+def test_what_is_no_part_of_a_preset_is_never_replaced(gpt2, tmp_path, name):
+    lm = bs.CachedCausalLM(bs.operate(gpt2, [bs.Steer("mood", {1: np.ones(32)})]))
+    lm.save_to_preset(tmp_path / "p")
+    file = tmp_path / "p" / name
+    file.parent.mkdir(exist_ok=True)
+    file.mkdir(parents=True) if name.endswith("/") else file.write_text("mine")
+    with pytest.raises(bs.SurgeryError, match=rf"holds \['{name.rstrip('/')}'\], which would be l"):
+        lm.save_to_preset(tmp_path / "p")
+    assert file.exists()
+
+
+@pytest.mark.parametrize(
+    "files", [["config.json"], ["config.json", "metadata.json"], ["task.json"]]
+)
+def test_a_folder_that_only_looks_like_a_preset_is_never_replaced(gpt2, tmp_path, files):
+    for name in files:
+        Path(tmp_path, name).write_text("{}")
+    with pytest.raises(bs.SurgeryError, match="which would be lost"):
+        bs.CachedCausalLM(gpt2).save_to_preset(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
+def test_a_preset_with_a_tokenizer_is_replaced(tmp_path, name):
+    lm = bs.CachedCausalLM.from_preset(name)
+    for _ in range(2):
+        lm.save_to_preset(tmp_path / "p", max_shard_size=5e-4)
+    assert bs.CachedCausalLM.from_preset(str(tmp_path / "p")).preprocessor is not None

@@ -77,16 +77,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     Raises:
         RecipeError: the folder is not there, damaged, or of another version.
     """
-    recover(Path(os.path.abspath(path)))
-    if not path.is_dir():
-        raise RecipeError(
-            f"load_recipe at '{path}': expected a folder. Received a path where there is none. "
-            "Pass what `save_recipe` was given."
-        )
-    document = parse(_read(path / RECIPE, _MOST), RECIPE)
-    validate(document, RECIPE)
-    claimed = document["sha256"]
-    _check_equal(RECIPE, "sha256", _own_digest(document), claimed)
+    document = read_document(path)
     facts = document["files"][DELTAS]
     data = _read(path / DELTAS, facts["size"])
     _check_equal(DELTAS, "size", len(data), facts["size"])
@@ -100,6 +91,20 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
                 "The recipe is damaged; get it again."
             )
     return document, arrays
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read and check the `recipe.json` of a recipe alone; see `read_recipe`."""
+    recover(path)
+    if not path.is_dir():
+        raise RecipeError(
+            f"load_recipe at '{path}': expected a folder. Received a path where there is none. "
+            "Pass what `save_recipe` was given."
+        )
+    document = parse(_read(path / RECIPE, _MOST), RECIPE)
+    validate(document, RECIPE)
+    _check_equal(RECIPE, "sha256", _own_digest(document), document["sha256"])
+    return document
 
 
 def _own_digest(document: Mapping[str, Any]) -> str:
