@@ -1,5 +1,6 @@
 """What is in the fields of rewrites comes back from a recipe as it was, or is refused in words."""
 
+import random
 from pathlib import Path
 
 import keras
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.weights.store import read_recipe, write_recipe
+from tests import test_recipe_rewrites
 from tests.conftest import make_gemma, make_gpt2
 from tests.test_recipe import Own, Put, outputs
 
@@ -121,3 +124,135 @@ def test_a_preset_with_a_tokenizer_is_replaced(tmp_path, name):
     for _ in range(2):
         lm.save_to_preset(tmp_path / "p", max_shard_size=5e-4)
     assert bs.CachedCausalLM.from_preset(str(tmp_path / "p")).preprocessor is not None
+
+
+# Values of a wrong kind, and of a wrong size, with right digests
+
+
+def changed(source, value, *place, to=None):
+    """Write a recipe with another value at a place, with right digests and no spare arrays."""
+    document, arrays = read_recipe(source)
+    document = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    *parents, last = place
+    inner = document
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    text = str(document["rewrites"])
+    kept = {n: a for n, a in arrays.items() if n.startswith("edited.") or f"'{n}'" in text}
+    write_recipe(to or source, document, kept)
+
+
+WRONG = [
+    *(None, True, 0, -1, 7, 10**400, 1.5, 1e300, "", "x", "blocks.0", "prompt"),
+    *({"list": []}, {"list": ["x"]}, {"tuple": [0, 1]}, {"tuple": [{"list": [1]}, None]}),
+    *({"dict": []}, {"dict": [[1, "x"]]}, {"dict": [["blocks.0.query", 3]]}),
+    *({"registered": "keras_hub>GPT2Backbone"}, {"registered": "tests>Bias"}),
+    {"rewrite": {"type": "backbone_surgery>Remove", "fields": {"at": "blocks.0"}}},
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["steering", "condition", "skip", "feature", "wrap", "reorder", "low_rank", "ablate", "insert"],
+)
+def test_values_in_wrong_fields_give_words_or_a_model(gpt2, tmp_path, case):
+    """Nothing raw reaches the user, wherever a value of another kind fails."""
+    rewrites = test_recipe_rewrites.CASES[case]("gpt2", "float32")
+    bs.save_recipe(bs.operate(gpt2, rewrites), tmp_path / "good")
+    described = read_recipe(tmp_path / "good")[0]["rewrites"]
+    fields = [(i, n) for i, r in enumerate(described) for n in r["fields"]]
+    rng = random.Random(case)
+    refused = 0
+    for _ in range(12):
+        (i, name), value = rng.choice(fields), rng.choice(WRONG)
+        changed(tmp_path / "good", value, "rewrites", i, "fields", name, to=tmp_path / "bad")
+        try:
+            bs.load_recipe(tmp_path / "bad", gpt2)
+        except bs.SurgeryError:
+            refused += 1
+    assert refused > 1
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "value"),
+    [
+        ("steering", "strength", "x"),
+        ("steering", "when", {"list": [1]}),
+        ("skip", "amount", {"list": ["x"]}),
+        ("feature", "layers", {"dict": [[1, 2]]}),
+        ("wrap", "make_layer", {"registered": "keras_hub>GPT2Backbone"}),
+        ("reorder", "blocks", 3),
+        ("low_rank", "adapters", "x"),
+    ],
+)
+def test_fields_of_a_wrong_kind(gpt2, tmp_path, case, name, value):
+    rewrites = test_recipe_rewrites.CASES[case]("gpt2", "float32")
+    bs.save_recipe(bs.operate(gpt2, rewrites), tmp_path / "r")
+    changed(tmp_path / "r", value, "rewrites", 0, "fields", name)
+    with pytest.raises(bs.SurgeryError):
+        bs.load_recipe(tmp_path / "r", gpt2)
+
+
+@pytest.mark.parametrize("value", [{"layer": 0.0}, {"dict": [[1.0, "x"]]}, {"dict": [[True, "x"]]}])
+def test_numbers_that_are_no_integers(gpt2, tmp_path, value):
+    bs.save_recipe(bs.operate(gpt2, [Own("blocks.0", keras.layers.Dense(3))]), tmp_path / "r")
+    with pytest.raises(bs.SurgeryError, match="what the schema of recipes says"):
+        changed(tmp_path / "r", value, "rewrites", 0, "fields", "values")
+
+
+def test_a_key_that_is_given_twice(gpt2, tmp_path):
+    bs.save_recipe(bs.operate(gpt2, [Own("blocks.0")]), tmp_path / "r")
+    value = {"dict": [[1, "x"], [1, "y"]]}
+    changed(tmp_path / "r", value, "rewrites", 0, "fields", "values")
+    with pytest.raises(bs.RecipeError, match="Received one with a key given twice"):
+        bs.load_recipe(tmp_path / "r", gpt2)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Early(keras.layers.Layer):
+    """Make weights before anything is built, and count how often."""
+
+    count = 0
+
+    def __init__(self, size, **kwargs):
+        super().__init__(**kwargs)
+        Early.count += 1
+        self.size = size
+        self.vector = self.add_weight(shape=(size,), initializer="ones")
+
+    def call(self, x):
+        return x + self.vector[0]
+
+    def get_config(self):
+        return {**super().get_config(), "size": self.size}
+
+
+def test_layers_bring_no_more_than_the_recipe_has(gpt2, tmp_path):
+    bs.save_recipe(bs.operate(gpt2, [Put("blocks.0", Early(8))]), tmp_path / "r")
+    before = Early.count
+    with pytest.raises(bs.RecipeError, match="weights of the digest"):
+        bs.load_recipe(tmp_path / "r", make_gpt2(seed=1))
+    assert Early.count == before
+    changed(tmp_path / "r", 9, "layers", 0, "config", "size")
+    with pytest.raises(bs.RecipeError, match="Received 'early', which brings more"):
+        bs.load_recipe(tmp_path / "r", gpt2)
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([*range(200_000)], "expected rewrites that can be read again.* Keep numbers in arrays"),
+        (nested(20), "values are nested more than 40 deep"),
+        (nested(400), "expected values nested at most 40 deep"),
+    ],
+    ids=["large", "deep", "deeper"],
+)
+def test_no_save_that_cannot_be_loaded(gpt2, tmp_path, value, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.save_recipe(bs.operate(gpt2, [Own("blocks.0", value)]), tmp_path / "r")
+    assert not list(tmp_path.iterdir())

@@ -20,8 +20,10 @@ from backbone_surgery.errors import RecipeError, SurgeryError, closest
 from backbone_surgery.rewrites import Rewrite
 from backbone_surgery.weights.arrays import NAMES, Array, held
 from backbone_surgery.weights.configs import layer_config, make_layer
+from backbone_surgery.weights.tree import of_variable
 
 _OWN = "backbone_surgery"
+_DEPTH = 40
 _INSTEAD = (
     "Use Insert, Replace or Wrap to put a layer somewhere, Skip, Remove, Repeat or Reorder to "
     "change the order of blocks, Steer, Patch or Ablate to change what flows between them, or "
@@ -135,6 +137,11 @@ class Describer:
 
     def value(self, value: Any, where: str) -> Any:
         """Describe what is in a field."""
+        if where.count(".") > _DEPTH:
+            raise SurgeryError(
+                f"save_recipe at '{where[:40]}': expected values nested at most {_DEPTH} deep. "
+                "Received deeper ones. Nest less."
+            )
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int | float) and not isinstance(value, np.generic):
@@ -200,6 +207,7 @@ class Rebuilder:
     def __init__(self, arrays: Mapping[str, Array], configs: list[dict[str, Any]]) -> None:
         self.arrays, self.configs = arrays, configs
         self.used: set[str] = set()
+        self._room = sum(a.nbytes for name, a in arrays.items() if name.startswith("edited."))
         self._made: dict[int, keras.layers.Layer] = {}
         self._known = known_rewrites()
 
@@ -243,6 +251,11 @@ class Rebuilder:
         elif kind == "rewrite":
             self.check(inner, where)
         else:
+            if kind == "dict" and len({key for key, _ in inner}) < len(inner):
+                raise RecipeError(
+                    f"load_recipe at '{where}': expected a dict of different keys. Received one "
+                    "with a key given twice. The recipe is damaged; get it again."
+                )
             for item in inner:
                 self._check_value(item[1] if kind == "dict" else item, where)
 
@@ -279,7 +292,15 @@ class Rebuilder:
 
     def _layer(self, number: int) -> keras.layers.Layer:
         if number not in self._made:
-            self._made[number] = make_layer(self.configs[number], f"layers.{number}")
+            layer = make_layer(self.configs[number], f"layers.{number}")
+            self._room -= sum(of_variable(v).nbytes for v in layer.weights)
+            if self._room < 0:
+                raise RecipeError(
+                    f"load_recipe at 'layers.{number}': expected layers with no more weights than "
+                    f"the recipe has arrays for. Received '{layer.name[:80]}', which brings more. "
+                    "The recipe is damaged; get it again."
+                )
+            self._made[number] = layer
         return self._made[number]
 
 

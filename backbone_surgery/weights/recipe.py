@@ -101,14 +101,27 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
             f"load_recipe at '{given.name}': expected the backbone that the recipe was made on. "
             "Received an edited one. Pass its `owner`."
         )
+    owner = fitted_base(given, document["base"], arrays)
     rewrites = [
         rebuilder.rewrite(description, f"rewrites.{i}")
         for i, description in enumerate(document["rewrites"])
     ]
-    owner = fitted_base(given, document["base"], arrays)
-    edited = operate(owner, rewrites)
+    edited = _operate(owner, rewrites)
     assign(extra_paths(edited, variable_paths(owner)), arrays, "edited.")
     return edited
+
+
+def _operate(owner: keras.Model, rewrites: list[Any]) -> EditedBackbone:
+    try:
+        return operate(owner, rewrites)
+    except SurgeryError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            "load_recipe at 'rewrites': expected rewrites whose fields can be applied. Received "
+            f"some where {type(error).__name__}: {str(error)[:200]}. The recipe is damaged, or was "
+            "made by another release of their classes."
+        ) from error
 
 
 def _add(arrays: dict[str, Array], at: str, variables: dict[str, keras.Variable]) -> None:
