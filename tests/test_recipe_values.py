@@ -4,10 +4,12 @@ import random
 from pathlib import Path
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.weights.configs import check_config, layer_config, make_layer
 from backbone_surgery.weights.store import read_recipe, write_recipe
 from tests import test_recipe_rewrites
 from tests.conftest import make_gemma, make_gpt2
@@ -256,3 +258,32 @@ def test_no_save_that_cannot_be_loaded(gpt2, tmp_path, value, words):
     with pytest.raises(bs.SurgeryError, match=words):
         bs.save_recipe(bs.operate(gpt2, [Own("blocks.0", value)]), tmp_path / "r")
     assert not list(tmp_path.iterdir())
+
+
+# Layers that are built in
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        keras.layers.Dense(4, kernel_regularizer="l2", bias_constraint="non_neg", dtype="bfloat16"),
+        keras.layers.Dense(
+            4,
+            kernel_initializer=keras.initializers.RandomNormal(seed=keras.random.SeedGenerator(1)),
+        ),
+        keras.layers.Dense(4, dtype=keras.dtype_policies.DTypePolicyMap()),
+        keras.layers.Dense(4, dtype="int8_from_float32"),
+        keras.layers.RNN(keras.layers.LSTMCell(4)),
+        keras.layers.Hashing(4),
+        keras.Sequential([keras.layers.Dropout(0.5), keras.layers.LayerNormalization()]),
+        keras_hub.layers.TransformerDecoder(4, 2, activation="gelu"),
+        keras_hub.layers.ReversibleEmbedding(4, 2),
+    ],
+    ids=lambda layer: layer.name,
+)
+def test_built_in_layers_are_described(layer):
+    config = layer_config(layer, "here")
+    check_config(config, "here")
+    again = make_layer(config, "here")
+    assert type(again) is type(layer)
+    assert again.get_config() == layer.get_config()
