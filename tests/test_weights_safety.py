@@ -215,6 +215,31 @@ def test_a_pipe_or_folder_in_place_of_a_file(original, backbone, tmp_path, make)
         {"module": "os", "class_name": "system", "config": {}, "registered_name": None},
         {"module": "builtins", "class_name": "function", "config": "print"},
         {"class_name": "__lambda__", "config": {"value": "x"}},
+        {"module": "keras", "class_name": "layers.Lambda", "config": {}},
+        {"module": "keras.src.layers.core.lambda_layer", "class_name": "Lambda", "config": {}},
+        {
+            "module": "keras_hub.src.utils.transformers.export.gemma",
+            "class_name": "Gemma",
+            "config": {},
+        },
+        {"module": "keras.layers", "class_name": "Nothing", "config": {}},
+        {"module": "keras.optimizers", "class_name": "SGD", "config": {}},
+        {"module": "keras", "class_name": "layers", "config": {}},
+        {"module": "keras.saving", "class_name": "load_model", "config": {}},
+        {"module": ["keras.layers"], "class_name": "Dense", "config": {}},
+        *(
+            {"module": "keras.layers", "class_name": name, "config": {}}
+            for name in (
+                *("StringLookup", "IntegerLookup", "TextVectorization", "TFSMLayer"),
+                *("TorchModuleWrapper", "JaxLayer", "FlaxLayer"),
+            )
+        ),
+        {
+            "module": "keras_hub.tokenizers",
+            "class_name": "GPT2Tokenizer",
+            "registered_name": "keras_hub>GPT2Tokenizer",
+            "config": {"vocabulary": "/etc/passwd"},
+        },
         {"module": "subprocess", "class_name": "Popen", "config": {"args": ["true"]}},
         {
             "module": "keras.layers",
@@ -231,8 +256,7 @@ def test_no_code_is_named(original, refuse, config):
     "config",
     [
         {"module": "keras.layers", "class_name": "Dense", "config": {"units": -1}},
-        {"module": "keras.layers", "class_name": "Nothing", "config": {}},
-        {"module": "keras.optimizers", "class_name": "SGD", "config": {}},
+        {"module": "keras.initializers", "class_name": "Zeros", "config": {}},
         {},
     ],
 )
@@ -404,7 +428,7 @@ def test_killed_while_it_saves(tmp_path, way, kills):
             count = found
         saver.stdin.close()
     assert interrupted > kills / 4
-    assert seen > kills / 4
+    assert seen > kills / 10
 
 
 @pytest.mark.parametrize("way", ["exchange", "aside"])

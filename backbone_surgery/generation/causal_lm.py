@@ -29,6 +29,7 @@ from backbone_surgery.training import TrainsOwnLayers
 from backbone_surgery.weights.folder import recover
 from backbone_surgery.weights.preset import recipe_in, save_preset
 from backbone_surgery.weights.recipe import load_recipe
+from backbone_surgery.weights.store import read_document
 
 _SEQUENCE_CHECK = 16
 """Steps between two looks at the text, where stop sequences are given."""
@@ -94,7 +95,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
                 KerasHub or Hugging Face layout. A folder without a tokenizer gives a model
                 without a preprocessor.
             load_weights: whether to load the weights, or start from random ones.
-            **kwargs: such as `dtype`, for the backbone.
+            **kwargs: such as `dtype`, for the backbone. By default an edited model gets the dtype
+                that it was edited in.
 
         Raises:
             SurgeryError: there is no such folder, or its edit does not fit what was asked for.
@@ -106,6 +108,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
                 f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
                 "an edit of these very weights. Received False. Load the base with KerasHub."
             )
+        if recipe is not None and kwargs.get("dtype") is None:
+            kwargs["dtype"] = read_document(recipe)["base"]["dtype"]
         backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
         if recipe is not None:
             backbone = load_recipe(recipe, backbone)
@@ -122,8 +126,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             max_shard_size: see KerasHub.
 
         Raises:
-            SurgeryError: the edit has no description, see `save_recipe`, or the folder holds
-                something else.
+            SurgeryError: the edit has no description, see `save_recipe`, the backbone is
+                quantised, or the folder holds something else.
         """
         save_preset(self.opened, self.preprocessor, Path(preset_dir), max_shard_size)
 

@@ -1,15 +1,40 @@
 """Configs of layers: what a recipe keeps of a layer besides its weights.
 
 Only classes that are built into Keras and KerasHub, or that the user registered in this process,
-are ever named or made; a function is neither saved nor loaded.
+are ever named or made; a function is neither saved nor loaded, nor is a layer that reads files or
+runs code of another framework. No module is imported that a config names.
 """
 
+import copy
 import json
 from typing import Any
 
 import keras
+import keras_hub
 
 from backbone_surgery.errors import RecipeError, SurgeryError
+
+_MODULES = {
+    "keras": keras,
+    **{
+        f"keras.{name}": getattr(keras, name)
+        for name in (
+            *("layers", "initializers", "regularizers", "constraints", "dtype_policies"),
+            *("quantizers", "random"),
+        )
+    },
+    "keras_hub.layers": keras_hub.layers,
+}
+"""The modules in whose names Keras describes what is built in. The layers of KerasHub, and those
+of the user, have registered names."""
+
+_REFUSED = (
+    *(keras.layers.Lambda, keras.layers.TFSMLayer, keras.layers.TorchModuleWrapper),
+    *(keras.layers.JaxLayer, keras.layers.FlaxLayer),
+    *(keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization),
+    *(keras_hub.tokenizers.Tokenizer, keras_hub.models.Preprocessor),
+)
+"""Layers that run code, or read files, which their configs name."""
 
 
 def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
@@ -41,7 +66,7 @@ def check_config(config: Any, where: str, error: type[SurgeryError] = RecipeErro
                 f"recipe at '{where}': expected a layer that is built into Keras or KerasHub, or "
                 "registered in this process by `keras.saving.register_keras_serializable`. "
                 f"Received '{str(config['class_name'])[:80]}'. Register the class; functions and "
-                "Lambda layers are never saved."
+                "Lambda layers are never saved, nor are layers that read files."
             )
         for item in config.values():
             check_config(item, where, error)
@@ -51,17 +76,19 @@ def _allowed(config: dict[str, Any]) -> bool:
     name, registered, module = (
         config.get(key) for key in ("class_name", "registered_name", "module")
     )
-    if not isinstance(name, str) or name in ("Lambda", "function") or name.startswith("__"):
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
         return False
-    if isinstance(registered, str) and keras.saving.get_registered_object(registered):
-        return True
-    return isinstance(module, str) and module.split(".")[0] in ("keras", "keras_hub")
+    found = keras.saving.get_registered_object(registered) if isinstance(registered, str) else None
+    if found is None:
+        found = getattr(_MODULES.get(str(module)), name, None)
+    return isinstance(found, type) and not issubclass(found, _REFUSED)
 
 
 def make_layer(config: dict[str, Any], where: str) -> keras.layers.Layer:
     """Make a layer of a checked config."""
     try:
-        layer = keras.saving.deserialize_keras_object(config, safe_mode=True)
+        # A copy, since some layers take parts out of the config that they are made of.
+        layer = keras.saving.deserialize_keras_object(copy.deepcopy(config), safe_mode=True)
     except Exception as error:
         raise RecipeError(
             f"recipe at '{where}': expected the config of a layer. Received one where "

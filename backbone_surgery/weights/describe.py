@@ -1,14 +1,15 @@
 """Rewrites as JSON and back: what is in their fields, with arrays and layers kept aside.
 
 A rewrite is a frozen dataclass, so its fields say all there is to say about it. Numbers, strings,
-lists, tuples and dicts become JSON; arrays go into a file of arrays under the path of their field;
-a layer becomes its config, and a class or function the name under which it is registered. Any other
-function has no description, and nothing here ever runs code that came from a file.
+lists, tuples and dicts become JSON; arrays go into a file of arrays under the path of their field,
+with the items of dicts numbered; a layer becomes its config, and a class or function the name under
+which it is registered. Any other function has no description, and nothing here ever runs code that
+came from a file.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -19,8 +20,10 @@ from backbone_surgery.errors import RecipeError, SurgeryError, closest
 from backbone_surgery.rewrites import Rewrite
 from backbone_surgery.weights.arrays import NAMES, Array, held
 from backbone_surgery.weights.configs import layer_config, make_layer
+from backbone_surgery.weights.tree import of_variable
 
 _OWN = "backbone_surgery"
+_DEPTH = 40
 _INSTEAD = (
     "Use Insert, Replace or Wrap to put a layer somewhere, Skip, Remove, Repeat or Reorder to "
     "change the order of blocks, Steer, Patch or Ablate to change what flows between them, or "
@@ -94,6 +97,19 @@ class Describer:
         self.arrays: dict[str, Array] = {}
         self.layers: list[dict[str, Any]] = []
         self._numbers: dict[int, int] = {}
+        self._described: list[tuple[keras.layers.Layer, str]] = []
+
+    def check_kept(self, variables: Iterable[keras.Variable]) -> None:
+        """Check that all weights of the layers are among the variables that a recipe keeps."""
+        kept = {id(v) for v in variables}
+        for layer, where in self._described:
+            if any(id(v) not in kept for v in layer.weights):
+                raise SurgeryError(
+                    f"save_recipe at '{where}': expected a layer that runs in the edited graph, "
+                    f"whose weights a recipe keeps. Received '{layer.name}', which has weights and "
+                    "does not run there. Leave out the rewrite that holds it, or hold an unbuilt "
+                    "layer, or its weights as arrays."
+                )
 
     def rewrite(self, rewrite: Any, where: str) -> dict[str, Any]:
         """Describe one rewrite; `where` is its path, such as `rewrites.0`."""
@@ -121,12 +137,18 @@ class Describer:
 
     def value(self, value: Any, where: str) -> Any:
         """Describe what is in a field."""
+        if where.count(".") > _DEPTH:
+            raise SurgeryError(
+                f"save_recipe at '{where[:40]}': expected values nested at most {_DEPTH} deep. "
+                "Received deeper ones. Nest less."
+            )
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int | float) and not isinstance(value, np.generic):
             return self._number(value, where)
         if isinstance(value, Mapping):
-            return {"dict": [self._item(k, v, where) for k, v in value.items()]}
+            items = enumerate(value.items())
+            return {"dict": [self._item(k, v, f"{where}.{i}") for i, (k, v) in items]}
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
             return {kind: [self.value(v, f"{where}.{i}") for i, v in enumerate(value)]}
@@ -159,7 +181,7 @@ class Describer:
         key = int(key) if isinstance(key, np.integer) else key
         if type(key) not in (int, str):
             raise _no_description(where, key)
-        return [key, self.value(value, f"{where}.{key}")]
+        return [key, self.value(value, where)]
 
     def _layer(self, layer: keras.layers.Layer, where: str) -> int:
         """Describe a layer by its config, once, and return its number."""
@@ -170,6 +192,7 @@ class Describer:
                     f"'{layer.name}', a layer of the backbone. Name its place by a site or a block."
                 )
             self._numbers[id(layer)] = len(self.layers)
+            self._described.append((layer, where))
             self.layers.append(layer_config(layer, where))
         return self._numbers[id(layer)]
 
@@ -184,6 +207,7 @@ class Rebuilder:
     def __init__(self, arrays: Mapping[str, Array], configs: list[dict[str, Any]]) -> None:
         self.arrays, self.configs = arrays, configs
         self.used: set[str] = set()
+        self._room = sum(a.nbytes for name, a in arrays.items() if name.startswith("edited."))
         self._made: dict[int, keras.layers.Layer] = {}
         self._known = known_rewrites()
 
@@ -227,6 +251,11 @@ class Rebuilder:
         elif kind == "rewrite":
             self.check(inner, where)
         else:
+            if kind == "dict" and len({key for key, _ in inner}) < len(inner):
+                raise RecipeError(
+                    f"load_recipe at '{where}': expected a dict of different keys. Received one "
+                    "with a key given twice. The recipe is damaged; get it again."
+                )
             for item in inner:
                 self._check_value(item[1] if kind == "dict" else item, where)
 
@@ -263,7 +292,15 @@ class Rebuilder:
 
     def _layer(self, number: int) -> keras.layers.Layer:
         if number not in self._made:
-            self._made[number] = make_layer(self.configs[number], f"layers.{number}")
+            layer = make_layer(self.configs[number], f"layers.{number}")
+            self._room -= sum(of_variable(v).nbytes for v in layer.weights)
+            if self._room < 0:
+                raise RecipeError(
+                    f"load_recipe at 'layers.{number}': expected layers with no more weights than "
+                    f"the recipe has arrays for. Received '{layer.name[:80]}', which brings more. "
+                    "The recipe is damaged; get it again."
+                )
+            self._made[number] = layer
         return self._made[number]
 
 

@@ -28,7 +28,7 @@ def new_folder(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
 
     Args:
         path: where the folder is to be. An old one there is replaced.
-        ours: tells of an entry of an old folder whether it is one that may be replaced.
+        ours: tells of the path of a file within an old folder whether it may be replaced.
 
     Yields:
         The folder to fill.
@@ -55,6 +55,9 @@ def recover(path: Path) -> None:
     Args:
         path: where the folder should be.
     """
+    path = Path(os.path.abspath(path))
+    if not path.name:
+        return
     aside = _aside(path)
     if aside.is_dir() and not os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):
@@ -74,12 +77,21 @@ def _check_target(path: Path, ours: Callable[[str], bool]) -> None:
             f"save at '{path}': expected a new path or a folder. Received a "
             f"{'link' if path.is_symlink() else 'file'}. Choose another path."
         )
-    others = sorted(name for name in os.listdir(path) if not ours(name))
+    others = sorted(name for name in _entries(path) if not ours(name))
     if others:
         raise SurgeryError(
             f"save at '{path}': expected a new path, or a folder that was saved before. Received "
             f"one that holds {others[:5]}, which would be lost. Choose another path."
         )
+
+
+def _entries(folder: Path) -> list[str]:
+    """Return the paths, within a folder, of all files, links and empty folders in it."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        paths = [Path(root, name) for name in [*folders, *files]]
+        found += [p for p in paths if p.is_symlink() or not p.is_dir() or not any(p.iterdir())]
+    return [p.relative_to(folder).as_posix() for p in found]
 
 
 def _flush(folder: Path) -> None:

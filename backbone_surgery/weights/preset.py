@@ -1,5 +1,6 @@
 """Presets of edited models: a KerasHub preset of the base, with the recipe of the edit inside."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,16 @@ import keras_hub
 
 from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import RecipeError, SurgeryError
-from backbone_surgery.weights.base import copy_backbone, lora
-from backbone_surgery.weights.folder import new_folder
+from backbone_surgery.weights.base import copy_backbone, lora, quantization
+from backbone_surgery.weights.folder import new_folder, recover
 from backbone_surgery.weights.recipe import save_recipe
 
 FOLDER = "recipe"
-_OURS = re.compile(rf"[a-z_]+\.json|model(_\d+)?\.weights\.(h5|json)|assets|{FOLDER}")
+_OURS = re.compile(
+    r"(config|metadata|task|preprocessor|tokenizer)\.json|(model|task)(_\d+)?\.weights\.(h5|json)"
+    r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)"
+    rf"|{FOLDER}/(recipe\.json|deltas\.safetensors)"
+)
 
 
 def save_preset(
@@ -27,12 +32,12 @@ def save_preset(
     Args:
         edited: an opened backbone, edited or not.
         preprocessor: of the task, or `None`.
-        path: of the folder. One that holds a preset is replaced.
+        path: of the folder. One that holds a KerasHub preset, and nothing else, is replaced.
         max_shard_size: see KerasHub.
 
     Raises:
-        SurgeryError: the base is no keras_hub Backbone, the edit has no description, or the folder
-            holds something else.
+        SurgeryError: the base is no keras_hub Backbone or is quantised, the edit has no
+            description, or the folder holds something else.
     """
     owner = edited.owner
     if not isinstance(owner, keras_hub.models.Backbone):
@@ -41,7 +46,15 @@ def save_preset(
             f"over a {type(owner).__name__}, which no preset can hold. Edit the backbone itself by "
             "`operate`."
         )
-    with new_folder(path, lambda name: _OURS.fullmatch(name) is not None) as folder:
+    if quantization(owner):
+        raise SurgeryError(
+            f"save_to_preset at '{path}': expected a backbone that is not quantised, since "
+            "KerasHub loads no preset of one that is. Received one quantised to int8. Use "
+            "`save_recipe`, which holds the quantisation as a part of the edit."
+        )
+    recover(path)
+    replaceable = _is_preset(path)
+    with new_folder(path, lambda name: replaceable and bool(_OURS.fullmatch(name))) as folder:
         tuned = lora(owner)
         if edited.rewrites or tuned:
             save_recipe(edited, folder / FOLDER)
@@ -49,6 +62,16 @@ def save_preset(
         base.save_to_preset(str(folder), max_shard_size=max_shard_size)
         if preprocessor is not None:
             preprocessor.save_to_preset(str(folder))
+
+
+def _is_preset(path: Path) -> bool:
+    """Tell whether a folder bears the marks of a KerasHub preset."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = isinstance(config, dict) and "registered_name" in config
+    return named and (path / "metadata.json").is_file()
 
 
 def recipe_in(folder: Path) -> Path | None:

@@ -37,7 +37,8 @@ def save_recipe(edited: Any, path: str | Path) -> None:
 
     Raises:
         SurgeryError: a rewrite has no description (a plain function, an unregistered class), an
-            array is not finite, or the folder holds something else. Nothing is written then.
+            layer in its fields has weights but no place in the graph, an array is not finite, or
+            the folder holds something else. Nothing is written then.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np, os, tempfile
@@ -52,8 +53,10 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     owned = variable_paths(edited.owner)
     describer = Describer({id(v) for v in owned.values()})
     rewrites = [describer.rewrite(r, f"rewrites.{i}") for i, r in enumerate(edited.rewrites)]
+    added = extra_paths(edited, owned)
+    describer.check_kept(added.values())
     arrays = dict(describer.arrays)
-    _add(arrays, "edited.", extra_paths(edited, owned))
+    _add(arrays, "edited.", added)
     _add(arrays, "owner.", owner_deltas(edited.owner))
     document = {
         "versions": _versions(),
@@ -98,14 +101,27 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
             f"load_recipe at '{given.name}': expected the backbone that the recipe was made on. "
             "Received an edited one. Pass its `owner`."
         )
+    owner = fitted_base(given, document["base"], arrays)
     rewrites = [
         rebuilder.rewrite(description, f"rewrites.{i}")
         for i, description in enumerate(document["rewrites"])
     ]
-    owner = fitted_base(given, document["base"], arrays)
-    edited = operate(owner, rewrites)
+    edited = _operate(owner, rewrites)
     assign(extra_paths(edited, variable_paths(owner)), arrays, "edited.")
     return edited
+
+
+def _operate(owner: keras.Model, rewrites: list[Any]) -> EditedBackbone:
+    try:
+        return operate(owner, rewrites)
+    except SurgeryError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            "load_recipe at 'rewrites': expected rewrites whose fields can be applied. Received "
+            f"some where {type(error).__name__}: {str(error)[:200]}. The recipe is damaged, or was "
+            "made by another release of their classes."
+        ) from error
 
 
 def _add(arrays: dict[str, Array], at: str, variables: dict[str, keras.Variable]) -> None:

@@ -119,7 +119,14 @@ SCHEMA: dict[str, Any] = {
     ),
 }
 
-_VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+_CHECKER = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+    "integer", lambda _, value: type(value) is int
+)
+"""Unlike the standard, which takes 2.0 for an integer; Python does not."""
+
+_VALIDATOR = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=_CHECKER)(
+    SCHEMA
+)
 
 
 def validate(document: Any, where: str) -> None:

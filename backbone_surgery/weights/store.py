@@ -41,7 +41,8 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, A
         arrays: what goes into `deltas.safetensors`, by name.
 
     Raises:
-        SurgeryError: an array is not finite, or the folder cannot be replaced.
+        SurgeryError: an array is not finite, the JSON is larger or deeper than what is read, or
+            the folder cannot be replaced.
     """
     for name, array in arrays.items():
         if not all_finite(array.read()):
@@ -61,8 +62,7 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, A
             "files": {DELTAS: {"sha256": sha256, "size": size, "arrays": listed}},
         }
         whole["sha256"] = _own_digest(whole)
-        validate(json.loads(json.dumps(whole)), path.name)
-        (folder / RECIPE).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        (folder / RECIPE).write_text(_text(whole), encoding="utf-8")
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -77,16 +77,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     Raises:
         RecipeError: the folder is not there, damaged, or of another version.
     """
-    recover(Path(os.path.abspath(path)))
-    if not path.is_dir():
-        raise RecipeError(
-            f"load_recipe at '{path}': expected a folder. Received a path where there is none. "
-            "Pass what `save_recipe` was given."
-        )
-    document = parse(_read(path / RECIPE, _MOST), RECIPE)
-    validate(document, RECIPE)
-    claimed = document["sha256"]
-    _check_equal(RECIPE, "sha256", _own_digest(document), claimed)
+    document = read_document(path)
     facts = document["files"][DELTAS]
     data = _read(path / DELTAS, facts["size"])
     _check_equal(DELTAS, "size", len(data), facts["size"])
@@ -100,6 +91,40 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
                 "The recipe is damaged; get it again."
             )
     return document, arrays
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    """Return the JSON of a recipe, after reading it as a load will."""
+    text = json.dumps(document, indent=1) + "\n"
+    if len(text) > _MOST:
+        raise _unreadable(f"{len(text)} bytes")
+    try:
+        validate(parse(text.encode(), RECIPE), RECIPE)
+    except RecipeError as error:
+        raise _unreadable(f"some that reads as follows: {error}") from error
+    return text
+
+
+def _unreadable(received: str) -> SurgeryError:
+    return SurgeryError(
+        f"save_recipe at '{RECIPE}': expected rewrites that can be read again: JSON of at most "
+        f"{_MOST} bytes, not too deep, and 10000 arrays. Received {received}. Keep "
+        "numbers in arrays rather than lists, and nest less."
+    )
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read and check the `recipe.json` of a recipe alone; see `read_recipe`."""
+    recover(path)
+    if not path.is_dir():
+        raise RecipeError(
+            f"load_recipe at '{path}': expected a folder. Received a path where there is none. "
+            "Pass what `save_recipe` was given."
+        )
+    document = parse(_read(path / RECIPE, _MOST), RECIPE)
+    validate(document, RECIPE)
+    _check_equal(RECIPE, "sha256", _own_digest(document), document["sha256"])
+    return document
 
 
 def _own_digest(document: Mapping[str, Any]) -> str:
