@@ -38,7 +38,9 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         An `EditedBackbone`. Its `report` says where each rewrite fired.
 
     Raises:
-        SurgeryError: a rewrite matches nothing, or is none.
+        SurgeryError: a rewrite matches nothing, or is none; two rewrites share the name of their
+            control; or a rewrite cuts out of the graph what an earlier one brought to be trained
+            or declared as a control.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -48,10 +50,12 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         ('blocks.1',)
     """
     model = backbone
+    before = backbone if isinstance(backbone, EditedBackbone) else None
     applied: list[Any] = []
     report: list[Fired] = []
     for rewrite in _listed(rewrites):
         if isinstance(rewrite, Rewrite):
+            _check_name(rewrite, [*(before.rewrites if before else ()), *applied])
             model, surgery = _apply(open_backbone(model), rewrite)
             rewrite, fired = rewrite.applied(surgery), surgery.fired
         else:
@@ -59,7 +63,6 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         applied.append(rewrite)
         report.append(Fired(rewrite, tuple(fired)))
     opened = open_backbone(model)
-    before = backbone if isinstance(backbone, EditedBackbone) else None
     return EditedBackbone(
         opened.input,
         opened.output,
@@ -87,6 +90,17 @@ def _listed(rewrites: Iterable[Any]) -> list[Any]:
                 f"{type(rewrite).__name__}. Pass an instance or a function."
             )
     return listed
+
+
+def _check_name(rewrite: Rewrite, earlier: list[Any]) -> None:
+    """Refuse a control of the name of another: `controls={name: value}` would reach one of them."""
+    for other in earlier:
+        if rewrite.control and isinstance(other, Rewrite) and other.control == rewrite.control:
+            raise SurgeryError(
+                f"operate at control '{rewrite.control}': expected a name that no other rewrite "
+                f"declares. Received {type(rewrite).__name__} and {type(other).__name__} of that "
+                "name. Give the rewrite another name."
+            )
 
 
 def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Surgery]:
