@@ -119,6 +119,7 @@ def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Sur
         signals = {**signals, **handed_out}
     _check_controls(rewrite, surgery.defaults, [outputs, signals])
     trained = (*model.trained_layers, *surgery.trained)
+    _check_trained(rewrite, trained, [outputs, signals])
     derived = _derived(model, surgery.inputs, outputs, surgery.defaults, signals, trained)
     return derived, surgery
 
@@ -157,6 +158,19 @@ def _check_controls(rewrite: Rewrite, defaults: dict[str, Any], tensors: Any) ->
         )
 
 
+def _check_trained(rewrite: Any, trained: Iterable[keras.layers.Layer], tensors: Any) -> None:
+    """Refuse a graph without the weights that an earlier rewrite brought: `fit` trained nothing."""
+    nodes = graph.topological_nodes(tree.flatten(tensors))
+    used = {id(v) for node in nodes for v in getattr(node.operation, "weights", ())}
+    lost = [x.name for x in trained if x.weights and not any(id(v) in used for v in x.weights)]
+    if lost:
+        raise SurgeryError(
+            f"operate with {rewrite!r}: expected every layer that is to be trained to reach the "
+            f"outputs afterwards. Received a graph in which nothing uses {', '.join(lost)} any "
+            "more. Leave out the rewrite that brought it, or apply it later."
+        )
+
+
 def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, list[str]]:
     """Apply a plain `clone_fn` to a graph, opened or not."""
     fired: list[str] = []
@@ -183,6 +197,7 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
             stacklevel=3,
         )
     if opened:
+        _check_trained(clone_fn, model.trained_layers, [outputs, signals])
         derived = _derived(
             model, model.input, outputs, model.defaults, signals, model.trained_layers
         )

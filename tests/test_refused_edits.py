@@ -28,3 +28,63 @@ def test_two_rewrites_of_one_control_are_refused(backbone, later):
         bs.operate(backbone, [steer, later])
     with pytest.raises(bs.SurgeryError, match=words):
         bs.operate(bs.operate(backbone, [steer]), [later])
+
+
+class Scaled(keras.layers.Layer):
+    def __init__(self, block):
+        super().__init__(name="scaled")
+        self.block, self.scale = block, self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x + self.scale * self.block(x)
+
+
+def dense(units):
+    return keras.layers.Dense(units, name="brought")
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "name"),
+    [
+        (lambda: [bs.LowRank("blocks.1.query", 2), bs.Remove("blocks.1")], "low_rank_blocks_1"),
+        (
+            lambda: [
+                bs.Insert("blocks.1.mlp_output", dense(32)),
+                bs.Replace("blocks.1", keras.layers.Identity()),
+            ],
+            "brought",
+        ),
+        (
+            lambda: [
+                bs.LowRank("blocks.1.mlp_hidden", 2),
+                bs.Replace("blocks.1.mlp_hidden", dense(64)),
+            ],
+            "low_rank_blocks_1_mlp_hidden",
+        ),
+        (lambda: [bs.Wrap("blocks.1", Scaled), bs.Reorder([0, 2])], "scaled"),
+        (lambda: [bs.Insert("blocks.1", dense(32)), without_brought], "brought"),
+    ],
+)
+def test_what_trains_is_not_cut_out(backbone, rewrites, name):
+    with pytest.raises(bs.SurgeryError, match=f"nothing uses {name}.* apply it later"):
+        bs.operate(backbone, rewrites())
+
+
+def without_brought(layer, *args, **kwargs):
+    return args[0] if layer.name == "brought" else layer(*args, **kwargs)
+
+
+def test_what_trains_and_stays_is_not_refused(backbone):
+    """In nested blocks, inside a wrapper, without weights, and where only some uses go."""
+    layer = dense(32)
+    edited = bs.operate(
+        backbone,
+        [
+            bs.Wrap("blocks.1", Scaled),
+            bs.LowRank("blocks.1.query", 2),
+            bs.Insert("blocks.1:", layer),
+            bs.Insert("blocks.2.query", keras.layers.Dropout(0.5)),
+            bs.Remove("blocks.2"),
+        ],
+    )
+    assert len(edited.trainable_variables) == 5
