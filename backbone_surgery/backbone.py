@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops, tree
 
 from backbone_surgery.checkpoint import check_checkpoint
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.training import TrainsOwnLayers
 
 
@@ -36,11 +36,21 @@ class _WithControls(keras.Model):
         """Make tensors of the inputs, and add one row of each control for each row of tokens."""
         if not isinstance(inputs, dict) or "token_ids" not in inputs:
             return inputs
+        self._check_names(inputs)
         dtypes = {t.name: t.dtype for t in self.inputs}
         inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
         missing = [name for name in self.defaults if name not in inputs]
         batch = ops.shape(inputs["token_ids"])[0] if missing else None
         return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
+
+    def _check_names(self, inputs: dict[str, Any]) -> None:
+        """Refuse an input that the graph has not: Keras would leave it out, or mix up the rest."""
+        unknown = [name for name in inputs if name not in self.input]
+        if unknown:
+            raise SurgeryError(
+                f"call of '{self.name}' at input '{unknown[0]}': expected inputs of the model. "
+                f"Received one that it has not. {closest(unknown[0], self.input)}"
+            )
 
 
 class EditedBackbone(TrainsOwnLayers, _WithControls):

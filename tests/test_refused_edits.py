@@ -88,3 +88,17 @@ def test_what_trains_and_stays_is_not_refused(backbone):
         ],
     )
     assert len(edited.trainable_variables) == 5
+
+
+@pytest.mark.parametrize("name", ["warm_strength", "a_strength"])
+def test_inputs_that_the_model_has_not_are_refused(backbone, name):
+    """One that sorts before `token_ids` would move the others, too."""
+    edited = bs.operate(backbone, [bs.Steer("mood", {0: np.ones(32)})])
+    ids = np.ones((1, 3), "int32")
+    inputs = {"token_ids": ids, "padding_mask": ids, name: np.ones((1, 1))}
+    words = f"input '{name}': expected inputs .*Did you mean 'mood_strength'"
+    for call in (edited, edited.predict_on_batch):
+        with pytest.raises(bs.SurgeryError, match=words):
+            call(inputs)
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.rewire(edited)({"token_ids": ids, name: np.ones((1, 1))})
