@@ -3,7 +3,8 @@
 Both are Functional models over the layers of a backbone, which stays the owner of the weights.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -103,6 +104,11 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         )
         self.dtype_policy = owner.dtype_policy
 
+    def also_train(self, layers: Iterable[keras.layers.Layer]) -> None:
+        """Add layers to `trained_layers`, where a rewrite has named any: else all train anyway."""
+        if self.trained_layers:
+            _remember(self, trained_layers=(*self.trained_layers, *layers))
+
     @property
     def captures(self) -> dict[str, keras.KerasTensor]:
         """The symbolic tensors that the model captures, by the path of their site."""
@@ -119,7 +125,21 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         return self.family.token_embedding(self)
 
     def save_weights(self, filepath: str, **kwargs: Any) -> None:
-        """Save the weights of the owning backbone, in its own format."""
+        """Save the weights of the owning backbone alone, in its own format.
+
+        What rewrites trained is not among them; `save_recipe` keeps it. Layers that a plain
+        `clone_fn` or `rewrite_nested` brought in are yours to save. A warning says how many
+        trainable weights are left out.
+        """
+        owned = {id(v) for v in self.owner.weights}
+        others = [v for v in self.weights if v.trainable and id(v) not in owned]
+        if others:
+            warnings.warn(
+                f"save_weights at '{self.name}': {len(others)} trainable weights, such as "
+                f"'{others[0].path}', are not the backbone's and are not saved. Keep what rewrites "
+                "trained by `save_recipe`, and layers of your own by themselves.",
+                stacklevel=2,
+            )
         self.owner.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: str, **kwargs: Any) -> None:
