@@ -102,3 +102,20 @@ def test_inputs_that_the_model_has_not_are_refused(backbone, name):
             call(inputs)
     with pytest.raises(bs.SurgeryError, match=words):
         bs.rewire(edited)({"token_ids": ids, name: np.ones((1, 1))})
+
+
+def test_two_low_rank_maps_at_one_site_have_names_of_their_own(backbone):
+    one = bs.LowRank("blocks.1.query", 2)
+    with pytest.raises(bs.SurgeryError, match="named 'low_rank_blocks_1_query'.*another `name`"):
+        bs.operate(backbone, [one, bs.LowRank("blocks.1.query", 4)])
+    edited = bs.operate(backbone, [one, bs.LowRank("blocks.1.query", 4, name="other")])
+    assert [v.shape[-1] for v in edited.trainable_variables] == [2, 32, 4, 32]
+
+
+def test_sites_share_an_adapter(backbone):
+    first = bs.operate(backbone, [bs.LowRank("blocks.0.query", 2)]).rewrites[0]
+    adapter = first.adapters["blocks.0.query"]
+    adapters = {"blocks.0.query": adapter, "blocks.1.query": adapter}
+    edited = bs.operate(backbone, [bs.LowRank("blocks.:2.query", 2, adapters=adapters)])
+    assert edited.rewrites[0].adapters == adapters
+    assert [id(v) for v in edited.trainable_variables] == [id(v) for v in adapter.weights]
