@@ -142,7 +142,7 @@ def test_errors(rng):
         bs.operate(backbone, [bs.Patch("blocks.1.*")])
     with pytest.raises(bs.SurgeryError, match="expected positions"):
         bs.Patch("blocks.1", positions=(2, 2))
-    with pytest.raises(bs.SurgeryError, match="expected positions.*Received 'all'"):
+    with pytest.raises(bs.SurgeryError, match=r"expected positions.*Received 'all'"):
         bs.Patch("blocks.1", positions="all")
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Patch("blocks.0:2")]))
     lm.compile(sampler="greedy")

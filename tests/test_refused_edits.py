@@ -106,7 +106,7 @@ def test_inputs_that_the_model_has_not_are_refused(backbone, name):
 
 def test_two_low_rank_maps_at_one_site_have_names_of_their_own(backbone):
     one = bs.LowRank("blocks.1.query", 2)
-    with pytest.raises(bs.SurgeryError, match="named 'low_rank_blocks_1_query'.*another `name`"):
+    with pytest.raises(bs.SurgeryError, match=r"named 'low_rank_blocks_1_query'.*another `name`"):
         bs.operate(backbone, [one, bs.LowRank("blocks.1.query", 4)])
     edited = bs.operate(backbone, [one, bs.LowRank("blocks.1.query", 4, name="other")])
     assert [v.shape[-1] for v in edited.trainable_variables] == [2, 32, 4, 32]
@@ -119,3 +119,19 @@ def test_sites_share_an_adapter(backbone):
     edited = bs.operate(backbone, [bs.LowRank("blocks.:2.query", 2, adapters=adapters)])
     assert edited.rewrites[0].adapters == adapters
     assert [id(v) for v in edited.trainable_variables] == [id(v) for v in adapter.weights]
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "words"),
+    [
+        (bs.Capture("blocks.7"), r"'blocks.7'.*The blocks are blocks.0 ... blocks.2\."),
+        (bs.Capture("blocks.3:.query"), r"The blocks are blocks.0 ... blocks.2\."),
+        (bs.Capture("blocks.0.qery"), r"Did you mean 'blocks.\*.query'"),
+        (bs.Ablate("blocks.1", heads=[0]), "with heads are .*blocks.1.query.*blocks.1.attention"),
+        (bs.LowRank("blocks.1.attention", 2), "Here these are .*blocks.1.query.*, blocks.1.mlp"),
+        (bs.Reorder(1), "Reorder at 'blocks.*': expected numbers from 0 to 2.* Received 1"),
+    ],
+)
+def test_errors_name_what_there_is(backbone, rewrite, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.operate(backbone, [rewrite])

@@ -70,7 +70,11 @@ class LowRank(SiteRewrite):
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an adapter beside the computation."""
-        source = source_of(x, place, surgery, "LowRank")
+        try:
+            source = source_of(x, place, surgery, "LowRank")
+        except SurgeryError as error:
+            near = [p.path for p in surgery.places if p.block == place.block and _fits(p, surgery)]
+            raise SurgeryError(f"{error} Here these are {', '.join(near) or 'none'}.") from None
         others = {x.name: x for x in (*surgery.model.trained_layers, *surgery.trained)}
         adapter = self.adapters.get(place.path) or Adapter(
             self.rank,
@@ -97,6 +101,14 @@ class LowRank(SiteRewrite):
     def applied(self, surgery: Surgery) -> "LowRank":
         """Return the rewrite with the adapters that it made."""
         return replace(self, adapters=surgery.once("adapters", dict))
+
+
+def _fits(place: Place, surgery: Surgery) -> bool:
+    try:
+        source_of(place.tensor, place, surgery, "LowRank")
+    except SurgeryError:
+        return False
+    return True
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
