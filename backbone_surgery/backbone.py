@@ -3,7 +3,8 @@
 Both are Functional models over the layers of a backbone, which stays the owner of the weights.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import numpy as np
 from keras import ops, tree
 
 from backbone_surgery.checkpoint import check_checkpoint
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.training import TrainsOwnLayers
 
 
@@ -36,11 +37,21 @@ class _WithControls(keras.Model):
         """Make tensors of the inputs, and add one row of each control for each row of tokens."""
         if not isinstance(inputs, dict) or "token_ids" not in inputs:
             return inputs
+        self._check_names(inputs)
         dtypes = {t.name: t.dtype for t in self.inputs}
         inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
         missing = [name for name in self.defaults if name not in inputs]
         batch = ops.shape(inputs["token_ids"])[0] if missing else None
         return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
+
+    def _check_names(self, inputs: dict[str, Any]) -> None:
+        """Refuse an input that the graph has not: Keras would leave it out, or mix up the rest."""
+        unknown = [name for name in inputs if name not in self.input]
+        if unknown:
+            raise SurgeryError(
+                f"call of '{self.name}' at input '{unknown[0]}': expected inputs of the model. "
+                f"Received one that it has not. {closest(unknown[0], self.input)}"
+            )
 
 
 class EditedBackbone(TrainsOwnLayers, _WithControls):
@@ -93,6 +104,11 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         )
         self.dtype_policy = owner.dtype_policy
 
+    def also_train(self, layers: Iterable[keras.layers.Layer]) -> None:
+        """Add layers to `trained_layers`, where a rewrite has named any: else all train anyway."""
+        if self.trained_layers:
+            _remember(self, trained_layers=(*self.trained_layers, *layers))
+
     @property
     def captures(self) -> dict[str, keras.KerasTensor]:
         """The symbolic tensors that the model captures, by the path of their site."""
@@ -109,7 +125,21 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         return self.family.token_embedding(self)
 
     def save_weights(self, filepath: str, **kwargs: Any) -> None:
-        """Save the weights of the owning backbone, in its own format."""
+        """Save the weights of the owning backbone alone, in its own format.
+
+        What rewrites trained is not among them; `save_recipe` keeps it. Layers that a plain
+        `clone_fn` or `rewrite_nested` brought in are yours to save. A warning says how many
+        trainable weights are left out.
+        """
+        owned = {id(v) for v in self.owner.weights}
+        others = [v for v in self.weights if v.trainable and id(v) not in owned]
+        if others:
+            warnings.warn(
+                f"save_weights at '{self.name}': {len(others)} trainable weights, such as "
+                f"'{others[0].path}', are not the backbone's and are not saved. Keep what rewrites "
+                "trained by `save_recipe`, and layers of your own by themselves.",
+                stacklevel=2,
+            )
         self.owner.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: str, **kwargs: Any) -> None:

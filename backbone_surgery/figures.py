@@ -99,9 +99,15 @@ def plot_attention(
         The axes.
 
     Raises:
-        SurgeryError: matplotlib is missing, or the site is no captured pattern.
+        SurgeryError: matplotlib is missing, the site is no captured pattern, or there is no such
+            row or head.
     """
-    captures[site]
+    rows = len(captures[site])
+    if row not in range(rows):
+        raise SurgeryError(
+            f"plot_attention at '{site}': expected a row from 0 to {rows - 1}. Received {row!r}. "
+            "Count the rows of the batch from 0."
+        )
     pattern = captures.row(row)[site]
     labels = [str(i) for i in captures.token_ids[row]] if tokens is None else tokens
     labels = labels[: len(pattern[0])]

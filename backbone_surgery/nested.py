@@ -26,7 +26,8 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
     `clone_fn(layer, *args, **kwargs)`, with the arguments of that call; `layer(*args, **kwargs)`
     leaves it as it was. This happens at every run of the model, on its tensors, so `clone_fn` must
     make its layers beforehand, not at each call. They are tracked by the new model: they train,
-    and they are saved. Variables are shared with `model`, and nothing of it is changed.
+    and they are saved, except by an `EditedBackbone`, whose `save_weights` writes the weights of
+    its backbone alone. Variables are shared with `model`, and nothing of it is changed.
 
     Args:
         model: a Functional or Sequential model, or an edited backbone.
@@ -86,6 +87,10 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
 
     new = _clone(model, visit)
     diversion.finish(new, _paths(model))
+    if isinstance(new, EditedBackbone):
+        known = {id(v) for v in model.variables}
+        brought_in = diversion.brought_in
+        new.also_train(x for x in brought_in if any(id(v) not in known for v in x.weights))
     return new
 
 

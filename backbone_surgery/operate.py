@@ -38,7 +38,9 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         An `EditedBackbone`. Its `report` says where each rewrite fired.
 
     Raises:
-        SurgeryError: a rewrite matches nothing, or is none.
+        SurgeryError: a rewrite matches nothing, or is none; two rewrites share the name of their
+            control; or a rewrite cuts out of the graph what an earlier one brought to be trained
+            or declared as a control.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -48,10 +50,12 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         ('blocks.1',)
     """
     model = backbone
+    before = backbone if isinstance(backbone, EditedBackbone) else None
     applied: list[Any] = []
     report: list[Fired] = []
     for rewrite in _listed(rewrites):
         if isinstance(rewrite, Rewrite):
+            _check_name(rewrite, [*(before.rewrites if before else ()), *applied])
             model, surgery = _apply(open_backbone(model), rewrite)
             rewrite, fired = rewrite.applied(surgery), surgery.fired
         else:
@@ -59,7 +63,6 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         applied.append(rewrite)
         report.append(Fired(rewrite, tuple(fired)))
     opened = open_backbone(model)
-    before = backbone if isinstance(backbone, EditedBackbone) else None
     return EditedBackbone(
         opened.input,
         opened.output,
@@ -89,6 +92,17 @@ def _listed(rewrites: Iterable[Any]) -> list[Any]:
     return listed
 
 
+def _check_name(rewrite: Rewrite, earlier: list[Any]) -> None:
+    """Refuse a control of the name of another: `controls={name: value}` would reach one of them."""
+    for other in earlier:
+        if rewrite.control and isinstance(other, Rewrite) and other.control == rewrite.control:
+            raise SurgeryError(
+                f"operate at control '{rewrite.control}': expected a name that no other rewrite "
+                f"declares. Received {type(rewrite).__name__} and {type(other).__name__} of that "
+                "name. Give the rewrite another name."
+            )
+
+
 def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Surgery]:
     """Apply one rewrite to an opened graph."""
     surgery = _begin(model)
@@ -105,6 +119,7 @@ def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Sur
         signals = {**signals, **handed_out}
     _check_controls(rewrite, surgery.defaults, [outputs, signals])
     trained = (*model.trained_layers, *surgery.trained)
+    _check_trained(rewrite, trained, [outputs, signals])
     derived = _derived(model, surgery.inputs, outputs, surgery.defaults, signals, trained)
     return derived, surgery
 
@@ -143,6 +158,19 @@ def _check_controls(rewrite: Rewrite, defaults: dict[str, Any], tensors: Any) ->
         )
 
 
+def _check_trained(rewrite: Any, trained: Iterable[keras.layers.Layer], tensors: Any) -> None:
+    """Refuse a graph without the weights that an earlier rewrite brought: `fit` trained nothing."""
+    nodes = graph.topological_nodes(tree.flatten(tensors))
+    used = {id(v) for node in nodes for v in getattr(node.operation, "weights", ())}
+    lost = [x.name for x in trained if x.weights and not any(id(v) in used for v in x.weights)]
+    if lost:
+        raise SurgeryError(
+            f"operate with {rewrite!r}: expected every layer that is to be trained to reach the "
+            f"outputs afterwards. Received a graph in which nothing uses {', '.join(lost)} any "
+            "more. Leave out the rewrite that brought it, or apply it later."
+        )
+
+
 def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, list[str]]:
     """Apply a plain `clone_fn` to a graph, opened or not."""
     fired: list[str] = []
@@ -169,6 +197,7 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
             stacklevel=3,
         )
     if opened:
+        _check_trained(clone_fn, model.trained_layers, [outputs, signals])
         derived = _derived(
             model, model.input, outputs, model.defaults, signals, model.trained_layers
         )

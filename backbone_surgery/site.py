@@ -135,19 +135,20 @@ def select(selector: str, paths: list[str]) -> list[str]:
             f"{selector!r} of type {type(selector).__name__}. Pass a string."
         )
     match = _SELECTOR.fullmatch(selector)
+    count = 1 + max((int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1)
+    chosen = _blocks(match["blocks"], count) & set(range(count)) if match else set()
     if match is None:
         found = [p for p in paths if p == selector]
     else:
-        count = 1 + max(
-            (int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1
-        )
-        chosen = _blocks(match["blocks"], count)
         found = [p for p in paths if _matches(p, chosen, match["role"])]
     if not found:
         shown = [re.sub(r"^blocks\.\d+", "blocks.*", p) for p in paths]
+        hint = closest(selector, dict.fromkeys(shown))
+        if match and count and not chosen:
+            hint = f"The blocks are blocks.0 ... blocks.{count - 1}."
         raise SelectorError(
             f"select at '{selector}': expected a selector that matches a site. Received one that "
-            f"matches nothing among {len(paths)} sites. {closest(selector, dict.fromkeys(shown))}"
+            f"matches nothing among {len(paths)} sites. {hint}"
         )
     return found
 

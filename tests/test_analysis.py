@@ -147,17 +147,22 @@ def test_figures(tmp_path):
     _, captures = lm.generate(prompt, **options)
     grid = bs.patch_grid(lm, CLEAN, CORRUPTED, 7)
     lens = bs.logit_lens(lm, CLEAN)
-    for name, ax, rows in (
-        ("grid", bs.plot_grid(grid), 3),
-        ("attribution", bs.plot_grid(bs.attribute(lm, CLEAN, 7)), 3),
-        ("lens", bs.plot_lens(lens), 3),
-        ("attention", bs.plot_attention(captures, "blocks.0.attention_pattern", head=1), 7),
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    clean, corrupted = [str(i) for i in CLEAN], [str(i) for i in CORRUPTED]
+    seen = [str(i) for i in captures.token_ids[0]]
+    assert seen[:5] == clean
+    assert len(seen) == 7
+    pattern = bs.plot_attention(captures, "blocks.0.attention_pattern", head=1)
+    for name, ax, rows, across in (
+        ("grid", bs.plot_grid(grid), blocks, corrupted),
+        ("attribution", bs.plot_grid(bs.attribute(lm, CLEAN, 7)), blocks, clean),
+        ("lens", bs.plot_lens(lens), blocks, clean),
+        ("attention", pattern, seen, seen),
     ):
         ax.figure.savefig(tmp_path / f"{name}.png")
-        columns = [t.get_text() for t in ax.get_xticklabels()]
-        assert columns[:5] == [str(i) for i in CLEAN if name != "grid"] or name == "grid"
-        assert len(ax.get_yticklabels()) == rows
-        assert np.shape(ax.images[0].get_array())[0] == rows
+        assert [t.get_text() for t in ax.get_xticklabels()] == across
+        assert [t.get_text() for t in ax.get_yticklabels()] == rows
+        assert np.shape(ax.images[0].get_array()) == (len(rows), len(across))
         pyplot.close(ax.figure)
     with pytest.raises(bs.SurgeryError, match="plot_grid: expected a `PatchGrid`"):
         bs.plot_grid(lens)
@@ -165,6 +170,8 @@ def test_figures(tmp_path):
         bs.plot_lens(grid)
     with pytest.raises(bs.SurgeryError, match="a head from 0 to 3"):
         bs.plot_attention(captures, "blocks.0.attention_pattern", head=9)
+    with pytest.raises(bs.SurgeryError, match=r"a row from 0 to 0. Received 9"):
+        bs.plot_attention(captures, "blocks.0.attention_pattern", row=9)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +182,13 @@ def test_figures(tmp_path):
         (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 99), "an id from 0 to 59"),
         (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], (1, 2, 3)), "a pair"),
         (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, at="blocks.0.*"), "attention_pattern"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], lambda x: x[0, 0]), r"shape \[\]. Index"),
+        (lambda lm: bs.attribute(lm, [1, 2], lambda x: x), r"shape \[1, 60\]. Index"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, batch_size=0), "1 or more. Received 0"),
+        (
+            lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], lambda x: 0 * x[:, 0]).recovered,
+            "tells the texts apart. Received 0.0",
+        ),
         (lambda lm: bs.logit_lens(lm, [[1, 2], [1, 3]]), "expected one text. Received 2"),
         (lambda lm: bs.logit_lens(lm, [1], at="blocks.0.query"), "'blocks.0.query': expected a"),
         (lambda lm: bs.attribute(lm, [1, 2], "dog"), "at token 'dog'"),

@@ -559,6 +559,24 @@ def test_adapter_in_a_backbone_is_rewritten_and_rewired(rng):
     assert relative(got, wanted, inputs["padding_mask"]) < 1e-5
 
 
+def test_what_is_brought_into_an_edited_backbone_trains_and_is_not_silently_lost(tmp_path):
+    backbone, scale = make_gpt2(num_layers=1), Scale()
+    inserted = bs.Insert("blocks.0", Adapter(32, name="adapter"))
+    edited = bs.operate(backbone, [inserted, bs.LowRank("blocks.0.query", 2)])
+    borrowed = backbone.layer_norm
+
+    def scaled(layer, x):
+        return scale(borrowed(layer(x)))
+
+    new = bs.rewrite_nested(edited, "transformer_layer_0.adapter.up", scaled)
+    wanted = [*edited.trainable_variables, scale.scale]
+    assert {v.path for v in new.trainable_variables} == {v.path for v in wanted}
+    assert len(new.trainable_variables) == len(wanted) == 7
+    with pytest.warns(UserWarning, match="7 trainable weights, .* are not saved.*`save_recipe`"):
+        new.save_weights(tmp_path / "new.weights.h5")
+    backbone.load_weights(tmp_path / "new.weights.h5")
+
+
 def test_decoder_block_of_a_known_family_is_opened_instead():
     path = "transformer_layer_0._feedforward_output_dense"
     new = bs.rewrite_nested(make_gpt2(num_layers=1), path, double)

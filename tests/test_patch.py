@@ -122,12 +122,28 @@ def test_fixed_positions_take_values_alone(rng):
     assert not np.array_equal(lm.generate(inputs, **options)["token_ids"], got)
 
 
+def test_fixed_positions_patch_in_one_pass_and_cached(backbone, rng):
+    inputs, value = tokens(rng), rng.normal(size=(2, 2, 32)).astype("float32")
+    fixed = bs.operate(backbone, [bs.Patch("blocks.0", positions=(1, 4))])
+    free = bs.operate(backbone, [bs.Patch("blocks.0")])
+    positions = np.tile(np.array([1, 4]), (2, 1, 1))
+    wanted = run(free, {**inputs, "patch_positions": positions, "patch_value_0": value})
+    plain = run(backbone, inputs)
+    assert relative(run(fixed, {**inputs, "patch_value_0": value}), wanted) <= EXACT
+    assert relative(run(fixed, inputs), plain) <= EXACT < 1e-3 < relative(wanted, plain)
+    cached = bs.rewire(fixed)
+    assert relative(run_chunks(cached, inputs, [9], patch_value_0=value)[0], wanted) <= EXACT
+    assert relative(run_chunks(cached, inputs, [9])[0], plain) <= EXACT
+
+
 def test_errors(rng):
     backbone = make_gpt2()
     with pytest.raises(bs.SurgeryError, match=r"'blocks.1.attention_pattern': expected sites with"):
         bs.operate(backbone, [bs.Patch("blocks.1.*")])
     with pytest.raises(bs.SurgeryError, match="expected positions"):
         bs.Patch("blocks.1", positions=(2, 2))
+    with pytest.raises(bs.SurgeryError, match=r"expected positions.*Received 'all'"):
+        bs.Patch("blocks.1", positions="all")
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Patch("blocks.0:2")]))
     lm.compile(sampler="greedy")
     value = np.zeros((1, 32))

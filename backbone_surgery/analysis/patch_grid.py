@@ -43,7 +43,16 @@ class PatchGrid:
 
     @property
     def recovered(self) -> np.ndarray:
-        """How far each patch leads: 0 is the corrupted text, 1 the clean one."""
+        """How far each patch leads: 0 is the corrupted text, 1 the clean one.
+
+        Raises:
+            SurgeryError: the metric is the same for both texts.
+        """
+        if self.clean == self.corrupted:
+            raise SurgeryError(
+                "patch_grid.recovered: expected a metric that tells the texts apart. Received "
+                f"{self.clean} for both. Choose another metric, or look at `values`."
+            )
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
 
@@ -75,7 +84,8 @@ def patch_grid(
         batch_size: how many cells to run at once.
 
     Raises:
-        SurgeryError: texts of different lengths, equal texts, or what `Patch` refuses.
+        SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
+            or what `Patch` refuses.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub
@@ -83,6 +93,11 @@ def patch_grid(
         >>> bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values.shape
         (2, 3)
     """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise SurgeryError(
+            f"patch_grid at 'batch_size': expected 1 or more. Received {batch_size!r}. Leave it "
+            "out for 32."
+        )
     texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
     lengths = [len(text.token_ids) for text in texts]
     if lengths[0] != lengths[1] or np.array_equal(texts[0].token_ids, texts[1].token_ids):

@@ -71,7 +71,7 @@ def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
     A token is its id or a text of exactly one token, such as `" dog"`.
     """
     if callable(metric):
-        return metric
+        return _checked(metric, operation)
     pair = metric if isinstance(metric, tuple | list) else (metric,)
     if len(pair) not in (1, 2):
         raise SurgeryError(
@@ -82,6 +82,23 @@ def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
     if len(ids) == 1:
         return lambda logits: logits[:, ids[0]]
     return lambda logits: logits[:, ids[0]] - logits[:, ids[1]]
+
+
+def _checked(metric: Metric, operation: str) -> Metric:
+    """Refuse what a user's metric gives, unless it is a number for each row."""
+
+    def measure(logits: Any) -> Any:
+        value = metric(logits)
+        shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+        if shape != (len(logits),):
+            raise SurgeryError(
+                f"{operation} at 'metric': expected a function of logits [batch, vocabulary] that "
+                f"gives [batch], {len(logits)} numbers here. Received shape {list(shape)}. Index "
+                "rows by a colon: `logits[:, 7]`."
+            )
+        return value
+
+    return measure
 
 
 def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:

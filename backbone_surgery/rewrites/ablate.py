@@ -79,23 +79,25 @@ class Ablate(SiteRewrite):
                 "Use one Ablate for each kind of site."
             )
         mask = np.zeros((len(places), units[places[0].path]), "float32")
-        mask[:, self._heads(places[0], mask.shape[1])] = 1
+        mask[:, self._heads(places[0], mask.shape[1], surgery)] = 1
         surgery.control(f"{self.name}_heads", mask)
         if self.to == "resample":
             surgery.control(f"{self.name}_start", np.int32(0))
         return super().visitor(surgery)
 
-    def _heads(self, place: Place, count: int) -> Any:
+    def _heads(self, place: Place, count: int, surgery: Surgery) -> Any:
         if self.heads is None:
             return slice(None)
         heads = list(np.atleast_1d(self.heads))
-        has_heads = place.path.endswith(_PATTERN) or len(place.tensor.shape) == 4
+        has_heads = _has_heads(place)
         known = all(isinstance(h, int | np.integer) and 0 <= h < count for h in heads)
         if not has_heads or not known or not heads:
             what = f"heads from 0 to {count - 1}" if has_heads else "no heads, since it has none"
+            block = place.block or 0
+            near = [p.path for p in surgery.places if p.block == block and _has_heads(p)]
             raise SurgeryError(
                 f"Ablate at '{place.path}': expected {what}. Received {self.heads!r}. Pass "
-                "`heads=None` for the whole site."
+                f"`heads=None` for the whole site; sites with heads are {', '.join(near)}."
             )
         return heads
 
@@ -147,6 +149,10 @@ class Ablate(SiteRewrite):
             start = bind_amounts(f"{self.name} start", given["start"], rows, ())
             bound[f"{self.name}_start"] = start.astype(np.int32)
         return bound
+
+
+def _has_heads(place: Place) -> bool:
+    return place.path.endswith(_PATTERN) or len(place.tensor.shape) == 4
 
 
 def _units(place: Place) -> int:

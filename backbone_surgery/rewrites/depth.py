@@ -140,8 +140,10 @@ class Reorder(Depth):
 
     def order(self, surgery: Surgery, count: int) -> list[int]:
         """Return the order that was given, with negative numbers counted from the end."""
-        given = list(self.blocks)
-        known = all(isinstance(i, int | np.integer) and -count <= i < count for i in given)
+        given = list(self.blocks) if np.iterable(self.blocks) else self.blocks
+        known = isinstance(given, list) and all(
+            isinstance(i, int | np.integer) and -count <= i < count for i in given
+        )
         order = [int(i) % count for i in given] if known else []
         if not known or order == list(range(count)):
             raise SurgeryError(

@@ -33,8 +33,8 @@ class LowRank(SiteRewrite):
         at: site selector.
         rank: rank of each map.
         alpha: scale is alpha / rank; by default 1.
-        name: begins the names of the layers.
-        adapters: `{site path: adapter}` to use instead of new ones.
+        name: begins the names of the layers; another one for each `LowRank` at one site.
+        adapters: `{site path: adapter}` to use instead of new ones. Sites may share one.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub
@@ -70,13 +70,23 @@ class LowRank(SiteRewrite):
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an adapter beside the computation."""
-        source = source_of(x, place, surgery, "LowRank")
+        try:
+            source = source_of(x, place, surgery, "LowRank")
+        except SurgeryError as error:
+            near = [p.path for p in surgery.places if p.block == place.block and _fits(p, surgery)]
+            raise SurgeryError(f"{error} Here these are {', '.join(near) or 'none'}.") from None
+        others = {x.name: x for x in (*surgery.model.trained_layers, *surgery.trained)}
         adapter = self.adapters.get(place.path) or Adapter(
             self.rank,
             (self.rank if self.alpha is None else self.alpha) / self.rank,
             dtype=surgery.model.dtype_policy,
             name=f"{self.name}_{place.path.replace('.', '_')}",
         )
+        if others.get(adapter.name, adapter) is not adapter:
+            raise SurgeryError(
+                f"LowRank at '{place.path}': expected layers of different names. Received a second "
+                f"one named '{adapter.name}'. Give one of the rewrites another `name`."
+            )
         shapes = (source.shape[2:], x.shape[2:])
         if adapter.built and adapter.shapes != shapes:
             raise SurgeryError(
@@ -85,11 +95,20 @@ class LowRank(SiteRewrite):
                 "for this architecture."
             )
         surgery.train(adapter)
+        surgery.once("adapters", dict)[place.path] = adapter
         return adapter(source, x)
 
     def applied(self, surgery: Surgery) -> "LowRank":
         """Return the rewrite with the adapters that it made."""
-        return replace(self, adapters=dict(zip(surgery.fired, surgery.trained, strict=True)))
+        return replace(self, adapters=surgery.once("adapters", dict))
+
+
+def _fits(place: Place, surgery: Surgery) -> bool:
+    try:
+        source_of(place.tensor, place, surgery, "LowRank")
+    except SurgeryError:
+        return False
+    return True
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")

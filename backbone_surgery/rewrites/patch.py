@@ -28,7 +28,8 @@ class Patch(SiteRewrite):
     position or value compiles nothing, unless n is another.
 
     As inputs of the graph these are `<name>_positions` int32[batch, sites, n] and, for the i-th
-    site, `<name>_value_<i>` float32[batch, n, ...].
+    site, `<name>_value_<i>` float32[batch, n, ...]. A value left out is NaN throughout, and such a
+    value patches nothing.
 
     Attributes:
         at: site selector; any site that has a value for each token, that is any but a pattern.
@@ -52,8 +53,8 @@ class Patch(SiteRewrite):
 
     def __post_init__(self) -> None:
         if self.positions != "control":
-            object.__setattr__(self, "positions", tuple(self.positions))
             self._checked_positions(self.positions, 1, 1)
+            object.__setattr__(self, "positions", tuple(self.positions))
 
     @property
     def control(self) -> str:
@@ -70,12 +71,13 @@ class Patch(SiteRewrite):
                     "Received attention patterns, whose columns are other tokens. Patch `query`, "
                     "`key` or `attention`, or take heads out with `Ablate`."
                 )
-        unused = np.full((len(places), 1), UNUSED, "int32")
-        surgery.control(f"{self.name}_positions", unused, (len(places), None))
+        fixed = (UNUSED,) if self.positions == "control" else self.positions
+        default = np.tile(np.array(fixed, "int32"), (len(places), 1))
+        surgery.control(f"{self.name}_positions", default, (len(places), None))
         for i, place in enumerate(places):
             shape = place.tensor.shape[2:]
-            zeros = np.zeros((1, *shape), "float32")
-            surgery.control(f"{self.name}_value_{i}", zeros, (None, *shape))
+            none = np.full((default.shape[-1], *shape), np.nan, "float32")
+            surgery.control(f"{self.name}_value_{i}", none, (None, *shape))
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
@@ -113,10 +115,12 @@ class Patch(SiteRewrite):
 
     def _checked_positions(self, given: Any, batch: int, sites: int) -> np.ndarray:
         array = np.asarray(given)
+        if array.ndim == 0 or array.dtype.kind not in "iu":
+            array = np.empty(0)  # Refused below.
         if array.ndim == 2:
             array = array[:, None]
-        shape = (batch, sites, array.shape[-1] if array.ndim else 0)
-        fits = array.ndim in (1, 3) and array.dtype.kind in "iu" and array.size > 0
+        shape = (batch, sites, array.shape[-1])
+        fits = array.ndim in (1, 3) and array.size > 0
         fits = fits and all(
             a in (1, b) for a, b in zip(reversed(array.shape), reversed(shape), strict=False)
         )
@@ -162,7 +166,7 @@ class Patching(keras.layers.Layer):
         x: float[batch, time, ...].
         positions: int32[batch, time], the number of each token.
         patched: int32[batch, sites, n], the positions to patch.
-        value: float32[batch, n, ...].
+        value: float32[batch, n, ...]; NaN throughout where there is none.
     """
 
     def __init__(self, index: int, **kwargs) -> None:
@@ -174,6 +178,8 @@ class Patching(keras.layers.Layer):
         # One gather out of both, and no `where`: that would be compiled together with what makes x,
         # and round differently.
         match = ops.equal(patched[:, self.index, :, None], positions[:, None, :])
+        missing = ops.all(ops.isnan(value), axis=tuple(range(2, len(value.shape))))
+        match = ops.logical_and(match, ops.logical_not(missing)[:, :, None])
         time = ops.shape(x)[1]
         which = time + ops.cast(ops.argmax(ops.cast(match, "int32"), axis=1), "int32")
         own = ops.arange(time, dtype="int32")[None]
