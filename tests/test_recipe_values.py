@@ -287,3 +287,16 @@ def test_built_in_layers_are_described(layer):
     again = make_layer(config, "here")
     assert type(again) is type(layer)
     assert again.get_config() == layer.get_config()
+
+
+def test_a_rank_that_no_factor_has_is_refused_before_lora_is_made(tmp_path):
+    backbone = make_gpt2()
+    edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(32)})])
+    backbone.enable_lora(2)
+    bs.save_recipe(edited, tmp_path / "r")
+    document, arrays = read_recipe(tmp_path / "r")
+    base = {**document["base"], "lora": {**document["base"]["lora"], "rank": 10**6}}
+    kept = {k: document[k] for k in ("versions", "layers", "rewrites")}
+    write_recipe(tmp_path / "r", {**kept, "base": base}, arrays)
+    with pytest.raises(bs.RecipeError, match="LoRA of rank 1000000. Received no factors of that"):
+        bs.load_recipe(tmp_path / "r", make_gpt2())

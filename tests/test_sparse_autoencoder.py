@@ -116,6 +116,7 @@ def test_errors(sae, tmp_path, rng):
     refused("expected one site, the one that it was trained", at="blocks.*")
     refused(r"'blocks.1.query': expected one for \[4, 8\]", at="blocks.1.query")
     refused("expected a feature from 0 to 23", feature=24)
+    refused("expected the path of a folder, or `layers`", where="")
     refused("without cfg.json and sae.safetensors", where=str(tmp_path / "nowhere"))
     for name, change in (("a", {"signed": True}), ("b", {"k": 0}), ("c", {"transcode": True})):
         folder = tmp_path / name

@@ -136,6 +136,11 @@ def read_autoencoder(path: str) -> tuple[dict[str, np.ndarray], int]:
     Raises:
         SurgeryError: files, weights or settings that are missing or that this cannot run.
     """
+    if not path:
+        raise SurgeryError(
+            "SparseAutoencoder: expected the path of a folder, or `layers`. Received neither. Pass "
+            "the folder of one layer."
+        )
     folder = Path(path)
     missing = [n for n in ("cfg.json", "sae.safetensors") if not (folder / n).is_file()]
     if missing:

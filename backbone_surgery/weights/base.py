@@ -85,6 +85,8 @@ def fitted_base(
                 backbone.quantize(base["quantization"])
         if base["lora"]:
             rank, names = base["lora"]["rank"], base["lora"]["layers"]
+            if not any(rank in a.shape for name, a in deltas.items() if is_lora(name)):
+                raise _other_base("LoRA of rank", rank, "no factors of that rank")
             backbone.enable_lora(rank, target_layer_names=names)
     found = base_digest(backbone)
     if found != base["digest"]:
