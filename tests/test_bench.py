@@ -64,3 +64,21 @@ bench.main(row=["gpt2_128"], runs=1, quick=True, only_keras=True, json_file=None
     )
     assert result.returncode != 0
     assert "gpt2_128: keras_hub differs from token 5" in result.stdout
+
+
+@pytest.mark.slow
+def test_grids_agree(tmp_path):
+    """`patch_grid` gives what a loop over its cells does; the script exits with 1 otherwise."""
+    output = tmp_path / "grid.json"
+    options = ["--blocks", "2", "--length", "4", "--runs", "1", "--json", str(output)]
+    subprocess.run(
+        [sys.executable, "scripts/bench_grid.py", *options],
+        cwd=ROOT,
+        env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=600,
+        capture_output=True,
+    )
+    grids = json.loads(output.read_text())["grids"]
+    assert {"patch_grid", "a loop"} <= set(grids)
+    assert grids["a loop"]["difference"] <= 1e-4

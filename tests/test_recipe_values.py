@@ -298,5 +298,5 @@ def test_a_rank_that_no_factor_has_is_refused_before_lora_is_made(tmp_path):
     base = {**document["base"], "lora": {**document["base"]["lora"], "rank": 10**6}}
     kept = {k: document[k] for k in ("versions", "layers", "rewrites")}
     write_recipe(tmp_path / "r", {**kept, "base": base}, arrays)
-    with pytest.raises(bs.RecipeError, match="LoRA of rank 1000000. Received no factors of that"):
+    with pytest.raises(bs.RecipeError, match="LoRA of rank 1000000"):
         bs.load_recipe(tmp_path / "r", make_gpt2())
