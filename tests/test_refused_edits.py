@@ -135,3 +135,16 @@ def test_sites_share_an_adapter(backbone):
 def test_errors_name_what_there_is(backbone, rewrite, words):
     with pytest.raises(bs.SurgeryError, match=words):
         bs.operate(backbone, [rewrite])
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        bs.Steer("a", {1: np.ones(32)}, "blocks.*.query"),
+        bs.Condition("c", np.ones(32), 0.1, "blocks.1.query"),
+    ],
+)
+def test_a_vector_of_another_size_names_the_sites_that_would_fit(rewrite):
+    words = r"'blocks\.1\.query'.*Sites of \[32\] here are blocks\.1\.attention_norm, .*blocks\.1\."
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.operate(make_gpt2(), [rewrite])

@@ -892,3 +892,47 @@ def test_memory_of_a_process_that_transfers(source, tmp_path):
     command = [sys.executable, "-c", MEASURE, source, str(tmp_path)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 0.5 < float(out.stdout) <= 1.2
+
+
+# Rewrites of every shape
+
+
+class Around(keras.layers.Layer):
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.scale = block, self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return self.scale * self.block(x)
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "brought"),
+    [
+        (bs.Remove("blocks.0"), 0),
+        (bs.Repeat("blocks.1"), 0),
+        (bs.Reorder([1, 0]), 0),
+        (bs.Insert("blocks.0", keras.layers.Dense(32)), 2),
+        (bs.Wrap("blocks.*", Around), None),
+    ],
+    ids=["remove", "repeat", "reorder", "insert", "wrap"],
+)
+def test_transfer_across_a_rewrite_gives_every_weight_its_own_value(
+    backbone, other, rewrite, brought
+):
+    """Into the edited model and out of it; weights that the edit brought are differences."""
+    edited = bs.operate(other, [rewrite])
+    if brought is None:
+        brought = len(other.transformer_layers)
+    before = snapshot(other)
+    for destination, source in ((edited, backbone), (backbone, edited)):
+        for variable in backbone.weights if destination is backbone else ():
+            variable.assign(np.zeros(variable.shape))
+        if brought:
+            with pytest.raises(bs.WeightMismatchError, match=f"Received {brought} differences"):
+                bs.transfer_weights(destination, source)
+            if destination is edited:
+                same(snapshot(other), before)
+        report = bs.transfer_weights(destination, source, strict=not brought)
+        assert len(report.copied) == len(arrays(other))
+        same(arrays(other), arrays(backbone))

@@ -90,7 +90,7 @@ class Condition(SiteRewrite):
             raise SurgeryError(
                 f"{self._where}: expected a vector of the size that stands at '{place.path}', "
                 f"{x.shape[2:]}. Received one of size {direction.shape[1:]}. Use a vector made for "
-                "this model, and a site of hidden states."
+                f"this model. {surgery.sites_of(tuple(direction.shape[1:]), place)}"
             )
         parts = [surgery.inputs[f"{self.name}_{part}"] for part in ("threshold", "tokens")]
         watch = Watch(self.signed, name=f"watch_{self.name}")

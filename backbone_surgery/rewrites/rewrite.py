@@ -74,6 +74,12 @@ class Surgery:
         chosen = set(select(selector, [p.path for p in self.places]))
         return [p for p in self.places if p.path in chosen]
 
+    def sites_of(self, shape: tuple[int | None, ...], place: Place) -> str:
+        """Say which sites of a block hold tokens of a shape, for errors at a site of that block."""
+        near = [p.path for p in self.places if p.block == place.block]
+        fits = [p.path for p in self.places if p.path in near and p.tensor.shape[2:] == shape]
+        return f"Sites of {list(shape)} here are {', '.join(fits) or 'none'}."
+
     def train(self, layer: keras.layers.Layer) -> None:
         """Declare a layer to be trained: where there is one, `fit` leaves the backbone alone."""
         if layer not in self.trained:

@@ -79,7 +79,7 @@ class SparseAutoencoder(SiteRewrite):
             raise SurgeryError(
                 f"SparseAutoencoder at '{place.path}': expected one for {list(x.shape[2:])}, as "
                 f"stands there. Received one for [{size}] in '{self.path}'. Use the site that it "
-                "was trained on."
+                f"was trained on. {surgery.sites_of((size,), place)}"
             )
         amount = surgery.inputs[f"{self.name}_amount"]
         if self.feature is not None:

@@ -140,7 +140,7 @@ class Steer(SiteRewrite):
             raise SurgeryError(
                 f"Steer at '{place.path}': expected directions of the size that stands there, "
                 f"{x.shape[2:]}. Received directions of size {hidden_dim}. Use a vector made for "
-                "this model, and a site of hidden states."
+                f"this model. {surgery.sites_of((hidden_dim,), place)}"
             )
         blocks: list[int | None] = [*directions]
         index = blocks.index(place.block)
