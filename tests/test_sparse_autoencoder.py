@@ -117,6 +117,12 @@ def test_errors(sae, tmp_path, rng):
     refused(r"'blocks.1.query': expected one for \[4, 8\]", at="blocks.1.query")
     refused("expected a feature from 0 to 23", feature=24)
     refused("expected the path of a folder, or `layers`", where="")
+    pair = [
+        bs.SparseAutoencoder(at, path, name=f"sae{len(at)}")
+        for at in ("blocks.1.mlp_output", "blocks.1")
+    ]
+    with pytest.raises(bs.SurgeryError, match=r"'blocks\.1': expected a block without another spl"):
+        bs.operate(backbone, pair)
     refused("without cfg.json and sae.safetensors", where=str(tmp_path / "nowhere"))
     for name, change in (("a", {"signed": True}), ("b", {"k": 0}), ("c", {"transcode": True})):
         folder = tmp_path / name

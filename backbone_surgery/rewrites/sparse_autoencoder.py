@@ -84,6 +84,13 @@ class SparseAutoencoder(SiteRewrite):
         amount = surgery.inputs[f"{self.name}_amount"]
         if self.feature is not None:
             return layers[0](x, amount)
+        latents = f"blocks.{place.block}.sae_latents"
+        if latents in [p.path for p in surgery.places]:
+            raise SurgeryError(
+                f"SparseAutoencoder at '{place.path}': expected a block without another spliced "
+                f"autoencoder, so that '{latents}' is one site. Received a second one. Splice one "
+                "of them into another block."
+            )
         features = Site("sae_latents", name=f"{self.name}_latents")(layers[0](x))
         return layers[1](x, features, amount)
 
