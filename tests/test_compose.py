@@ -13,6 +13,7 @@ from backbone_surgery.generation.controls import bind_controls
 from tests.conftest import FAMILIES, ragged, relative
 from tests.numpy_models import Model, weights_of
 from tests.reference import run_chunks, tokens
+from tests.test_recipe_rewrites import Scaled
 
 EXACT = 1e-5
 TIME, SIZE = 6, 32
@@ -110,16 +111,6 @@ def low_rank(rng, backbone):
         return x + 2 * (source @ down @ up).reshape(x.shape)
 
     return Edit(first, lambda model: model.blocks[1].at("query", hook))
-
-
-class Scaled(keras.layers.Layer):
-    def __init__(self, block):
-        super().__init__(name=f"scaled_{block.name}")
-        self.block = block
-        self.scale = self.add_weight(shape=(), initializer="ones")
-
-    def call(self, x):
-        return x + self.scale * keras.ops.tanh(self.block(0.5 * x))
 
 
 def wrap(rng, _):
