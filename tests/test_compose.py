@@ -327,6 +327,18 @@ def test_the_source_stays_what_it_was(backbone, rng, tmp_path):
     x = {"token_ids": ids[:, :-1], "padding_mask": np.ones_like(ids[:, :-1])}
     lm.fit(x, ids[:, 1:], epochs=1, shuffle=False, verbose=0)
     lm.generate(ragged(rng, (4, 7), 7), max_new_tokens=2, stop_token_ids=None)
+    plain = bs.CachedCausalLM(backbone)
+    bs.patch_grid(plain, ids[0], ids[1], metric=(1, 2))
+    bs.logit_lens(plain, ids[0])
+    bs.attribute(plain, ids[0], target=1)
+    layer = backbone.transformer_layers[1]
+    inside = next(
+        x.name
+        for x in layer._layers
+        if isinstance(x, keras.layers.EinsumDense | keras.layers.Dense)
+    )
+    nested = bs.rewrite_nested(backbone, f"{layer.name}.{inside}", lambda x, *args: 2 * x(*args))
+    assert relative(nested.predict_on_batch(inputs), backbone.predict_on_batch(inputs)) > 1e-3
     after = fingerprint(backbone, inputs)
     for what, value in before.items():
         assert after[what] == value, what
