@@ -435,6 +435,29 @@ def _repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     return outputs
 
 
+WITHOUT_MEMORY = "uninitialized_variables"
+"""Where Keras lists, for each thread, the variables that are made in a stateless scope."""
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[list[keras.Variable]]:
+    """Give the variables that are made inside no memory before the end.
+
+    Yields:
+        Those that were made so far. An error inside forgets them all.
+    """
+    made: list[keras.Variable] = []
+    before = global_state.get_global_attribute(WITHOUT_MEMORY)
+    global_state.set_global_attribute(WITHOUT_MEMORY, made)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield made
+    finally:
+        global_state.set_global_attribute(WITHOUT_MEMORY, before)
+    for variable in made:
+        variable._deferred_initialize()
+
+
 # What a twin has to know of a layer; see `twin.py`.
 
 LEFT_BY_CALLS: dict[str, type] = {

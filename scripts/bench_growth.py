@@ -47,7 +47,7 @@ class Decoder:
         budget = np.array([length - PROMPT], np.int32)
         prompt = np.arange(PROMPT, dtype=np.int32)
         batch = Batch([prompt], budget, np.zeros((1, 2), np.uint32), {}, Stops([]))
-        self.arguments = jax.device_put(make_arguments(self.strategy, batch, 1, PROMPT))
+        self.arguments = make_arguments(self.programs, self.strategy, batch, 1, PROMPT)
         cache = bs.new_cache(lm.backbone_with_cache, 1, length)
         self.state = self.programs.prefill(self.strategy, cache, self.arguments)
         self.slot = PROMPT + 1
@@ -57,7 +57,7 @@ class Decoder:
         """Decode some tokens, and keep the least time for one."""
         self.slot += steps
         start = time.perf_counter()
-        self.state = self.programs.decode(self.strategy, self.state, self.arguments, self.slot)
+        self.state, _ = self.programs.decode(self.strategy, self.state, self.arguments, self.slot)
         jax.block_until_ready(self.state)
         self.seconds = min(self.seconds, (time.perf_counter() - start) / steps)
 

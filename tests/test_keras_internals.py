@@ -35,10 +35,11 @@ ATTRIBUTES = {
     "_flatten_layers",
     "_trainable_variables",
     "_non_trainable_variables",
+    "_deferred_initialize",
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
 
-ALSO_PRIVATE = {"_nodes", "_keras_mask", "name_scope_stack"}
+ALSO_PRIVATE = {"_nodes", "_keras_mask", "name_scope_stack", "uninitialized_variables"}
 
 
 def moved(name):
@@ -209,6 +210,21 @@ def test_a_layer_call_opens_a_name_scope(x):
     layer(keras.ops.ones(3))
     assert stacks[0] is mine, moved("global attribute name_scope_stack")
     assert callers[0] == [layer], moved("name_scope.caller")
+
+
+def test_variables_of_a_stateless_scope_get_their_memory_later():
+    from keras.src.backend.common import global_state
+
+    made = []
+    before = global_state.get_global_attribute("uninitialized_variables")
+    global_state.set_global_attribute("uninitialized_variables", made)
+    with keras.StatelessScope(initialize_variables=False):
+        variable = keras.Variable("ones", shape=(2,))
+    assert made == [variable], moved("global attribute uninitialized_variables")
+    global_state.set_global_attribute("uninitialized_variables", before)
+    assert variable._value is None, moved("Variable._deferred_initialize")
+    variable._deferred_initialize()
+    assert variable.numpy().tolist() == [1, 1], moved("Variable._deferred_initialize")
 
 
 def test_a_model_runs_its_graph_through_one_method(x):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from backbone_surgery.cache import new_cache
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
-from backbone_surgery.generation.programs import Programs
+from backbone_surgery.generation.programs import Programs, State
 from backbone_surgery.generation.prompts import pack_left
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.generation.strategies import Strategy
@@ -75,42 +75,61 @@ def run_batch(
     if last == prompt and not batch.captures:
         yield [Row(row[:0], True, {}) for row in batch.rows]
         return
-    arguments = jax.device_put(make_arguments(strategy, batch, padded, prompt))
+    arguments = make_arguments(programs, strategy, batch, padded, prompt)
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
     # Captures of a pattern have a column for each slot, so they keep to one length.
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
     cache = new_cache(programs.model, padded, first)
     state = programs.prefill(strategy, cache, arguments, batch.captures)
-    slot, finished = prompt + 1, False
-    while not finished:
-        slot = last if chunk is None else min(slot + chunk, last)
-        state = _decode(programs, strategy, state, arguments, slot, length)
-        rows = _read(strategy, state, batch, prompt)
-        finished = all(row.finished for row in rows)
-        if finished and batch.captures:
-            rows = _with_captures(rows, strategy, state, batch, prompt)
+
+    def decode(state: State, until: int) -> tuple[State, State]:
+        return _decode(programs, strategy, state, arguments, until, length)
+
+    until, *slots = _slots(prompt + 1, last, chunk)
+    state, seen = decode(state, until)
+    while True:
+        # The next chunk is begun before this one is looked at, unless it may not be wanted.
+        ahead = bool(slots) and slots[0] <= state["tokens"].shape[1] and not batch.stops.by_sequence
+        state, following = decode(state, slots.pop(0)) if ahead else (state, None)
+        rows = _read(strategy, seen, batch, prompt)
+        if all(row.finished for row in rows):
+            if batch.captures:
+                rows = _with_captures(rows, strategy, state, batch, prompt)
+            yield rows
+            return
         yield rows
+        state, seen = (state, following) if following else decode(state, slots.pop(0))
+
+
+def _slots(first: int, last: int, chunk: int | None) -> list[int]:
+    """Return the slots at which to stop and look."""
+    return [last] if chunk is None else [*range(first + chunk, last, chunk), last]
 
 
 def _decode(
     programs: Programs,
     strategy: Strategy,
-    state: dict[str, Any],
-    arguments: dict[str, Any],
+    state: State,
+    arguments: State,
     until: int,
     last: int,
-) -> dict[str, Any]:
+) -> tuple[State, State]:
     """Decode until a slot in a cache that grows, so that attention reads little that is empty."""
     while True:
         length = state["tokens"].shape[1]
-        state = programs.decode(strategy, state, arguments, min(until, length))
-        if until <= length or np.asarray(state["done"]).all():
-            return state
+        state, seen = programs.decode(strategy, state, arguments, min(until, length))
+        if until <= length or np.asarray(seen["done"]).all():
+            return state, seen
         state = programs.grow(state, next_length(length, last))
 
 
-def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> dict[str, Any]:
-    """Pad the batch to its bucket: rows that fill it up repeat the first one and end at once."""
+def make_arguments(
+    programs: Programs, strategy: Strategy, batch: Batch, padded: int, prompt: int
+) -> State:
+    """Read the weights as they are now, and pad the batch to its bucket.
+
+    Rows that fill it up repeat the first one and end at once.
+    """
     index = np.arange(padded)
     index[len(batch.rows) :] = 0
     token_ids, mask = pack_left([batch.rows[i] for i in index], prompt)
@@ -118,7 +137,7 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
     budget[len(batch.rows) :] = 0
     stop_ids = np.full(bucket(max(len(batch.stops.ids), 1), _STOP_IDS), -1, np.int32)
     stop_ids[: len(batch.stops.ids)] = batch.stops.ids
-    return {
+    arguments = {
         "token_ids": token_ids,
         "mask": mask,
         "budget": budget,
@@ -127,13 +146,14 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
         "settings": strategy.settings(),
         "draws": strategy.start(batch.seeds[index]),
     }
+    return {**jax.device_put(arguments), "weights": programs.weights()}
 
 
-def _read(strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int) -> list[Row]:
-    """Read the rows off the state, the best beam of each, cut where they stop."""
-    tokens, slot = np.asarray(state["tokens"]), int(state["slot"])
-    done: np.ndarray = np.asarray(state["done"]).reshape(-1, strategy.width).min(axis=1)
-    best = _best(strategy, state, len(done))
+def _read(strategy: Strategy, seen: State, batch: Batch, prompt: int) -> list[Row]:
+    """Read the rows off what was seen of the state, the best beam of each, cut where they stop."""
+    tokens, slot = np.asarray(seen["tokens"]), int(seen["slot"])
+    done: np.ndarray = np.asarray(seen["done"]).reshape(-1, strategy.width).min(axis=1)
+    best = _best(strategy, seen, len(done))
     rows = []
     for i, row in enumerate(batch.rows):
         new = tokens[best[i], prompt:slot][: batch.budget[i]]
@@ -143,7 +163,7 @@ def _read(strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int) 
     return rows
 
 
-def _best(strategy: Strategy, state: dict[str, Any], rows: int) -> np.ndarray:
+def _best(strategy: Strategy, state: State, rows: int) -> np.ndarray:
     """Return the candidate row that is the best of each row."""
     first = np.arange(rows) * strategy.width
     if strategy.width == 1:
@@ -153,7 +173,7 @@ def _best(strategy: Strategy, state: dict[str, Any], rows: int) -> np.ndarray:
 
 
 def _with_captures(
-    rows: list[Row], strategy: Strategy, state: dict[str, Any], batch: Batch, prompt: int
+    rows: list[Row], strategy: Strategy, state: State, batch: Batch, prompt: int
 ) -> list[Row]:
     """Cut out of the buffers what belongs to the tokens of each row that were run."""
     best = _best(strategy, state, len(state["done"]) // strategy.width)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from backbone_surgery.backbone import BackboneWithCache
 from backbone_surgery.generation.captures import time_axis
@@ -25,6 +26,9 @@ State = dict[str, Any]
 
 _PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
 """What of the state belongs to a candidate row, and follows it."""
+
+_READ = ("tokens", "slot", "done", "draws")
+"""What of the state is read between two calls."""
 
 
 class Programs:
@@ -54,8 +58,9 @@ class Programs:
         Args:
             strategy: how to choose.
             cache: an empty cache of more slots than the prompts are long. It is donated.
-            arguments: `token_ids` int32[batch, prompt], `mask` bool[batch, prompt], `controls`,
-                `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget` int32[batch].
+            arguments: `weights`, `token_ids` int32[batch, prompt], `mask` bool[batch, prompt],
+                `controls`, `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget`
+                int32[batch].
             captures: whether to keep what the graph captures.
 
         Returns:
@@ -64,21 +69,28 @@ class Programs:
             `decode` fills in place.
         """
 
-        def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
-            return _prefill(self.forward(weights), strategy, cache, arguments, captures)
+        def run(cache: Any, arguments: State) -> State:
+            forward = self.forward(arguments["weights"])
+            return _prefill(forward, strategy, cache, arguments, captures)
 
-        donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
-        args = (self.weights(), cache, arguments)
-        return self._run("prefill", (strategy.key, captures), run, args, donate)
+        donate = (0,) if strategy.width == 1 else ()  # beams make the cache larger than it came
+        return self._run("prefill", (strategy.key, captures), run, (cache, arguments), donate)
 
-    def decode(self, strategy: Strategy, state: State, arguments: State, until: int) -> State:
-        """Go on until a slot, or until every row is done. Takes the state over: it is donated."""
+    def decode(
+        self, strategy: Strategy, state: State, arguments: State, until: int
+    ) -> tuple[State, State]:
+        """Go on until a slot, or until every row is done. Takes the state over: it is donated.
 
-        def run(weights: list[jax.Array], state: State, arguments: State, until: Any) -> State:
-            return _decode(self, weights, strategy, state, arguments, until)
+        Returns:
+            The state to go on from, and copies of what is read of it, which outlive it.
+        """
 
-        args = (self.weights(), state, arguments, jnp.int32(until))
-        return self._run("decode", (strategy.key,), run, args, (1,))
+        def run(state: State, arguments: State, until: Any) -> tuple[State, State]:
+            state = _decode(self, strategy, state, arguments, until)
+            return state, jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
+
+        args = (state, arguments, np.int32(until))
+        return self._run("decode", (strategy.key,), run, args, (0,))
 
     def grow(self, state: State, length: int) -> State:
         """Give the state a longer cache; array by array, so that only one exists twice at a time.
@@ -195,12 +207,7 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
 
 
 def _decode(
-    programs: Programs,
-    weights: list[jax.Array],
-    strategy: Strategy,
-    state: State,
-    arguments: State,
-    until: jax.Array,
+    programs: Programs, strategy: Strategy, state: State, arguments: State, until: jax.Array
 ) -> State:
     controls = arguments["controls"]
     if strategy.width > 1:
@@ -233,4 +240,4 @@ def _decode(
             }
         return _choose(strategy, logits, state, arguments), weights
 
-    return jax.lax.while_loop(go_on, step, (state, weights))[0]
+    return jax.lax.while_loop(go_on, step, (state, arguments["weights"]))[0]

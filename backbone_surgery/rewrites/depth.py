@@ -22,6 +22,8 @@ from backbone_surgery.rewrites.amounts import bind_amounts
 from backbone_surgery.rewrites.rewrite import Rewrite, Rows, SiteRewrite, Surgery
 from backbone_surgery.site import Place, is_block, stream_index
 
+_MOST = 1000
+
 
 class Depth(Rewrite):
     """A new order of the blocks. They are numbered anew, in the order in which they then run.
@@ -96,6 +98,7 @@ class Repeat(Depth):
                 f"{self.times!r}. To take blocks out, use `Remove`."
             )
         group = self.selected(surgery, self.at)
+        _check_count(f"Repeat at '{self.at}'", count + len(group) * (self.times - 1))
         return [*range(group[0]), *group * self.times, *range(group[-1] + 1, count)]
 
 
@@ -151,8 +154,17 @@ class Reorder(Depth):
                 f"than they have. Received {given}. Name the blocks in the order in which they are "
                 "to run."
             )
+        _check_count("Reorder at 'blocks.*'", len(order))
         surgery.fired.extend(f"blocks.{i}" for i in order)
         return order
+
+
+def _check_count(where: str, count: int) -> None:
+    """Refuse more blocks than anyone can want, before their graph fills the memory."""
+    if count > _MOST:
+        raise SurgeryError(
+            f"{where}: expected at most {_MOST} blocks to run. Received {count}. Run fewer."
+        )
 
 
 class _Chain:

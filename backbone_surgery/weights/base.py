@@ -85,9 +85,9 @@ def fitted_base(
                 backbone.quantize(base["quantization"])
         if base["lora"]:
             rank, names = base["lora"]["rank"], base["lora"]["layers"]
-            if not any(rank in a.shape for name, a in deltas.items() if is_lora(name)):
-                raise _other_base("LoRA of rank", rank, "no factors of that rank")
-            backbone.enable_lora(rank, target_layer_names=names)
+            with graph.deferred():
+                backbone.enable_lora(rank, target_layer_names=names)
+                check_arrays(owner_deltas(backbone), deltas, "owner.")
     found = base_digest(backbone)
     if found != base["digest"]:
         raise _other_base("weights of the digest", base["digest"], found)
@@ -103,6 +103,15 @@ def assign(variables: Mapping[str, keras.Variable], arrays: Mapping[str, Array],
         arrays: by `at` and path.
         at: what the names of the arrays begin with.
     """
+    check_arrays(variables, arrays, at)
+    for path, variable in variables.items():
+        variable.assign(arrays[f"{at}{path}"].read().copy())
+
+
+def check_arrays(
+    variables: Mapping[str, keras.Variable], arrays: Mapping[str, Array], at: str
+) -> None:
+    """Check that there is an array of the path, shape and dtype of each variable, and no other."""
     found = {n.removeprefix(at): a for n, a in arrays.items() if n.startswith(at)}
     shown = {path: str(array) for path, array in found.items()}
     wanted = {path: str(of_variable(v)) for path, v in variables.items()}
@@ -114,8 +123,6 @@ def assign(variables: Mapping[str, keras.Variable], arrays: Mapping[str, Array],
             f"Received {shown.get(first, 'none')}. The recipe was made on "
             "another model, or is damaged."
         )
-    for path, variable in variables.items():
-        variable.assign(found[path].read().copy())
 
 
 def copy_backbone(backbone: keras.Model) -> keras.Model:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import keras_hub
 
+from backbone_surgery import graph
 from backbone_surgery.errors import RecipeError, SurgeryError
 
 _MODULES = {
@@ -33,8 +34,10 @@ _REFUSED = (
     *(keras.layers.JaxLayer, keras.layers.FlaxLayer),
     *(keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization),
     *(keras_hub.tokenizers.Tokenizer, keras_hub.models.Preprocessor),
+    *(keras_hub.layers.AudioConverter, keras_hub.layers.ImageConverter),
 )
-"""Layers that run code, or read files, which their configs name."""
+"""Layers that run code, or read files, which their configs name; and converters of data, which run
+in no graph, and some of which make large arrays at once."""
 
 
 def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
         config = _plain(keras.saving.serialize_keras_object(layer))
         config = json.loads(json.dumps(config, allow_nan=False))
         check_config(config, where, SurgeryError)
-        make_layer(config, where)
+        _try_to_make(config, layer, where)
     except SurgeryError:
         raise
     except Exception as error:
@@ -53,6 +56,26 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
             "class a `get_config`."
         ) from error
     return config
+
+
+def _try_to_make(config: dict[str, Any], layer: keras.layers.Layer, where: str) -> None:
+    """Make and build a layer as `load_recipe` will, without memory for its weights."""
+    shapes = layer.get_build_config() if layer.built else None
+    with graph.deferred() as made:
+        try:
+            again = make_layer(config, where)
+            if shapes:
+                again.build_from_config(shapes)
+        except Exception as error:
+            if "stateless scope" not in f"{error} {error.__cause__}":
+                raise
+            raise SurgeryError(
+                f"save_recipe at '{where}': expected a layer that makes its weights by "
+                "`add_weight`, whose sizes can be checked before they take memory. Received "
+                f"'{layer.name}', which makes a variable out of an array. Give `add_weight` a "
+                "shape and an initializer."
+            ) from error
+        made.clear()
 
 
 def check_config(config: Any, where: str, error: type[SurgeryError] = RecipeError) -> None:

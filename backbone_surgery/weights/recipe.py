@@ -1,6 +1,8 @@
 """Recipes: an edit on disk. What is kept is the edit, never the graph or the backbone's weights."""
 
+import math
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from backbone_surgery import graph
 from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import RecipeError, SurgeryError
 from backbone_surgery.generation.presets import bundled_models, load_backbone, preset_of
@@ -15,7 +18,13 @@ from backbone_surgery.opening import open_backbone
 from backbone_surgery.operate import operate
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.arrays import Array
-from backbone_surgery.weights.base import assign, base_facts, fitted_base, owner_deltas
+from backbone_surgery.weights.base import (
+    assign,
+    base_facts,
+    check_arrays,
+    fitted_base,
+    owner_deltas,
+)
 from backbone_surgery.weights.configs import check_config
 from backbone_surgery.weights.describe import Describer, Rebuilder
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
@@ -102,12 +111,16 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
             "Received an edited one. Pass its `owner`."
         )
     owner = fitted_base(given, document["base"], arrays)
-    rewrites = [
-        rebuilder.rewrite(description, f"rewrites.{i}")
-        for i, description in enumerate(document["rewrites"])
-    ]
-    edited = _operate(owner, rewrites)
-    assign(extra_paths(edited, variable_paths(owner)), arrays, "edited.")
+    with graph.deferred() as made:
+        rewrites = [
+            rebuilder.rewrite(description, f"rewrites.{i}")
+            for i, description in enumerate(document["rewrites"])
+        ]
+        edited = _operate(owner, rewrites)
+        added = extra_paths(edited, variable_paths(owner))
+        check_arrays(added, arrays, "edited.")
+        _check_made(made, added.values())
+    assign(added, arrays, "edited.")
     return edited
 
 
@@ -122,6 +135,19 @@ def _operate(owner: keras.Model, rewrites: list[Any]) -> EditedBackbone:
             f"some where {type(error).__name__}: {str(error)[:200]}. The recipe is damaged, or was "
             "made by another release of their classes."
         ) from error
+
+
+def _check_made(made: Iterable[keras.Variable], added: Iterable[keras.Variable]) -> None:
+    """Refuse layers that bring weights which the graph does not use, before these take memory."""
+    kept = {id(v) for v in added}
+    # Two numbers are the state of a random generator, which is none of the weights.
+    spare = [v for v in made if id(v) not in kept and math.prod(v.shape) > 2]
+    if spare:
+        raise RecipeError(
+            f"load_recipe at 'layers': expected no weights but those that the recipe has arrays "
+            f"for. Received '{spare[0].path[:80]}' of shape {tuple(spare[0].shape)} besides. The "
+            "recipe is damaged; get it again."
+        )
 
 
 def _add(arrays: dict[str, Array], at: str, variables: dict[str, keras.Variable]) -> None:
