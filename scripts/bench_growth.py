@@ -47,7 +47,7 @@ class Decoder:
         budget = np.array([length - PROMPT], np.int32)
         prompt = np.arange(PROMPT, dtype=np.int32)
         batch = Batch([prompt], budget, np.zeros((1, 2), np.uint32), {}, Stops([]))
-        self.arguments = make_arguments(self.programs, self.strategy, batch, 1, PROMPT)
+        self.arguments = jax.device_put(make_arguments(self.strategy, batch, 1, PROMPT))
         cache = bs.new_cache(lm.backbone_with_cache, 1, length)
         self.state = self.programs.prefill(self.strategy, cache, self.arguments)
         self.slot = PROMPT + 1

@@ -176,6 +176,46 @@ def _chunks(lm, inputs, chunk, **options):
     return run_batch(lm.programs, make_strategy(lm.sampler), batch, chunk)
 
 
+@pytest.mark.parametrize("stop", [None, "end", [[1, 2, 3]]], ids=["budget", "token", "sequence"])
+def test_a_chunk_is_begun_before_the_last_one_is_looked_at(gpt2, rng, monkeypatch, stop):
+    """Unless it may not be wanted: where only the host can tell that a row has ended."""
+    gpt2.compile(sampler="greedy")
+    inputs = ragged(rng, (5, 6), 6)
+    options = {"max_new_tokens": 12, "stop_token_ids": None}
+    free = gpt2.generate(inputs, **options)["token_ids"]
+    if stop == "end":
+        options["stop_token_ids"] = sorted({int(free[0, 5 + 3]), int(free[1, 6 + 4])})
+    elif stop:
+        options["stop_sequences"] = stop
+    wanted = gpt2.generate(inputs, strip_prompt=True, **options)
+    begun, decode = [], gpt2.programs.decode
+    monkeypatch.setattr(
+        gpt2.programs, "decode", lambda *args: begun.append(args[-1]) or decode(*args)
+    )
+    counts, yielded = [], []
+    for rows in _chunks(gpt2, inputs, 4, **options):
+        counts.append(len(begun))
+        yielded.append(rows)
+    for i, row in enumerate(yielded[-1]):
+        assert (
+            row.new.tolist() == wanted["token_ids"][i, : wanted["padding_mask"][i].sum()].tolist()
+        )
+    by_sequence = isinstance(stop, list)
+    assert counts[0] == (1 if by_sequence else 2)
+    assert counts[-1] <= len(counts) + (0 if by_sequence else 1)
+
+
+def test_a_stream_that_is_left_leaves_nothing_behind(gpt2, rng):
+    gpt2.compile(sampler="greedy")
+    options = {"max_new_tokens": 12, "stop_token_ids": None}
+    inputs = ragged(rng, (5, 6), 6)
+    before = gpt2.generate(inputs, **options)["token_ids"]
+    left = _chunks(gpt2, inputs, 4, **options)
+    next(left)
+    left.close()
+    assert np.array_equal(gpt2.generate(inputs, **options)["token_ids"], before)
+
+
 def test_four_threads_give_what_one_gives(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     lm.compile(sampler=make_sampler("top_p"))

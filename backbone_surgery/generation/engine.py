@@ -75,7 +75,7 @@ def run_batch(
     if last == prompt and not batch.captures:
         yield [Row(row[:0], True, {}) for row in batch.rows]
         return
-    arguments = make_arguments(programs, strategy, batch, padded, prompt)
+    arguments = jax.device_put(make_arguments(strategy, batch, padded, prompt))
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
     # Captures of a pattern have a column for each slot, so they keep to one length.
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
@@ -123,13 +123,8 @@ def _decode(
         state = programs.grow(state, next_length(length, last))
 
 
-def make_arguments(
-    programs: Programs, strategy: Strategy, batch: Batch, padded: int, prompt: int
-) -> State:
-    """Read the weights as they are now, and pad the batch to its bucket.
-
-    Rows that fill it up repeat the first one and end at once.
-    """
+def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -> State:
+    """Pad the batch to its bucket: rows that fill it up repeat the first one and end at once."""
     index = np.arange(padded)
     index[len(batch.rows) :] = 0
     token_ids, mask = pack_left([batch.rows[i] for i in index], prompt)
@@ -137,7 +132,7 @@ def make_arguments(
     budget[len(batch.rows) :] = 0
     stop_ids = np.full(bucket(max(len(batch.stops.ids), 1), _STOP_IDS), -1, np.int32)
     stop_ids[: len(batch.stops.ids)] = batch.stops.ids
-    arguments = {
+    return {
         "token_ids": token_ids,
         "mask": mask,
         "budget": budget,
@@ -146,7 +141,6 @@ def make_arguments(
         "settings": strategy.settings(),
         "draws": strategy.start(batch.seeds[index]),
     }
-    return {**jax.device_put(arguments), "weights": programs.weights()}
 
 
 def _read(strategy: Strategy, seen: State, batch: Batch, prompt: int) -> list[Row]:

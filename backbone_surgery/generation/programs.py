@@ -58,9 +58,8 @@ class Programs:
         Args:
             strategy: how to choose.
             cache: an empty cache of more slots than the prompts are long. It is donated.
-            arguments: `weights`, `token_ids` int32[batch, prompt], `mask` bool[batch, prompt],
-                `controls`, `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget`
-                int32[batch].
+            arguments: `token_ids` int32[batch, prompt], `mask` bool[batch, prompt], `controls`,
+                `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget` int32[batch].
             captures: whether to keep what the graph captures.
 
         Returns:
@@ -69,12 +68,12 @@ class Programs:
             `decode` fills in place.
         """
 
-        def run(cache: Any, arguments: State) -> State:
-            forward = self.forward(arguments["weights"])
-            return _prefill(forward, strategy, cache, arguments, captures)
+        def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
+            return _prefill(self.forward(weights), strategy, cache, arguments, captures)
 
-        donate = (0,) if strategy.width == 1 else ()  # beams make the cache larger than it came
-        return self._run("prefill", (strategy.key, captures), run, (cache, arguments), donate)
+        donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
+        args = (self.weights(), cache, arguments)
+        return self._run("prefill", (strategy.key, captures), run, args, donate)
 
     def decode(
         self, strategy: Strategy, state: State, arguments: State, until: int
@@ -85,12 +84,14 @@ class Programs:
             The state to go on from, and copies of what is read of it, which outlive it.
         """
 
-        def run(state: State, arguments: State, until: Any) -> tuple[State, State]:
-            state = _decode(self, strategy, state, arguments, until)
+        def run(
+            weights: list[jax.Array], state: State, arguments: State, until: Any
+        ) -> tuple[State, State]:
+            state = _decode(self, weights, strategy, state, arguments, until)
             return state, jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
 
-        args = (state, arguments, np.int32(until))
-        return self._run("decode", (strategy.key,), run, args, (0,))
+        args = (self.weights(), state, arguments, np.int32(until))
+        return self._run("decode", (strategy.key,), run, args, (1,))
 
     def grow(self, state: State, length: int) -> State:
         """Give the state a longer cache; array by array, so that only one exists twice at a time.
@@ -207,7 +208,12 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
 
 
 def _decode(
-    programs: Programs, strategy: Strategy, state: State, arguments: State, until: jax.Array
+    programs: Programs,
+    weights: list[jax.Array],
+    strategy: Strategy,
+    state: State,
+    arguments: State,
+    until: jax.Array,
 ) -> State:
     controls = arguments["controls"]
     if strategy.width > 1:
@@ -240,4 +246,4 @@ def _decode(
             }
         return _choose(strategy, logits, state, arguments), weights
 
-    return jax.lax.while_loop(go_on, step, (state, arguments["weights"]))[0]
+    return jax.lax.while_loop(go_on, step, (state, weights))[0]
