@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from functools import cache, partial
@@ -68,7 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-console, progress = Console(), Console(stderr=True)
+progress = Console(stderr=True)
+console = Console() if sys.stdout.isatty() else Console(width=150)
 
 
 @dataclass(frozen=True)
@@ -267,13 +269,11 @@ def _summary(
     }
     if row.kind != "first_token":
         new = row.length - row.prompt
-        decode = row.batch * (new - 1) / (total - first) if total > first else float("nan")
-        limit = row.batch * shared["bandwidth"] / shared["bytes_per_step"]
-        summary |= {
-            "tokens_per_s": row.batch * new / total,
-            "decode_tokens_per_s": decode,
-            "share_of_limit": decode / limit,
-        }
+        summary["tokens_per_s"] = row.batch * new / total
+        if total > first:
+            decode = row.batch * (new - 1) / (total - first)
+            limit = row.batch * shared["bandwidth"] / shared["bytes_per_step"]
+            summary |= {"decode_tokens_per_s": decode, "share_of_limit": decode / limit}
     return summary
 
 
