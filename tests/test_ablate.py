@@ -108,6 +108,17 @@ def test_ablation_in_generation(rng):
         lm.generate(inputs, controls={"ablate": np.ones((2, 2))}, **options)
     with pytest.raises(bs.SurgeryError, match=r"'ablate': expected heads. Received"):
         lm.generate(inputs, controls={"ablate": {"start": 1}}, **options)
+    with pytest.raises(bs.SurgeryError, match=r"'ablate': expected 1 \(out\) or 0 .*Received 0.5"):
+        lm.generate(inputs, controls={"ablate": 0.5}, **options)
+
+
+def test_resampling_starts_at_a_whole_number(rng):
+    values = {"blocks.1": rng.normal(size=(3, 32))}
+    lm = bs.CachedCausalLM(
+        bs.operate(make_gpt2(), [bs.Ablate("blocks.1", to="resample", values=values)])
+    )
+    with pytest.raises(bs.SurgeryError, match=r"expected a whole number as `start`. Received 1.5"):
+        lm.generate(ragged(rng, (3, 6), 8), controls={"ablate": {"start": 1.5}})
 
 
 @pytest.mark.parametrize(

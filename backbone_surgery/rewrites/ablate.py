@@ -143,12 +143,21 @@ class Ablate(SiteRewrite):
         name = f"{self.name}_heads"
         if given.get("heads") is not None:
             mask = bind_amounts(self.name, given["heads"], rows, rows.shapes[name])
+            self._check(np.isin(mask, (0, 1)), "1 (out) or 0 for each head", given["heads"])
             by_head = np.ndim(given["heads"]) == 3
             bound[name] = mask if by_head else mask * rows.defaults[name]
         if given.get("start") is not None:
             start = bind_amounts(f"{self.name} start", given["start"], rows, ())
+            self._check(start == np.round(start), "a whole number as `start`", given["start"])
             bound[f"{self.name}_start"] = start.astype(np.int32)
         return bound
+
+    def _check(self, right: np.ndarray, wanted: str, given: Any) -> None:
+        if not right.all():
+            raise SurgeryError(
+                f"controls at '{self.name}': expected {wanted}. Received {given!r}. Pass whole "
+                "numbers; nothing is ablated in part."
+            )
 
 
 def _has_heads(place: Place) -> bool:

@@ -29,7 +29,7 @@ class Depth(Rewrite):
     """A new order of the blocks. They are numbered anew, in the order in which they then run.
 
     What earlier rewrites did inside a block goes with the block. Each use of a block has caches of
-    its own, and sites of its own for later rewrites.
+    its own, and sites of its own for later rewrites. At most 1000 blocks run in one graph.
     """
 
     whole_blocks = True
