@@ -1,9 +1,19 @@
 """What the tests share: the Keras backend, and small random models of both families."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What one test has compiled, no other test of the same run compiles again, in any process.
+    programs = tempfile.mkdtemp(prefix="compiled_by_tests_")
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import keras
 import keras_hub
