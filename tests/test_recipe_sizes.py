@@ -3,6 +3,8 @@
 They are such that no machine has the memory: allocating them would fail in other words.
 """
 
+import tracemalloc
+
 import keras
 import keras_hub
 import numpy as np
@@ -121,6 +123,17 @@ def test_the_number_of_blocks(gpt2, tmp_path, rewrite):
     else:
         changed(tmp_path / "r", {"list": [0] * 100_000}, *FIELDS, "blocks")
     refuse(gpt2, tmp_path / "r", "expected at most 1000 blocks to run. Received 10000")
+
+
+def test_a_list_of_positions_takes_no_more_than_itself(gpt2, tmp_path):
+    bs.save_recipe(bs.operate(gpt2, [bs.Patch("blocks.*", (1, 2))]), tmp_path / "r")
+    positions = {"tuple": list(range(100_000))}
+    changed(tmp_path / "r", positions, *FIELDS, "positions")
+    tracemalloc.start()
+    bs.load_recipe(tmp_path / "r", gpt2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000 * 32 * 4
 
 
 # What cannot be checked so is refused when it is saved.

@@ -76,7 +76,7 @@ class Patch(SiteRewrite):
         surgery.control(f"{self.name}_positions", default, (len(places), None))
         for i, place in enumerate(places):
             shape = place.tensor.shape[2:]
-            none = np.full((default.shape[-1], *shape), np.nan, "float32")
+            none = np.broadcast_to(np.float32("nan"), (default.shape[-1], *shape))
             surgery.control(f"{self.name}_value_{i}", none, (None, *shape))
         return super().visitor(surgery)
 
