@@ -118,7 +118,9 @@ def test_resampling_starts_at_a_whole_number(rng):
         bs.operate(make_gpt2(), [bs.Ablate("blocks.1", to="resample", values=values)])
     )
     with pytest.raises(bs.SurgeryError, match=r"expected a whole number as `start`. Received 1.5"):
-        lm.generate(ragged(rng, (3, 6), 8), controls={"ablate": {"start": 1.5}})
+        lm.generate(
+            ragged(rng, (3, 6), 8), stop_token_ids=None, controls={"ablate": {"start": 1.5}}
+        )
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,7 @@ def test_numpy_models_are_the_backbones(backbone, rng):
     assert relative(Model(backbone)(inputs["token_ids"]), got) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(EDITS))
 def test_each_rewrite(backbone, rng, tmp_path, name):
     assert_equal([name], backbone, rng, tmp_path, [[TIME], [3, 1, 1, 1]])
