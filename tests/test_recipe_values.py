@@ -257,3 +257,19 @@ def test_built_in_layers_are_described(layer):
     again = make_layer(config, "here")
     assert type(again) is type(layer)
     assert again.get_config() == layer.get_config()
+
+
+def test_layers_that_compute_with_a_copy_of_their_weights(gpt2, tmp_path):
+    def edited(mean):
+        layer = keras.layers.Normalization(axis=-1)
+        layer.adapt(np.random.default_rng(0).normal(mean, 5, (100, 32)).astype("float32"))
+        return bs.operate(gpt2, [bs.Insert("blocks.0", layer)])
+
+    mine, other = edited(3), edited(-4)
+    wanted = outputs(mine)
+    assert not np.array_equal(outputs(other), wanted)
+    bs.save_recipe(mine, tmp_path / "r")
+    np.testing.assert_array_equal(outputs(bs.load_recipe(tmp_path / "r", gpt2)), wanted)
+    fresh = edited(-4)
+    bs.transfer_weights(fresh, mine)
+    np.testing.assert_array_equal(outputs(fresh), wanted)

@@ -29,6 +29,7 @@ from backbone_surgery.weights.configs import check_config
 from backbone_surgery.weights.describe import Describer, Rebuilder
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
 from backbone_surgery.weights.store import read_recipe, write_recipe
+from backbone_surgery.weights.transfer import finalize_layers
 from backbone_surgery.weights.tree import of_variable
 
 
@@ -121,6 +122,7 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
         check_arrays(added, arrays, "edited.")
         _check_made(made, added.values())
     assign(added, arrays, "edited.")
+    finalize_layers(edited)
     return edited
 
 

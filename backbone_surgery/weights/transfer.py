@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
 from backbone_surgery.weights.arrays import FLOATS, Array, held, open_file, read_arrays
 from backbone_surgery.weights.paths import aliases, is_lora, owner_of, resolve, variable_paths
@@ -190,6 +191,14 @@ class _Plan:
             variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
             if keras.config.backend() == "jax":
                 _settle(variable, place)
+        finalize_layers(self.model)
+
+
+def finalize_layers(model: keras.Model) -> None:
+    """Let layers that compute with a copy of their weights make it anew, as loading does."""
+    for layer in graph.layers_within(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 def _settle(variable: keras.Variable, place: Any) -> None:
