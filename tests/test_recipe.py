@@ -519,15 +519,16 @@ def graph_like(kind, seed=0):
         x = layer(*args, **kwargs)
         if kind == "repeated" and layer is first:
             return layer(x, **kwargs)
-        if layer is last and kind in ("doubled", "tripled"):
-            return x * {"doubled": 2.0, "tripled": 3.0}[kind]
+        if layer is last and kind != "plain":
+            x = keras.layers.Activation("gelu" if kind == "activated" else "relu")(x)
+            return x * (3.0 if kind == "tripled" else 2.0)
         return x
 
     outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
     return keras.Model(backbone.input, outputs)
 
 
-@pytest.mark.parametrize("other", ["plain", "swapped", "repeated", "tripled"])
+@pytest.mark.parametrize("other", ["plain", "swapped", "repeated", "tripled", "activated"])
 def test_another_plain_graph_is_refused(other, tmp_path):
     graph = graph_like("doubled")
     edited = bs.operate(graph, steering("float32"))

@@ -4,6 +4,7 @@ What a recipe keeps of the backbone itself is the way it was changed: LoRA facto
 of a quantisation. All other weights are told by their digest.
 """
 
+import hashlib
 import json
 import re
 import warnings
@@ -185,7 +186,10 @@ def _config(owner: keras.Model) -> dict[str, Any]:
 
 
 def _nodes(model: keras.Model) -> dict[str, Any]:
-    """Describe each node of a graph: its layer, what it is given, and which use of it this is."""
+    """Describe each node of a graph: its layer, what it is given, and which use of it this is.
+
+    Of the config of the layer, a digest is kept.
+    """
     tensors: dict[int, str] = {}
     layers: dict[Any, int] = {}
     described = {}
@@ -197,8 +201,28 @@ def _nodes(model: keras.Model) -> dict[str, Any]:
         leaves = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
         constants = [x for x in leaves if isinstance(x, bool | int | float | str)]
         number = layers.setdefault(layer, len(layers))
-        described[f"node {i:04}"] = [type(layer).__name__, name, number, inputs, constants]
+        kind = type(layer).__name__
+        described[f"node {i:04}"] = [kind, name, number, inputs, constants, _settings(layer)]
     return described
+
+
+def _settings(layer: Any) -> str | None:
+    """Return a digest of what a layer was made with; `None` where that is told by nodes, or not."""
+    if graph.as_functional(layer) is not None:
+        return None
+    try:
+        text = json.dumps(_compared(layer.get_config()), sort_keys=True)
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compared(config: Any) -> Any:
+    """Leave out of a config what may differ between two of the same, such as made-up names."""
+    if isinstance(config, Mapping):
+        kept = (key for key in config if key not in _NOT_COMPARED)
+        return {key: _compared(config[key]) for key in kept}
+    return [_compared(item) for item in config] if isinstance(config, list | tuple) else config
 
 
 def _dtype(owner: keras.Model) -> str:
