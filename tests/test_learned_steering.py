@@ -49,6 +49,7 @@ def test_one_step_is_the_gradient_of_the_loss(rng):
     assert relative(learned[1], wanted) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 @pytest.mark.parametrize("mode", ["add", "ablate"])
 def test_it_computes_what_a_given_vector_does(name, mode, rng):
