@@ -1,6 +1,6 @@
 """Measure this project side by side with KerasHub, Hugging Face and repeng, in one run.
 
-    KERAS_BACKEND=jax python scripts/bench.py    # every row that this machine can run
+    python scripts/bench.py                      # every row that this machine can run
     ... --row gpt2_128 --runs 3 --json out.json --plot out.png
     ... --quick                                  # tiny models: shows that the benchmark works
 
@@ -13,7 +13,9 @@ Peers that are not installed are left out. See docs/performance.md for what it m
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,6 +23,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+# So that JAX leaves room on the device for peers that use PyTorch.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import numpy as np
@@ -123,11 +129,21 @@ QUICK = ("gpt2_128", "first_token", "strengths", "steering", "capture", "stream"
 
 def quick(row: Row) -> Row:
     """Make a row tiny."""
-    tiny = f"{row.model.split('_')[0]}_tiny"
-    batch = min(row.batch, 4)
     return dataclasses.replace(
-        row, model=tiny, batch=batch, prompt=16, length=48, dtype="float32", backend="cpu"
+        row,
+        name=row.name.removeprefix("gpu_"),
+        model=f"{row.model.split('_')[0]}_tiny",
+        batch=min(row.batch, 4),
+        prompt=16,
+        length=48,
+        dtype="float32",
+        backend="cpu",
     )
+
+
+def is_tiny(row: Row) -> bool:
+    """Tell whether a row shows only that the benchmark works."""
+    return row.model.endswith("_tiny")
 
 
 def chosen_rows(names: list[str], is_quick: bool) -> list[Row]:
@@ -192,18 +208,22 @@ def _call(calls: list, contender: Contender, work: Work, stop: tuple[int, ...]) 
     calls.append(timed(contender, work, stop))
 
 
+def first_tokens(backbone: Any, work: Work) -> tuple[int, ...]:
+    """Return the first new tokens, by the plain backbone: no contender compiles anything for it."""
+    inputs = {"token_ids": work.prompts, "padding_mask": np.ones_like(work.prompts)}
+    last = backbone.predict_on_batch(inputs)[:, -1]
+    logits = np.asarray(backbone.token_embedding(last, reverse=True))
+    return tuple(int(i) for i in np.unique(logits.argmax(axis=-1)))
+
+
 def warm_up(
-    field: list[Contender], work: Work, first_only: bool
+    field: list[Contender], work: Work, first_only: bool, stop: tuple[int, ...]
 ) -> tuple[tuple[int, ...], dict[str, dict[str, Any]]]:
     """Let every contender compile what it will run, and note the time and the tokens."""
     found: dict[str, dict[str, Any]] = {}
-    stop: tuple[int, ...] = ()
-    if first_only:
-        short = dataclasses.replace(work, length=work.prompts.shape[1] + 1)
-        stop = tuple(int(i) for i in np.unique(field[0].generate(short)))
     for contender in field:
         calls: list[tuple[float, np.ndarray]] = []
-        peak = peak_extra_bytes(partial(_call, calls, contender, work, stop))
+        peak = peak_extra_bytes(partial(_call, calls, contender, work, stop), contender.on_jax)
         seconds, tokens = calls[0]
         found[contender.name] = {"first_call_s": seconds, "tokens": tokens, "peak": peak}
     if not first_only:
@@ -217,7 +237,8 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
     """Run one row: the contenders take turns, round by round."""
     ours_and_peers, notes = field(row.model, row.dtype, row.kind, only_keras)
     work, first_only = make_work(row), row.kind == "first_token"
-    stop, found = warm_up(ours_and_peers, work, first_only)
+    stop = first_tokens(model(row.model, row.dtype), work) if first_only else ()
+    stop, found = warm_up(ours_and_peers, work, first_only, stop)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in found}
     bandwidths = []
     for _ in range(runs):
@@ -270,7 +291,7 @@ def _summary(
     if row.kind != "first_token":
         new = row.length - row.prompt
         summary["tokens_per_s"] = row.batch * new / total
-        if total > first:
+        if total > first and not is_tiny(row):
             decode = row.batch * (new - 1) / (total - first)
             limit = row.batch * shared["bandwidth"] / shared["bytes_per_step"]
             summary |= {"decode_tokens_per_s": decode, "share_of_limit": decode / limit}
@@ -285,6 +306,15 @@ def differs_from(wanted: np.ndarray, got: np.ndarray) -> int | None:
     return int(different[0]) if len(different) else None
 
 
+def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    """Refuse at once what would fail after everything was measured."""
+    for path in (json_file, plot_file):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.absolute().parent}")
+    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
+
+
 def main(
     row: Annotated[list[str] | None, typer.Option(help="A row; may be repeated.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Rounds of each row.")] = 3,
@@ -294,8 +324,11 @@ def main(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them.")] = None,
 ) -> None:
     """Measure the rows, and print a table. Exits with 1 if tokens differ in float32."""
+    _check_files(json_file, plot_file)
     machine = describe()
-    console.print(machine)
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    if quick:
+        console.print("Tiny models: the figures say nothing but that the benchmark works.")
     results = []
     for one in chosen_rows(row or [], quick):
         results.append(measure(one, runs, only_keras))

@@ -58,16 +58,17 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
+def peak_extra_bytes(function: Callable[[], Any], on_jax: bool) -> int | None:
     """Run a function, and return by how much the process outgrew its resting size meanwhile.
 
-    On an accelerator this is the highest use of its memory since the process began, which no
-    program can reset; `None` where the system tells neither.
+    On an accelerator this is the highest use of its memory by JAX since the process began, which
+    no program can reset; `None` for what does not run `on_jax` there, or where the system does not
+    tell.
     """
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         function()
-        return int(jax.devices()[0].memory_stats()["peak_bytes_in_use"])
+        return int(jax.devices()[0].memory_stats()["peak_bytes_in_use"]) if on_jax else None
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

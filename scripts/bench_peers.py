@@ -2,7 +2,7 @@
 
 A contender has a `name` and `generate(work, stop)`, which returns the new tokens int[batch, new].
 `stop` holds token ids that end a row. The benchmark passes the first tokens as stop ids to time
-the first token alone, with the very program that runs the whole text.
+the first token alone, at the lengths of the whole text.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Contender(Protocol):
     """One way to generate."""
 
     name: str
+    on_jax: bool
 
     def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
         """Return the new tokens, int[batch, new]."""
@@ -59,6 +60,8 @@ class Contender(Protocol):
 
 class Ours:
     """This project: the rewired graph, steered or captured at every block if asked to."""
+
+    on_jax = True
 
     def __init__(self, backbone: keras.Model, kind: str = "plain", name: str = "ours") -> None:
         self.name = name
@@ -110,6 +113,7 @@ class KerasHub:
     """KerasHub's own task over the same backbone."""
 
     name = "keras_hub"
+    on_jax = True
 
     def __init__(self, backbone: keras.Model) -> None:
         is_gpt2 = isinstance(backbone, keras_hub.models.GPT2Backbone)
@@ -136,6 +140,8 @@ class HuggingFace:
     As it comes, with a static cache and a compiled forward (`static`), or returning the hidden
     states of all blocks (`capturing`).
     """
+
+    on_jax = False
 
     def __init__(self, model: Any, static: bool = False, capturing: bool = False) -> None:
         import torch

@@ -13,18 +13,24 @@ _COLUMNS = {
     "decode tokens/s": lambda c: _number(c, "decode_tokens_per_s", "{:.1f}"),
     "of the limit": lambda c: _number(c, "share_of_limit", "{:.0%}"),
     "first token": lambda c: f"{1000 * c['first_token_s']:.0f} ms",
-    "total (least, most)": lambda c: (
-        f"{c['total_s']:.2f} s ({c['spread_s'][0]:.2f}, {c['spread_s'][1]:.2f})"
-    ),
+    "total (least, most)": lambda c: _times(c["total_s"], *c["spread_s"]),
     "compile": lambda c: f"{c['compile_s']:.0f} s",
     "peak of first call": lambda c: _number(c, "peak_extra_bytes", "{:.0f} MiB", 2**-20),
     "ours is faster by": lambda c: f"{c['ours_over_it']:.2f}",
     "tokens": lambda c: _agreement(c["differs_from"]),
 }
 
+_MARKERS = "osD^vPX*hp<>"
+
 
 def _number(contender: dict[str, Any], key: str, form: str, factor: float = 1) -> str:
     return form.format(contender[key] * factor) if contender.get(key) is not None else "-"
+
+
+def _times(median: float, least: float, most: float) -> str:
+    factor, unit, digits = (1000, "ms", 1) if median < 1 else (1, "s", 2)
+    a, b, c = (f"{factor * x:.{digits}f}" for x in (median, least, most))
+    return f"{a} {unit} ({b}, {c})"
 
 
 def _agreement(differs_from: int | None) -> str:
@@ -47,22 +53,24 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def plot(results: list[dict[str, Any]], to_file: Path) -> None:
-    """Draw tokens per second, on a log scale, a group of bars for each row."""
+    """Draw tokens per second, on a log scale, a column of points for each row."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
     shown = [r for r in results if "tokens_per_s" in r["contenders"][0]]
     names = list(dict.fromkeys(c["name"] for r in shown for c in r["contenders"]))
-    bars = [
-        (row + 0.2 * (i - (len(r["contenders"]) - 1) / 2), c)
-        for row, r in enumerate(shown)
-        for i, c in enumerate(r["contenders"])
-    ]
     figure = Figure(figsize=(1.5 + 1.4 * len(shown), 3.8), layout="constrained")
     axes = figure.add_subplot()
-    for name in names:
-        mine = [(x, c["tokens_per_s"]) for x, c in bars if c["name"] == name]
-        axes.bar([x for x, _ in mine], [y for _, y in mine], 0.18, label=name)
+    for name, marker in zip(names, _MARKERS, strict=False):
+        speeds = [
+            (x, c["tokens_per_s"])
+            for x, r in enumerate(shown)
+            for c in r["contenders"]
+            if c["name"] == name
+        ]
+        axes.plot(*zip(*speeds, strict=True), marker, label=name, markersize=9, alpha=0.8)
+    axes.set_xlim(-0.5, len(shown) - 0.5)
+    axes.grid(axis="y", alpha=0.3)
     axes.set_xticks(range(len(shown)), [r["name"] for r in shown])
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

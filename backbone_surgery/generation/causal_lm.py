@@ -263,7 +263,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
 
         Yields:
             The next piece of text. The first holds the prompt, unless it is stripped. A character
-            that takes several tokens is held back until it is whole.
+            that takes several tokens is held back until it is whole. While a piece is in your
+            hands, the next one is being made: weights that you change then are in the one after.
         """
         if self.preprocessor is None:
             raise SurgeryError(

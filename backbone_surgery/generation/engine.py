@@ -79,8 +79,10 @@ def run_batch(
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
     # Captures of a pattern have a column for each slot, so they keep to one length.
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
-    cache = new_cache(programs.model, padded, first)
-    state = programs.prefill(strategy, cache, arguments, batch.captures)
+    # Nothing here holds on to the empty cache, which beams cannot take over.
+    state = programs.prefill(
+        strategy, new_cache(programs.model, padded, first), arguments, batch.captures
+    )
 
     def decode(state: State, until: int) -> tuple[State, State]:
         return _decode(programs, strategy, state, arguments, until, length)
