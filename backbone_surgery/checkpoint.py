@@ -61,15 +61,19 @@ def check_checkpoint(model: keras.Model, filepath: Any) -> None:
         )
 
 
-def _layers_of_model(model: keras.Model) -> dict[str, keras.Layer]:
-    """Return the layers with weights under the names that Keras files them by."""
+def _layers_of_model(model: keras.Model, at: str = "") -> dict[str, keras.Layer]:
+    """Return the layers with weights, those of nested models too, by their places in a file."""
     counts: Counter[str] = Counter()
-    layers = {}
+    layers: dict[str, keras.Layer] = {}
     for layer in model.layers:
         kind = _snake(type(layer).__name__)
-        layers[f"{kind}_{counts[kind]}" if counts[kind] else kind] = layer
+        key = f"{at}{kind}_{counts[kind]}" if counts[kind] else f"{at}{kind}"
         counts[kind] += 1
-    return {key: layer for key, layer in layers.items() if layer.weights}
+        if layer.weights:
+            layers[key] = layer
+            if graph.as_functional(layer) is not None:
+                layers.update(_layers_of_model(layer, f"{key}/layers/"))
+    return layers
 
 
 def _layers_of_file(path: Path) -> dict[str, str] | None:
@@ -77,7 +81,7 @@ def _layers_of_file(path: Path) -> dict[str, str] | None:
     names: dict[str, str] = {}
     filled, empty = set(), True
     for file in _stores(path):
-        for key, group in file.get("layers", {}).items():
+        for key, group in _groups(file):
             empty = False
             # Of the shards that a layer is spread over, one has its name.
             if "name" in group.get("vars", group).attrs:
@@ -85,6 +89,13 @@ def _layers_of_file(path: Path) -> dict[str, str] | None:
             if _has_arrays(group):
                 filled.add(key)
     return None if empty else {key: names.get(key, key) for key in sorted(filled)}
+
+
+def _groups(group: h5py.Group, at: str = "") -> Iterator[tuple[str, h5py.Group]]:
+    """Walk the groups of layers in a file, those of layers in layers after their own."""
+    for key, inner in group.get("layers", {}).items():
+        yield f"{at}{key}", inner
+        yield from _groups(inner, f"{at}{key}/layers/")
 
 
 def _stores(path: Path) -> Iterator[h5py.File]:

@@ -19,6 +19,7 @@ private name, so that a Keras release which moves one says so plainly.
 """
 
 import contextlib
+import math
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 
 from backbone_surgery.emission import Emitted, emit, emitting, hand_over
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import RecipeError, SurgeryError
 
 KEEP = object()
 """Returned by an internal callback to say: this node stays as it is."""
@@ -440,13 +441,19 @@ WITHOUT_MEMORY = "uninitialized_variables"
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[list[keras.Variable]]:
+def deferred(most: int | None = None) -> Iterator[list[keras.Variable]]:
     """Give the variables that are made inside no memory before the end.
+
+    Args:
+        most: how many numbers each of them may have at most.
 
     Yields:
         Those that were made so far. An error inside forgets them all.
+
+    Raises:
+        RecipeError: one is larger, before anything is computed with it.
     """
-    made: list[keras.Variable] = []
+    made = _Made(most)
     before = global_state.get_global_attribute(WITHOUT_MEMORY)
     global_state.set_global_attribute(WITHOUT_MEMORY, made)
     try:
@@ -456,6 +463,21 @@ def deferred() -> Iterator[list[keras.Variable]]:
         global_state.set_global_attribute(WITHOUT_MEMORY, before)
     for variable in made:
         variable._deferred_initialize()
+
+
+class _Made(list):
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.most = most
+
+    def append(self, variable: keras.Variable) -> None:
+        if self.most is not None and math.prod(variable.shape) > self.most:
+            raise RecipeError(
+                f"load_recipe at '{variable.path[:80]}': expected weights of at most {self.most} "
+                "numbers each, as the largest array of the recipe. Received some of shape "
+                f"{tuple(variable.shape)}. The recipe is damaged; get it again."
+            )
+        super().append(variable)
 
 
 # What a twin has to know of a layer; see `twin.py`.
@@ -542,5 +564,10 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
 
 def is_auto_named(layer: keras.Layer) -> bool:
     """Tell whether Keras made up the name of a layer, out of the name of its class."""
-    stem = re.sub(r"_\d+$", "", layer.name)
-    return stem.replace("_", "") == type(layer).__name__.replace("_", "").lower()
+    return is_made_up(layer.name, type(layer).__name__)
+
+
+def is_made_up(name: str, class_name: str) -> bool:
+    """Tell whether a name is what Keras makes up for a layer of a class."""
+    stem = re.sub(r"_\d+$", "", name)
+    return stem.replace("_", "") == class_name.replace("_", "").lower()

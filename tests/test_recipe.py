@@ -313,7 +313,7 @@ def test_another_backbone_is_refused(folder, make, words):
 def rewritten(folder, **parts):
     """Write a recipe again, with other parts and right digests."""
     document, arrays = read_recipe(folder)
-    kept = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    kept = {k: document[k] for k in ("versions", "base", "graph", "layers", "rewrites")}
     write_recipe(folder, {**kept, **parts}, arrays)
 
 
@@ -370,7 +370,7 @@ def test_another_keras_is_warned_of(folder, gpt2):
 
 def test_arrays_that_nobody_asks_for_are_refused(folder, gpt2):
     document, arrays = read_recipe(folder)
-    kept = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    kept = {k: document[k] for k in ("versions", "base", "graph", "layers", "rewrites")}
     for name, words in (
         ("rewrites.9.x", "that a rewrite asks for"),
         ("edited.x", "expected no such array"),
@@ -521,14 +521,20 @@ def graph_like(kind, seed=0):
             return layer(x, **kwargs)
         if layer is last and kind != "plain":
             x = keras.layers.Activation("gelu" if kind == "activated" else "relu")(x)
-            return x * (3.0 if kind == "tripled" else 2.0)
+            x = x - 1.0 if kind == "subtracted" else 1.0 - x
+            x = keras.ops.cast(
+                keras.ops.cast(x, "float16" if kind == "cast" else "bfloat16"), x.dtype
+            )
+            return x * np.full(32, 3.0 if kind == "tripled" else 2.0, "float32")
         return x
 
     outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
     return keras.Model(backbone.input, outputs)
 
 
-@pytest.mark.parametrize("other", ["plain", "swapped", "repeated", "tripled", "activated"])
+@pytest.mark.parametrize(
+    "other", ["plain", "swapped", "repeated", "tripled", "activated", "subtracted", "cast"]
+)
 def test_another_plain_graph_is_refused(other, tmp_path):
     graph = graph_like("doubled")
     edited = bs.operate(graph, steering("float32"))

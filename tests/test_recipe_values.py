@@ -1,6 +1,7 @@
 """What is in the fields of rewrites comes back from a recipe as it was, or is refused in words."""
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import keras
@@ -134,7 +135,7 @@ def test_a_preset_with_a_tokenizer_is_replaced(tmp_path, name):
 def changed(source, value, *place, to=None, keep="edited."):
     """Write a recipe with another value at a place, with right digests and no spare arrays."""
     document, arrays = read_recipe(source)
-    document = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    document = {k: document[k] for k in ("versions", "base", "graph", "layers", "rewrites")}
     *parents, last = place
     inner = document
     for key in parents:
@@ -273,3 +274,121 @@ def test_layers_that_compute_with_a_copy_of_their_weights(gpt2, tmp_path):
     fresh = edited(-4)
     bs.transfer_weights(fresh, mine)
     np.testing.assert_array_equal(outputs(fresh), wanted)
+
+
+def test_statistics_of_the_owner_and_of_what_was_compiled_before(tmp_path):
+    def model(mean):
+        backbone = make_gpt2()
+        layer = keras.layers.Normalization(axis=-1, name="nrm")
+        layer.adapt(np.random.default_rng(0).normal(mean, 5, (100, 32)).astype("float32"))
+        last = backbone.transformer_layers[-1]
+
+        def clone_fn(node, *args, **kwargs):
+            return layer(node(*args, **kwargs)) if node is last else node(*args, **kwargs)
+
+        graph = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+        return keras.Model(backbone.input, graph)
+
+    mine, other = model(3), model(-4)
+    assert not np.array_equal(outputs(mine), outputs(other))
+    bs.transfer_weights(bs.operate(other, [bs.Remove("blocks.1")]), mine)
+    np.testing.assert_array_equal(outputs(other), outputs(mine))
+
+
+# What would come back otherwise than it was
+
+
+def lora():
+    layer = keras.layers.Dense(32)
+    layer.build((None, None, 32))
+    layer.enable_lora(2, lora_alpha=8)
+    return [bs.Insert("blocks.0", layer)]
+
+
+def shared():
+    layer = keras.layers.Dense(32)
+    one, two = (keras.Sequential([layer]) for _ in range(2))
+    return [bs.Insert("blocks.0", one), bs.Insert("blocks.1", two)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lora, "expected LoRA whose alpha is its rank"),
+        (shared, r"'rewrites\.1\.layer': expected layers that share no weights"),
+        (lambda: [Own("blocks.0", bs.Control(strength=3.0))], "Control"),
+    ],
+)
+def test_what_a_recipe_cannot_hold_is_refused(gpt2, tmp_path, make, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.save_recipe(bs.operate(gpt2, make()), tmp_path / "r")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_keras_builds_by_a_call_alone(gpt2, tmp_path):
+    layer = keras_hub.layers.TransformerDecoder(16, 2)
+    edited = bs.operate(gpt2, [bs.Insert("blocks.0", layer)])
+    bs.save_recipe(edited, tmp_path / "r")
+    np.testing.assert_array_equal(outputs(bs.load_recipe(tmp_path / "r", gpt2)), outputs(edited))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: bs.Reorder(x), lambda x: bs.Ablate("blocks.*.attention", heads=x)]
+)
+def test_lists_are_copied(gpt2, tmp_path, make):
+    given = [1, 0, 1]
+    edited = bs.operate(gpt2, [make(given)])
+    given[:] = [0, 0, 0]
+    bs.save_recipe(edited, tmp_path / "r")
+    np.testing.assert_array_equal(outputs(bs.load_recipe(tmp_path / "r", gpt2)), outputs(edited))
+
+
+def test_another_dtype_policy_is_told(gpt2, tmp_path):
+    edited = bs.operate(gpt2, [bs.Wrap("blocks.0", test_recipe_rewrites.Scaled)])
+    bs.save_recipe(edited, tmp_path / "r")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        with pytest.raises(bs.RecipeError, match="Was another dtype policy set when the edit was"):
+            bs.load_recipe(tmp_path / "r", gpt2)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@bs.register_rewrite(package="tests")
+@dataclass(frozen=True)
+class Fresh(bs.SiteRewrite):
+    """Put a layer of its own making at some sites."""
+
+    at: str
+
+    def apply(self, x, place, surgery):
+        return keras.layers.Dense(32)(x)
+
+
+def test_names_that_keras_makes_up_do_not_collide(gpt2, tmp_path):
+    keras.layers.Dense(1)
+    insert = bs.Insert("blocks.0.mlp_output", keras.layers.Dense(32))
+    edited = bs.operate(gpt2, [insert, Fresh("blocks.0.mlp_output")])
+    wanted = outputs(edited)
+    bs.save_recipe(edited, tmp_path / "r")
+    keras.utils.clear_session()
+    np.testing.assert_array_equal(outputs(bs.load_recipe(tmp_path / "r", gpt2)), wanted)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Measured(keras.layers.Layer):
+    """A layer with a metric, whose state is none of its weights."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.auc = keras.metrics.AUC()
+
+    def call(self, x):
+        return 2 * x
+
+
+def test_a_layer_with_a_metric(gpt2, tmp_path):
+    edited = bs.operate(gpt2, [Put("blocks.0", Measured())])
+    bs.save_recipe(edited, tmp_path / "r")
+    loaded = bs.load_recipe(tmp_path / "r", gpt2)
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))

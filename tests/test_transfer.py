@@ -896,6 +896,27 @@ def test_memory_of_a_process_that_transfers(source, tmp_path):
     assert 0.5 < float(out.stdout) <= 1.2
 
 
+def nested_graph(order):
+    """A plain graph over a GPT-2 that ends in a nested model of some of three layers."""
+    backbone = make_gpt2()
+    layers = [keras.layers.Dense(32, name=name) for name in order]
+    inner = keras.Sequential(layers, name="inner")
+    model = keras.Model(backbone.input, inner(backbone.output))
+    for layer in layers:
+        layer.kernel.assign(np.full((32, 32), "abc".index(layer.name) + 1.0))
+    return model
+
+
+@pytest.mark.parametrize("order", ["ac", "cab", "ab"])
+def test_a_file_of_other_layers_in_a_nested_model_is_refused(order, tmp_path):
+    path = tmp_path / "x.weights.h5"
+    bs.operate(nested_graph("abc"), [bs.Skip("blocks.0")]).save_weights(path)
+    bs.operate(nested_graph("abc"), [bs.Skip("blocks.1")]).load_weights(path)
+    model = nested_graph(order)
+    with pytest.raises(bs.WeightMismatchError, match="expected a file saved from a model with the"):
+        bs.operate(model, [bs.Skip("blocks.0")]).load_weights(path)
+
+
 # Rewrites of every shape
 
 

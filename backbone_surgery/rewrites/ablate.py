@@ -54,6 +54,8 @@ class Ablate(SiteRewrite):
     name: str = "ablate"
 
     def __post_init__(self) -> None:
+        if np.ndim(self.heads) == 1:
+            object.__setattr__(self, "heads", tuple(self.heads))
         if self.to not in ("zero", "mean", "resample") or (self.values is None) != (
             self.to == "zero"
         ):

@@ -141,9 +141,13 @@ class Reorder(Depth):
 
     blocks: Sequence[int]
 
+    def __post_init__(self) -> None:
+        if np.iterable(self.blocks):
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+
     def order(self, surgery: Surgery, count: int) -> list[int]:
         """Return the order that was given, with negative numbers counted from the end."""
-        given = list(self.blocks) if np.iterable(self.blocks) else self.blocks
+        given = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
         known = isinstance(given, list) and all(
             isinstance(i, int | np.integer) and -count <= i < count for i in given
         )

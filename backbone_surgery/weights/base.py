@@ -4,9 +4,8 @@ What a recipe keeps of the backbone itself is the way it was changed: LoRA facto
 of a quantisation. All other weights are told by their digest.
 """
 
-import hashlib
 import json
-import re
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from backbone_surgery.errors import RecipeError, SurgeryError
 from backbone_surgery.opening import find_family
 from backbone_surgery.weights.arrays import Array
 from backbone_surgery.weights.digest import digest
+from backbone_surgery.weights.nodes import describe_nodes
 from backbone_surgery.weights.paths import is_lora, variable_paths
 from backbone_surgery.weights.transfer import transfer_weights
 from backbone_surgery.weights.tree import of_variable
@@ -86,7 +86,7 @@ def fitted_base(
                 backbone.quantize(base["quantization"])
         if base["lora"]:
             rank, names = base["lora"]["rank"], base["lora"]["layers"]
-            with graph.deferred():
+            with graph.deferred(largest(deltas, "owner.")):
                 backbone.enable_lora(rank, target_layer_names=names)
                 check_arrays(owner_deltas(backbone), deltas, "owner.")
     found = base_digest(backbone)
@@ -124,6 +124,12 @@ def check_arrays(
             f"Received {shown.get(first, 'none')}. The recipe was made on "
             "another model, or is damaged."
         )
+
+
+def largest(arrays: Mapping[str, Array], at: str) -> int:
+    """Return how many numbers the largest array has whose name begins so: 1024 at least."""
+    sizes = (math.prod(a.shape) for name, a in arrays.items() if name.startswith(at))
+    return max([1024, *sizes])
 
 
 def copy_backbone(backbone: keras.Model) -> keras.Model:
@@ -181,48 +187,8 @@ def quantization(owner: keras.Model) -> str | None:
 def _config(owner: keras.Model) -> dict[str, Any]:
     """Return the config of a backbone as JSON; of a plain graph, its nodes in order."""
     if not isinstance(owner, keras_hub.models.Backbone):
-        return _nodes(owner)
+        return describe_nodes(owner)
     return json.loads(json.dumps(owner.get_config()))
-
-
-def _nodes(model: keras.Model) -> dict[str, Any]:
-    """Describe each node of a graph: its layer, what it is given, and which use of it this is.
-
-    Of the config of the layer, a digest is kept.
-    """
-    tensors: dict[int, str] = {}
-    layers: dict[Any, int] = {}
-    described = {}
-    for i, node in enumerate(graph.all_nodes(model)):
-        layer = node.operation
-        tensors.update({id(t): f"{i}.{j}" for j, t in enumerate(node.outputs)})
-        name = re.sub(r"_\d+$", "", layer.name) if graph.is_auto_named(layer) else layer.name
-        inputs = [tensors.get(id(t), "outside") for t in node.input_tensors]
-        leaves = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
-        constants = [x for x in leaves if isinstance(x, bool | int | float | str)]
-        number = layers.setdefault(layer, len(layers))
-        kind = type(layer).__name__
-        described[f"node {i:04}"] = [kind, name, number, inputs, constants, _settings(layer)]
-    return described
-
-
-def _settings(layer: Any) -> str | None:
-    """Return a digest of what a layer was made with; `None` where that is told by nodes, or not."""
-    if graph.as_functional(layer) is not None:
-        return None
-    try:
-        text = json.dumps(_compared(layer.get_config()), sort_keys=True)
-    except (NotImplementedError, TypeError, ValueError):
-        return None
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _compared(config: Any) -> Any:
-    """Leave out of a config what may differ between two of the same, such as made-up names."""
-    if isinstance(config, Mapping):
-        kept = (key for key in config if key not in _NOT_COMPARED)
-        return {key: _compared(config[key]) for key in kept}
-    return [_compared(item) for item in config] if isinstance(config, list | tuple) else config
 
 
 def _dtype(owner: keras.Model) -> str:

@@ -35,9 +35,10 @@ _REFUSED = (
     *(keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization),
     *(keras_hub.tokenizers.Tokenizer, keras_hub.models.Preprocessor),
     *(keras_hub.layers.AudioConverter, keras_hub.layers.ImageConverter),
+    *(keras_hub.models.Backbone, keras_hub.models.Task),
 )
-"""Layers that run code, or read files, which their configs name; and converters of data, which run
-in no graph, and some of which make large arrays at once."""
+"""Layers that run code, or read files, which their configs name; converters of data, which run in
+no graph; and whole models, of as many layers as they say."""
 
 
 def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
@@ -60,12 +61,10 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
 
 def _try_to_make(config: dict[str, Any], layer: keras.layers.Layer, where: str) -> None:
     """Make and build a layer as `load_recipe` will, without memory for its weights."""
-    shapes = layer.get_build_config() if layer.built else None
     with graph.deferred() as made:
         try:
             again = make_layer(config, where)
-            if shapes:
-                again.build_from_config(shapes)
+            _build_like(again, layer)
         except Exception as error:
             if "stateless scope" not in f"{error} {error.__cause__}":
                 raise
@@ -76,6 +75,28 @@ def _try_to_make(config: dict[str, Any], layer: keras.layers.Layer, where: str) 
                 "shape and an initializer."
             ) from error
         made.clear()
+    pairs = zip(graph.layers_within(layer), graph.layers_within(again), strict=False)
+    if any(a.built and b.built and _alpha(a) != _alpha(b) for a, b in pairs):
+        raise SurgeryError(
+            f"save_recipe at '{where}': expected LoRA whose alpha is its rank, since Keras forgets "
+            f"any other in the config of some layers. Received '{layer.name}'. Use `LowRank`."
+        )
+
+
+def _build_like(again: keras.layers.Layer, layer: keras.layers.Layer) -> None:
+    """Build a layer as another was, where Keras can; where it cannot, a call will build it."""
+    shapes = layer.get_build_config() if layer.built else None
+    if not shapes or again.built:
+        return
+    try:
+        again.build_from_config(shapes)
+    except Exception as error:
+        if "stateless scope" in str(error):
+            raise
+
+
+def _alpha(layer: keras.layers.Layer) -> Any:
+    return getattr(layer, "lora_alpha", None)
 
 
 def check_config(config: Any, where: str, error: type[SurgeryError] = RecipeError) -> None:
@@ -107,12 +128,27 @@ def _allowed(config: dict[str, Any]) -> bool:
     return isinstance(found, type) and not issubclass(found, _REFUSED)
 
 
+def unnamed(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a name that Keras made up: another layer of this process may have it."""
+    inner = config.get("config")
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        return config
+    if not graph.is_made_up(inner["name"], str(config.get("class_name"))):
+        return config
+    return {**config, "config": {key: v for key, v in inner.items() if key != "name"}}
+
+
 def make_layer(config: dict[str, Any], where: str) -> keras.layers.Layer:
     """Make a layer of a checked config."""
     try:
         # A copy, since some layers take parts out of the config that they are made of.
         layer = keras.saving.deserialize_keras_object(copy.deepcopy(config), safe_mode=True)
     except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RecipeError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
         raise RecipeError(
             f"recipe at '{where}': expected the config of a layer. Received one where "
             f"{str(error)[:200]}. The recipe is damaged, or was made by another release of Keras."

@@ -17,9 +17,9 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import RecipeError, SurgeryError, closest
-from backbone_surgery.rewrites import Rewrite
+from backbone_surgery.rewrites import Control, Rewrite
 from backbone_surgery.weights.arrays import NAMES, Array, held
-from backbone_surgery.weights.configs import layer_config, make_layer
+from backbone_surgery.weights.configs import layer_config, make_layer, unnamed
 
 _OWN = "backbone_surgery"
 _DEPTH = 40
@@ -101,7 +101,14 @@ class Describer:
     def check_kept(self, variables: Iterable[keras.Variable]) -> None:
         """Check that all weights of the layers are among the variables that a recipe keeps."""
         kept = {id(v) for v in variables}
+        holders: dict[int, str] = {}
         for layer, where in self._described:
+            for held_by in {holders.setdefault(id(v), where) for v in layer.weights} - {where}:
+                raise SurgeryError(
+                    f"save_recipe at '{where}': expected layers that share no weights. Received "
+                    f"'{layer.name}', with weights of the layer at '{held_by}'. Use one layer in "
+                    "both places."
+                )
             if any(id(v) not in kept for v in layer.weights):
                 raise SurgeryError(
                     f"save_recipe at '{where}': expected a layer that runs in the edited graph, "
@@ -155,7 +162,9 @@ class Describer:
             return {"rewrite": self.rewrite(value, where)}
         if isinstance(value, keras.layers.Layer):
             return {"layer": self._layer(value, where)}
-        if isinstance(getattr(value, "directions", None), Mapping):
+        if isinstance(getattr(value, "directions", None), Mapping) and not isinstance(
+            value, Control
+        ):
             return self.value(value.directions, where)
         if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
             value = keras.ops.convert_to_numpy(value)
@@ -236,6 +245,11 @@ class Rebuilder:
         if kind in ("array", "scalar"):
             if inner not in self.arrays or (kind == "scalar" and self.arrays[inner].shape):
                 raise _no_such(where, f"the array '{inner[:80]}'")
+            if inner in self.used:
+                raise RecipeError(
+                    f"load_recipe at '{where}': expected an array that nothing else holds. "
+                    f"Received '{inner[:80]}' once more. The recipe is damaged; get it again."
+                )
             self.used.add(inner)
         elif kind == "layer":
             if inner >= len(self.configs):
@@ -290,7 +304,8 @@ class Rebuilder:
 
     def _layer(self, number: int) -> keras.layers.Layer:
         if number not in self._made:
-            self._made[number] = make_layer(self.configs[number], f"layers.{number}")
+            config = unnamed(self.configs[number])
+            self._made[number] = make_layer(config, f"layers.{number}")
         return self._made[number]
 
 

@@ -1,6 +1,5 @@
 """Recipes: an edit on disk. What is kept is the edit, never the graph or the backbone's weights."""
 
-import math
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,14 +22,18 @@ from backbone_surgery.weights.base import (
     base_facts,
     check_arrays,
     fitted_base,
+    largest,
     owner_deltas,
 )
 from backbone_surgery.weights.configs import check_config
 from backbone_surgery.weights.describe import Describer, Rebuilder
+from backbone_surgery.weights.nodes import graph_digest
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
 from backbone_surgery.weights.store import read_recipe, write_recipe
 from backbone_surgery.weights.transfer import finalize_layers
 from backbone_surgery.weights.tree import of_variable
+
+_SPARE = 2**20
 
 
 def save_recipe(edited: Any, path: str | Path) -> None:
@@ -71,6 +74,7 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     document = {
         "versions": _versions(),
         "base": base_facts(edited.owner, preset_of(edited.owner)),
+        "graph": graph_digest(edited),
         "layers": describer.layers,
         "rewrites": rewrites,
     }
@@ -112,7 +116,7 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
             "Received an edited one. Pass its `owner`."
         )
     owner = fitted_base(given, document["base"], arrays)
-    with graph.deferred() as made:
+    with graph.deferred(largest(arrays, "edited.")) as made:
         rewrites = [
             rebuilder.rewrite(description, f"rewrites.{i}")
             for i, description in enumerate(document["rewrites"])
@@ -121,6 +125,7 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
         added = extra_paths(edited, variable_paths(owner))
         check_arrays(added, arrays, "edited.")
         _check_made(made, added.values())
+        _check_graph(edited, document)
     assign(added, arrays, "edited.")
     finalize_layers(edited)
     return edited
@@ -142,13 +147,24 @@ def _operate(owner: keras.Model, rewrites: list[Any]) -> EditedBackbone:
 def _check_made(made: Iterable[keras.Variable], added: Iterable[keras.Variable]) -> None:
     """Refuse layers that bring weights which the graph does not use, before these take memory."""
     kept = {id(v) for v in added}
-    # Two numbers are the state of a random generator, which is none of the weights.
-    spare = [v for v in made if id(v) not in kept and math.prod(v.shape) > 2]
-    if spare:
+    spare = [of_variable(v).nbytes for v in made if id(v) not in kept]
+    if sum(spare) > _SPARE:  # the states of random generators and of metrics are much smaller
         raise RecipeError(
-            f"load_recipe at 'layers': expected no weights but those that the recipe has arrays "
-            f"for. Received '{spare[0].path[:80]}' of shape {tuple(spare[0].shape)} besides. The "
-            "recipe is damaged; get it again."
+            f"load_recipe at 'layers': expected at most {_SPARE} bytes of weights that the recipe "
+            f"has no arrays for. Received {sum(spare)}. The recipe is damaged; get it again."
+        )
+
+
+def _check_graph(edited: EditedBackbone, document: dict[str, Any]) -> None:
+    """Refuse a graph that is not the one that was saved, where the same releases made both."""
+    own = ("backbone_surgery", "keras", "keras_hub")
+    here = _versions()
+    same = all(document["versions"].get(name) == here[name] for name in own)
+    if same and graph_digest(edited) != document["graph"]:
+        raise RecipeError(
+            "load_recipe at 'graph': expected rewrites that give the graph that was saved. "
+            "Received another one. Was another dtype policy set when the edit was made, or was a "
+            "rewrite changed after `operate`? Load under that policy, or make and save it anew."
         )
 
 

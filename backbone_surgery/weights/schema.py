@@ -40,29 +40,30 @@ SCHEMA: dict[str, Any] = {
         "rewrite": _object(
             {"type": _NAME, "fields": {"type": "object", "additionalProperties": _VALUE}}
         ),
+        # No `anyOf`: of a long list that is wrong, it would keep every error of every alternative.
         "value": {
-            "anyOf": [
-                {"type": ["null", "boolean", "number", "string"]},
-                _one("list", _VALUES),
-                _one("tuple", _VALUES),
-                _one(
-                    "dict",
-                    {
+            "type": ["null", "boolean", "number", "string", "object"],
+            "minProperties": 1,
+            "maxProperties": 1,
+            "additionalProperties": False,
+            "properties": {
+                "list": _VALUES,
+                "tuple": _VALUES,
+                "dict": {
+                    "type": "array",
+                    "items": {
                         "type": "array",
-                        "items": {
-                            "type": "array",
-                            "prefixItems": [{"type": ["string", "integer"]}, _VALUE],
-                            "minItems": 2,
-                            "maxItems": 2,
-                        },
+                        "prefixItems": [{"type": ["string", "integer"]}, _VALUE],
+                        "minItems": 2,
+                        "maxItems": 2,
                     },
-                ),
-                _one("array", _PATH),
-                _one("scalar", _PATH),
-                _one("layer", {"type": "integer", "minimum": 0, "maximum": 10**6}),
-                _one("registered", _NAME),
-                _one("rewrite", {"$ref": "#/$defs/rewrite"}),
-            ]
+                },
+                "array": _PATH,
+                "scalar": _PATH,
+                "layer": {"type": "integer", "minimum": 0, "maximum": 10**6},
+                "registered": _NAME,
+                "rewrite": {"$ref": "#/$defs/rewrite"},
+            },
         },
     },
     **_object(
@@ -93,6 +94,7 @@ SCHEMA: dict[str, Any] = {
                     },
                 }
             ),
+            "graph": _HEX,
             "layers": {"type": "array", "items": {"type": "object"}},
             "rewrites": {"type": "array", "items": {"$ref": "#/$defs/rewrite"}},
             "files": _one(
@@ -149,7 +151,7 @@ def validate(document: Any, where: str) -> None:
             f"load_recipe at '{where}': expected version {VERSION} of the format. Received version "
             f"{str(version)[:20]!r}. It can be read by {reader}."
         )
-    error = jsonschema.exceptions.best_match(_VALIDATOR.iter_errors(document))
+    error = next(_VALIDATOR.iter_errors(document), None)
     if error is not None:
         raise RecipeError(
             f"load_recipe at '{where}': expected what the schema of recipes says at "

@@ -192,13 +192,16 @@ class _Plan:
             if keras.config.backend() == "jax":
                 _settle(variable, place)
         finalize_layers(self.model)
+        finalize_layers(owner_of(self.model))
 
 
 def finalize_layers(model: keras.Model) -> None:
     """Let layers that compute with a copy of their weights make it anew, as loading does."""
-    for layer in graph.layers_within(model):
-        if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()
+    copies = [x for x in graph.layers_within(model) if isinstance(x, keras.layers.Normalization)]
+    for layer in copies:
+        layer.finalize_state()
+    if copies:  # which are constants in what was compiled
+        model.predict_function = model.test_function = model.train_function = None
 
 
 def _settle(variable: keras.Variable, place: Any) -> None:
