@@ -129,9 +129,12 @@ def _allowed(config: dict[str, Any]) -> bool:
 
 
 def unnamed(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a name that Keras made up: another layer of this process may have it."""
+    """Leave out a name that Keras made up: another layer of this process may have it.
+
+    A model of layers keeps its name, which its config must have.
+    """
     inner = config.get("config")
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or "layers" in inner:
         return config
     if not graph.is_made_up(inner["name"], str(config.get("class_name"))):
         return config
