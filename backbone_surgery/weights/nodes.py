@@ -36,12 +36,6 @@ def describe_nodes(model: keras.Model) -> dict[str, Any]:
     return described
 
 
-def graph_digest(model: keras.Model) -> str:
-    """Return the sha256 of the nodes of a graph, whatever its layers are called."""
-    nodes = [[kind, *rest] for kind, _, *rest in describe_nodes(model).values()]
-    return hashlib.sha256(json.dumps(nodes).encode()).hexdigest()
-
-
 def _argument(value: Any, tensors: Mapping[int, str]) -> Any:
     if isinstance(value, keras.KerasTensor):
         return f"tensor {tensors.get(id(value), 'outside')}"

@@ -27,7 +27,6 @@ from backbone_surgery.weights.base import (
 )
 from backbone_surgery.weights.configs import check_config
 from backbone_surgery.weights.describe import Describer, Rebuilder
-from backbone_surgery.weights.nodes import graph_digest
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
 from backbone_surgery.weights.store import read_recipe, write_recipe
 from backbone_surgery.weights.transfer import finalize_layers
@@ -74,7 +73,6 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     document = {
         "versions": _versions(),
         "base": base_facts(edited.owner, preset_of(edited.owner)),
-        "graph": graph_digest(edited),
         "layers": describer.layers,
         "rewrites": rewrites,
     }
@@ -125,7 +123,6 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
         added = extra_paths(edited, variable_paths(owner))
         check_arrays(added, arrays, "edited.")
         _check_made(made, added.values())
-        _check_graph(edited, document)
     assign(added, arrays, "edited.")
     finalize_layers(edited)
     return edited
@@ -152,19 +149,6 @@ def _check_made(made: Iterable[keras.Variable], added: Iterable[keras.Variable])
         raise RecipeError(
             f"load_recipe at 'layers': expected at most {_SPARE} bytes of weights that the recipe "
             f"has no arrays for. Received {sum(spare)}. The recipe is damaged; get it again."
-        )
-
-
-def _check_graph(edited: EditedBackbone, document: dict[str, Any]) -> None:
-    """Refuse a graph that is not the one that was saved, where the same releases made both."""
-    own = ("backbone_surgery", "keras", "keras_hub")
-    here = _versions()
-    same = all(document["versions"].get(name) == here[name] for name in own)
-    if same and graph_digest(edited) != document["graph"]:
-        raise RecipeError(
-            "load_recipe at 'graph': expected rewrites that give the graph that was saved. "
-            "Received another one. Was another dtype policy set when the edit was made, or was a "
-            "rewrite changed after `operate`? Load under that policy, or make and save it anew."
         )
 
 

@@ -94,7 +94,6 @@ SCHEMA: dict[str, Any] = {
                     },
                 }
             ),
-            "graph": _HEX,
             "layers": {"type": "array", "items": {"type": "object"}},
             "rewrites": {"type": "array", "items": {"$ref": "#/$defs/rewrite"}},
             "files": _one(

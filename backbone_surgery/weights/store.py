@@ -37,7 +37,7 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, A
 
     Args:
         path: of the folder.
-        document: `versions`, `base`, `graph`, `layers` and `rewrites`.
+        document: `versions`, `base`, `layers` and `rewrites`.
         arrays: what goes into `deltas.safetensors`, by name.
 
     Raises:
