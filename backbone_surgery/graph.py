@@ -19,7 +19,6 @@ private name, so that a Keras release which moves one says so plainly.
 """
 
 import contextlib
-import math
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 
 from backbone_surgery.emission import Emitted, emit, emitting, hand_over
-from backbone_surgery.errors import RecipeError, SurgeryError
+from backbone_surgery.errors import SurgeryError
 
 KEEP = object()
 """Returned by an internal callback to say: this node stays as it is."""
@@ -441,43 +440,23 @@ WITHOUT_MEMORY = "uninitialized_variables"
 
 
 @contextlib.contextmanager
-def deferred(most: int | None = None) -> Iterator[list[keras.Variable]]:
+def deferred(made: list[keras.Variable]) -> Iterator[None]:
     """Give the variables that are made inside no memory before the end.
 
     Args:
-        most: how many numbers each of them may have at most.
-
-    Yields:
-        Those that were made so far. An error inside forgets them all.
-
-    Raises:
-        RecipeError: one is larger, before anything is computed with it.
+        made: where each is put as it is made, and taken from at the end. A list whose `append`
+            refuses a variable stops it before anything is computed with it. An error inside
+            forgets them all.
     """
-    made = _Made(most)
     before = global_state.get_global_attribute(WITHOUT_MEMORY)
     global_state.set_global_attribute(WITHOUT_MEMORY, made)
     try:
         with keras.StatelessScope(initialize_variables=False):
-            yield made
+            yield
     finally:
         global_state.set_global_attribute(WITHOUT_MEMORY, before)
     for variable in made:
         variable._deferred_initialize()
-
-
-class _Made(list):
-    def __init__(self, most: int | None) -> None:
-        super().__init__()
-        self.most = most
-
-    def append(self, variable: keras.Variable) -> None:
-        if self.most is not None and math.prod(variable.shape) > self.most:
-            raise RecipeError(
-                f"load_recipe at '{variable.path[:80]}': expected weights of at most {self.most} "
-                "numbers each, as the largest array of the recipe. Received some of shape "
-                f"{tuple(variable.shape)}. The recipe is damaged; get it again."
-            )
-        super().append(variable)
 
 
 # What a twin has to know of a layer; see `twin.py`.

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -152,7 +151,7 @@ def test_values_of_every_kind_come_back(gpt2, tmp_path):
 
 
 def test_a_vector_object_is_kept_as_its_directions(gpt2, tmp_path):
-    wanted = SimpleNamespace(directions={1: vector()})
+    wanted = bs.ControlVector({1: vector()})
     bs.save_recipe(bs.operate(gpt2, [Own("blocks.0", wanted)]), tmp_path / "r")
     found = bs.load_recipe(tmp_path / "r", make_gpt2()).rewrites[0].values
     np.testing.assert_array_equal(found[1], wanted.directions[1])

@@ -5,7 +5,6 @@ of a quantisation. All other weights are told by their digest.
 """
 
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from backbone_surgery.weights.arrays import Array
 from backbone_surgery.weights.digest import digest
 from backbone_surgery.weights.nodes import describe_nodes
 from backbone_surgery.weights.paths import is_lora, variable_paths
+from backbone_surgery.weights.sizes import Bounded, check_arrays
 from backbone_surgery.weights.transfer import transfer_weights
 from backbone_surgery.weights.tree import of_variable
 
@@ -86,7 +86,7 @@ def fitted_base(
                 backbone.quantize(base["quantization"])
         if base["lora"]:
             rank, names = base["lora"]["rank"], base["lora"]["layers"]
-            with graph.deferred(largest(deltas, "owner.")):
+            with graph.deferred(Bounded(deltas, "owner.")):
                 backbone.enable_lora(rank, target_layer_names=names)
                 check_arrays(owner_deltas(backbone), deltas, "owner.")
     found = base_digest(backbone)
@@ -107,29 +107,6 @@ def assign(variables: Mapping[str, keras.Variable], arrays: Mapping[str, Array],
     check_arrays(variables, arrays, at)
     for path, variable in variables.items():
         variable.assign(arrays[f"{at}{path}"].read().copy())
-
-
-def check_arrays(
-    variables: Mapping[str, keras.Variable], arrays: Mapping[str, Array], at: str
-) -> None:
-    """Check that there is an array of the path, shape and dtype of each variable, and no other."""
-    found = {n.removeprefix(at): a for n, a in arrays.items() if n.startswith(at)}
-    shown = {path: str(array) for path, array in found.items()}
-    wanted = {path: str(of_variable(v)) for path, v in variables.items()}
-    if shown != wanted:
-        wrong = sorted(p for p in shown.keys() | wanted.keys() if shown.get(p) != wanted.get(p))
-        first = wrong[0]
-        raise RecipeError(
-            f"load_recipe at '{at}{first}': expected {wanted.get(first, 'no such array')}. "
-            f"Received {shown.get(first, 'none')}. The recipe was made on "
-            "another model, or is damaged."
-        )
-
-
-def largest(arrays: Mapping[str, Array], at: str) -> int:
-    """Return how many numbers the largest array has whose name begins so: 1024 at least."""
-    sizes = (math.prod(a.shape) for name, a in arrays.items() if name.startswith(at))
-    return max([1024, *sizes])
 
 
 def copy_backbone(backbone: keras.Model) -> keras.Model:

@@ -61,7 +61,8 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
 
 def _try_to_make(config: dict[str, Any], layer: keras.layers.Layer, where: str) -> None:
     """Make and build a layer as `load_recipe` will, without memory for its weights."""
-    with graph.deferred() as made:
+    made: list[keras.Variable] = []
+    with graph.deferred(made):
         try:
             again = make_layer(config, where)
             _build_like(again, layer)

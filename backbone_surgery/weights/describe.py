@@ -17,7 +17,8 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import RecipeError, SurgeryError, closest
-from backbone_surgery.rewrites import Control, Rewrite
+from backbone_surgery.rewrites import Rewrite
+from backbone_surgery.vectors.vector import ControlVector
 from backbone_surgery.weights.arrays import NAMES, Array, held
 from backbone_surgery.weights.configs import layer_config, make_layer, unnamed
 
@@ -162,9 +163,7 @@ class Describer:
             return {"rewrite": self.rewrite(value, where)}
         if isinstance(value, keras.layers.Layer):
             return {"layer": self._layer(value, where)}
-        if isinstance(getattr(value, "directions", None), Mapping) and not isinstance(
-            value, Control
-        ):
+        if isinstance(value, ControlVector):
             return self.value(value.directions, where)
         if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
             value = keras.ops.convert_to_numpy(value)

@@ -1,7 +1,6 @@
 """Recipes: an edit on disk. What is kept is the edit, never the graph or the backbone's weights."""
 
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,14 @@ from backbone_surgery.opening import open_backbone
 from backbone_surgery.operate import operate
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.arrays import Array
-from backbone_surgery.weights.base import (
-    assign,
-    base_facts,
-    check_arrays,
-    fitted_base,
-    largest,
-    owner_deltas,
-)
+from backbone_surgery.weights.base import assign, base_facts, fitted_base, owner_deltas
 from backbone_surgery.weights.configs import check_config
 from backbone_surgery.weights.describe import Describer, Rebuilder
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
+from backbone_surgery.weights.sizes import Bounded, check_arrays
 from backbone_surgery.weights.store import read_recipe, write_recipe
 from backbone_surgery.weights.transfer import finalize_layers
 from backbone_surgery.weights.tree import of_variable
-
-_SPARE = 2**20
 
 
 def save_recipe(edited: Any, path: str | Path) -> None:
@@ -114,7 +105,8 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
             "Received an edited one. Pass its `owner`."
         )
     owner = fitted_base(given, document["base"], arrays)
-    with graph.deferred(largest(arrays, "edited.")) as made:
+    made = Bounded(arrays, "edited.")
+    with graph.deferred(made):
         rewrites = [
             rebuilder.rewrite(description, f"rewrites.{i}")
             for i, description in enumerate(document["rewrites"])
@@ -122,7 +114,7 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
         edited = _operate(owner, rewrites)
         added = extra_paths(edited, variable_paths(owner))
         check_arrays(added, arrays, "edited.")
-        _check_made(made, added.values())
+        made.check_spare(added.values())
     assign(added, arrays, "edited.")
     finalize_layers(edited)
     return edited
@@ -139,17 +131,6 @@ def _operate(owner: keras.Model, rewrites: list[Any]) -> EditedBackbone:
             f"some where {type(error).__name__}: {str(error)[:200]}. The recipe is damaged, or was "
             "made by another release of their classes."
         ) from error
-
-
-def _check_made(made: Iterable[keras.Variable], added: Iterable[keras.Variable]) -> None:
-    """Refuse layers that bring weights which the graph does not use, before these take memory."""
-    kept = {id(v) for v in added}
-    spare = [of_variable(v).nbytes for v in made if id(v) not in kept]
-    if sum(spare) > _SPARE:  # the states of random generators and of metrics are much smaller
-        raise RecipeError(
-            f"load_recipe at 'layers': expected at most {_SPARE} bytes of weights that the recipe "
-            f"has no arrays for. Received {sum(spare)}. The recipe is damaged; get it again."
-        )
 
 
 def _add(arrays: dict[str, Array], at: str, variables: dict[str, keras.Variable]) -> None:
