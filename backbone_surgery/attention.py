@@ -85,20 +85,22 @@ class _Attention(keras.layers.Layer):
         batch, time, _, _ = ops.shape(query)
         groups = self.num_heads // self.num_key_value_heads
         query = ops.reshape(query, (batch, time, self.num_key_value_heads, groups, self.head_dim))
-        scores = ops.einsum("btkgh,bskh->bkgts", query, key)
+        query = ops.transpose(query, (0, 2, 4, 3, 1))
+        query = ops.reshape(query, (batch, self.num_key_value_heads, self.head_dim, groups * time))
+        # With the keys on the left, XLA copies them on a CPU head by head, and turns none around.
+        scores = ops.matmul(ops.transpose(key, (0, 2, 1, 3)), query)
+        scores = ops.reshape(ops.transpose(scores, (0, 1, 3, 2)), (batch, self.num_heads, time, -1))
         if self.soft_cap is not None:
             scores = ops.tanh(scores / self.soft_cap) * self.soft_cap
-        pattern = self.softmax(scores, mask=mask[:, None, None])
-        pattern = ops.cast(pattern, scores.dtype)
-        return ops.reshape(pattern, (batch, self.num_heads, time, ops.shape(key)[1]))
+        return ops.cast(self.softmax(scores, mask=mask[:, None]), scores.dtype)
 
     def mix(self, pattern, value):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
         batch, _, time, length = ops.shape(pattern)
-        groups = self.num_heads // self.num_key_value_heads
-        pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups, time, length))
-        mixed = ops.einsum("bkgts,bskh->btkgh", pattern, value)
-        return ops.reshape(mixed, (batch, time, self.num_heads, self.head_dim))
+        pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, -1, length))
+        mixed = ops.matmul(pattern, ops.transpose(value, (0, 2, 1, 3)))
+        mixed = ops.reshape(mixed, (batch, self.num_heads, time, self.head_dim))
+        return ops.transpose(mixed, (0, 2, 1, 3))
 
     def attend(self, query, key, value, mask):
         """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
