@@ -117,6 +117,22 @@ def test_samplers(lm):
         lm.compile(sampler=OwnLoop())
 
 
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (lambda s: s.RandomSampler(temperature=0.0), r"temperature to be a number above 0.* 0\.0"),
+        (lambda s: s.GreedySampler(temperature=-1.0), "expected temperature to be a number above"),
+        (lambda s: s.TopPSampler(p=1.5), "expected p to be a number above 0 and at most 1"),
+        (lambda s: s.TopKSampler(k=0), "expected k to be a whole number from 1. Received 0"),
+        (lambda s: s.BeamSampler(num_beams=0), "expected num_beams to be a whole number"),
+    ],
+)
+def test_settings_of_samplers(lm, sampler, words):
+    sampler = sampler(keras_hub.samplers)
+    with pytest.raises(bs.SurgeryError, match=words):
+        lm.compile(sampler=sampler)
+
+
 def test_stream_needs_text(lm, prompt):
     with pytest.raises(bs.SurgeryError, match="stream: expected a preprocessor"):
         lm.stream(prompt)

@@ -2,11 +2,13 @@
 
 import threading
 
+import jax.numpy as jnp
 import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation import strategies
 from tests.conftest import FAMILIES, TASKS, VOCABULARY, make_gpt2, ragged
 
 
@@ -67,6 +69,18 @@ def test_greedy_equals_kerashub(pair, rng, lengths):
     stopped = pair.lm.generate(inputs, stop_token_ids=stops)
     assert_same(stopped, pair.wanted(inputs, stop_token_ids=stops))
     assert not stopped["padding_mask"].all() or max(lengths) == 24
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_takes_the_first_of_the_likeliest(rng, dtype):
+    logits = jnp.asarray(rng.integers(-3, 4, (16, 50)), dtype)  # nearly every row has ties
+    logits = logits.at[0].set(-jnp.inf).at[1, :49].set(-jnp.inf)
+    done = jnp.arange(16) == 5
+    tokens, parents, _ = strategies.Greedy().choose(logits, done, {}, {})
+    wanted = np.where(np.asarray(done), 0, np.argmax(np.asarray(logits, "float32"), axis=-1))
+    assert tokens.dtype == "int32"
+    assert parents is None
+    np.testing.assert_array_equal(tokens, wanted)
 
 
 def test_greedy_equals_kerashub_for_gemma_1(rng):

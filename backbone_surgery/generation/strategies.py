@@ -7,6 +7,8 @@ Temperature and the like are traced: changing them compiles nothing.
 """
 
 import copy
+import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +26,12 @@ _ROWWISE = (
     keras_hub.samplers.TopKSampler,
     keras_hub.samplers.TopPSampler,
 )
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("a number above 0", lambda x: 0 < x < math.inf),
+    "p": ("a number above 0 and at most 1", lambda x: 0 < x <= 1),
+    "k": ("a whole number from 1", lambda x: x >= 1 and int(x) == x),
+    "num_beams": ("a whole number from 1", lambda x: x >= 1 and int(x) == x),
+}
 _REFUSED = (keras_hub.samplers.ContrastiveSampler, keras_hub.samplers.SpeculativeSampler)
 
 Arrays = dict[str, Any]
@@ -76,6 +84,7 @@ def make_strategy(sampler: Any) -> Strategy:
             "keras_hub Sampler that maps probabilities to a token. Received one that needs more "
             "than the probabilities of the next token. Choose another sampler."
         )
+    _check_settings(sampler)
     if isinstance(sampler, keras_hub.samplers.BeamSampler):
         return BeamSearch(sampler)
     if type(sampler) is keras_hub.samplers.GreedySampler:
@@ -87,6 +96,16 @@ def make_strategy(sampler: Any) -> Strategy:
             "in `get_next_token(probabilities)`."
         )
     return RowSampling(sampler)
+
+
+def _check_settings(sampler: Any) -> None:
+    for name, (wanted, fits) in _RANGES.items():
+        value = getattr(sampler, name, None)  # `k` of a TopPSampler may be None
+        if value is not None and not fits(value):
+            raise SurgeryError(
+                f"compile with sampler {type(sampler).__name__}: expected {name} to be {wanted}. "
+                f"Received {value!r}. For the likeliest token each time, use 'greedy'."
+            )
 
 
 def get_sampler(identifier: Any) -> Any:
