@@ -75,6 +75,8 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
             are trainable, the model's own trainable variables are those alone.
         signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
             whether a `Condition` is met.
+        made_under: names of the dtype policies of the process that rewrites were applied under;
+            layers that a rewrite makes take these, unless it says otherwise.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
         defaults: Mapping[str, np.ndarray] | None = None,
         trained_layers: tuple = (),
         signals: Mapping[str, keras.KerasTensor] | None = None,
+        made_under: tuple[str, ...] = (),
         name: str = "edited_backbone",
     ) -> None:
         super().__init__(inputs=inputs, outputs=outputs, name=name)
@@ -101,6 +104,7 @@ class EditedBackbone(TrainsOwnLayers, _WithControls):
             defaults=dict(defaults or {}),
             trained_layers=tuple(trained_layers),
             signals=dict(signals or {}),
+            made_under=tuple(made_under),
         )
         self.dtype_policy = owner.dtype_policy
 

@@ -63,6 +63,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         applied.append(rewrite)
         report.append(Fired(rewrite, tuple(fired)))
     opened = open_backbone(model)
+    policies = [keras.config.dtype_policy().name] if applied else []
     return EditedBackbone(
         opened.input,
         opened.output,
@@ -73,6 +74,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         defaults=opened.defaults,
         trained_layers=opened.trained_layers,
         signals=opened.signals,
+        made_under=tuple(dict.fromkeys((*(before.made_under if before else ()), *policies))),
     )
 
 

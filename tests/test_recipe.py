@@ -312,7 +312,7 @@ def test_another_backbone_is_refused(folder, make, words):
 def rewritten(folder, **parts):
     """Write a recipe again, with other parts and right digests."""
     document, arrays = read_recipe(folder)
-    kept = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    kept = {k: document[k] for k in ("versions", "base", "dtype_policy", "layers", "rewrites")}
     write_recipe(folder, {**kept, **parts}, arrays)
 
 
@@ -369,7 +369,7 @@ def test_another_keras_is_warned_of(folder, gpt2):
 
 def test_arrays_that_nobody_asks_for_are_refused(folder, gpt2):
     document, arrays = read_recipe(folder)
-    kept = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    kept = {k: document[k] for k in ("versions", "base", "dtype_policy", "layers", "rewrites")}
     for name, words in (
         ("rewrites.9.x", "that a rewrite asks for"),
         ("edited.x", "expected no such array"),

@@ -135,7 +135,7 @@ def test_a_preset_with_a_tokenizer_is_replaced(tmp_path, name):
 def changed(source, value, *place, to=None, keep="edited."):
     """Write a recipe with another value at a place, with right digests and no spare arrays."""
     document, arrays = read_recipe(source)
-    document = {k: document[k] for k in ("versions", "base", "layers", "rewrites")}
+    document = {k: document[k] for k in ("versions", "base", "dtype_policy", "layers", "rewrites")}
     *parents, last = place
     inner = document
     for key in parents:

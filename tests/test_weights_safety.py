@@ -390,7 +390,7 @@ for line in sys.stdin:
         continue
     for count in range(start, start + 10**6):
         document = {"versions": {"count": str(count)}, "base": base,
-                    "layers": [], "rewrites": []}
+                    "dtype_policy": "float32", "layers": [], "rewrites": []}
         arrays = {f"a{i}": held(np.full(2**14, count, "int64")) for i in range(4)}
         store.write_recipe(Path(sys.argv[2]), document, arrays)
 """
@@ -480,7 +480,7 @@ model = keras.Sequential([keras.Input((1024,)), *layers])
 arrays = {path: of_variable(v) for path, v in variable_paths(model).items()}
 base = {"family": "f", "class": "c", "config": None, "preset": None, "dtype": "float32",
         "quantization": None, "lora": None, "digest": bs.weights_digest(model)}
-document = {"versions": {}, "base": base, "layers": [], "rewrites": []}
+document = {"versions": {}, "base": base, "dtype_policy": "float32", "layers": [], "rewrites": []}
 
 def save(name):
     bs.weights_digest(model)

@@ -1,6 +1,8 @@
 """Recipes: an edit on disk. What is kept is the edit, never the graph or the backbone's weights."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from backbone_surgery.weights.base import assign, base_facts, fitted_base, owner
 from backbone_surgery.weights.configs import check_config
 from backbone_surgery.weights.describe import Describer, Rebuilder
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
+from backbone_surgery.weights.schema import POLICIES
 from backbone_surgery.weights.sizes import Bounded, check_arrays
 from backbone_surgery.weights.store import read_recipe, write_recipe
 from backbone_surgery.weights.transfer import finalize_layers
@@ -40,8 +43,9 @@ def save_recipe(edited: Any, path: str | Path) -> None:
 
     Raises:
         SurgeryError: a rewrite has no description (a plain function, an unregistered class), an
-            layer in its fields has weights but no place in the graph, an array is not finite, or
-            the folder holds something else. Nothing is written then.
+            layer in its fields has weights but no place in the graph, an array is not finite,
+            rewrites were applied under several dtype policies of the process, or the folder holds
+            something else. Nothing is written then.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np, os, tempfile
@@ -64,6 +68,7 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     document = {
         "versions": _versions(),
         "base": base_facts(edited.owner, preset_of(edited.owner)),
+        "dtype_policy": _one_policy(edited),
         "layers": describer.layers,
         "rewrites": rewrites,
     }
@@ -106,7 +111,7 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
         )
     owner = fitted_base(given, document["base"], arrays)
     made = Bounded(arrays, "edited.")
-    with graph.deferred(made):
+    with _under(document["dtype_policy"]), graph.deferred(made):
         rewrites = [
             rebuilder.rewrite(description, f"rewrites.{i}")
             for i, description in enumerate(document["rewrites"])
@@ -118,6 +123,28 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
     assign(added, arrays, "edited.")
     finalize_layers(edited)
     return edited
+
+
+def _one_policy(edited: EditedBackbone) -> str:
+    names = edited.made_under or (keras.config.dtype_policy().name,)
+    if len(names) > 1 or names[0] not in POLICIES:
+        raise SurgeryError(
+            f"save_recipe at '{edited.name}': expected rewrites that were all applied under one "
+            f"global dtype policy of {', '.join(POLICIES)}. Received {', '.join(names)}. Call "
+            "`keras.config.set_dtype_policy` before the first `operate`, and not again."
+        )
+    return names[0]
+
+
+@contextlib.contextmanager
+def _under(policy: str) -> Iterator[None]:
+    """Let layers that are made inside, and are told no dtype, take this policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def _operate(owner: keras.Model, rewrites: list[Any]) -> EditedBackbone:

@@ -10,6 +10,7 @@ from backbone_surgery.errors import RecipeError
 FORMAT = "backbone_surgery.recipe"
 VERSION = 1
 DELTAS = "deltas.safetensors"
+POLICIES = ("float16", "bfloat16", "float32", "float64", "mixed_float16", "mixed_bfloat16")
 
 _NAME = {"type": "string", "minLength": 1, "maxLength": 200}
 _PATH = {"type": "string", "minLength": 1, "maxLength": 1000}
@@ -94,6 +95,7 @@ SCHEMA: dict[str, Any] = {
                     },
                 }
             ),
+            "dtype_policy": {"enum": [*POLICIES]},
             "layers": {"type": "array", "items": {"type": "object"}},
             "rewrites": {"type": "array", "items": {"$ref": "#/$defs/rewrite"}},
             "files": _one(
