@@ -84,15 +84,18 @@ class _Attention(keras.layers.Layer):
         query = query * ops.cast(self.scale, query.dtype)
         batch, time, _, _ = ops.shape(query)
         groups = self.num_heads // self.num_key_value_heads
-        query = ops.reshape(query, (batch, time, self.num_key_value_heads, groups, self.head_dim))
+        heads = (self.num_key_value_heads, groups)
+        query = ops.reshape(query, (batch, time, *heads, self.head_dim))
         query = ops.transpose(query, (0, 2, 4, 3, 1))
         query = ops.reshape(query, (batch, self.num_key_value_heads, self.head_dim, groups * time))
         # With the keys on the left, XLA copies them on a CPU head by head, and turns none around.
         scores = ops.matmul(ops.transpose(key, (0, 2, 1, 3)), query)
-        scores = ops.reshape(ops.transpose(scores, (0, 1, 3, 2)), (batch, self.num_heads, time, -1))
+        scores = ops.reshape(ops.transpose(scores, (0, 1, 3, 2)), (batch, *heads, time, -1))
         if self.soft_cap is not None:
             scores = ops.tanh(scores / self.soft_cap) * self.soft_cap
-        return ops.cast(self.softmax(scores, mask=mask[:, None]), scores.dtype)
+        pattern = ops.cast(self.softmax(scores, mask=mask[:, None, None]), scores.dtype)
+        # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
+        return ops.reshape(pattern, (batch, self.num_heads, time, ops.shape(key)[1]))
 
     def mix(self, pattern, value):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
