@@ -83,24 +83,30 @@ class _Attention(keras.layers.Layer):
         """Return the attention pattern, float[batch, num_heads, queries, keys]."""
         query = query * ops.cast(self.scale, query.dtype)
         batch, time, _, _ = ops.shape(query)
-        groups = self.num_heads // self.num_key_value_heads
-        heads = (self.num_key_value_heads, groups)
+        heads = (self.num_key_value_heads, self.num_heads // self.num_key_value_heads)
         query = ops.reshape(query, (batch, time, *heads, self.head_dim))
-        query = ops.transpose(query, (0, 2, 4, 3, 1))
-        query = ops.reshape(query, (batch, self.num_key_value_heads, self.head_dim, groups * time))
-        # With the keys on the left, XLA copies them on a CPU head by head, and turns none around.
-        scores = ops.matmul(ops.transpose(key, (0, 2, 1, 3)), query)
-        scores = ops.reshape(ops.transpose(scores, (0, 1, 3, 2)), (batch, *heads, time, -1))
+        query = ops.transpose(query, (0, 2, 3, 1, 4))
+        query = ops.reshape(query, (batch, heads[0], heads[1] * time, self.head_dim))
+        key = ops.transpose(key, (0, 2, 1, 3))
+        if isinstance(time, int) and time == 1:
+            # With the keys on the left, XLA on a CPU copies them head by head, and turns none.
+            scores = ops.matmul(key, ops.transpose(query, (0, 1, 3, 2)))
+            scores = ops.transpose(scores, (0, 1, 3, 2))
+        else:
+            scores = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
+        length = ops.shape(key)[2]
+        scores = ops.reshape(scores, (batch, *heads, time, length))
         if self.soft_cap is not None:
             scores = ops.tanh(scores / self.soft_cap) * self.soft_cap
         pattern = ops.cast(self.softmax(scores, mask=mask[:, None, None]), scores.dtype)
         # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
-        return ops.reshape(pattern, (batch, self.num_heads, time, ops.shape(key)[1]))
+        return ops.reshape(pattern, (batch, self.num_heads, time, length))
 
     def mix(self, pattern, value):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
         batch, _, time, length = ops.shape(pattern)
-        pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, -1, length))
+        groups = self.num_heads // self.num_key_value_heads
+        pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups * time, length))
         mixed = ops.matmul(pattern, ops.transpose(value, (0, 2, 1, 3)))
         mixed = ops.reshape(mixed, (batch, self.num_heads, time, self.head_dim))
         return ops.transpose(mixed, (0, 2, 1, 3))
@@ -137,10 +143,25 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def pack(array):
+    """Drop the dimensions of size one, but for the second, which counts slots.
+
+    With them, XLA on a CPU writes a token into two copies of a cache: one for the products, which
+    it computes without these dimensions, and one for the state of the loop.
+    """
+    kept = [i for i, size in enumerate(array.shape) if i == 1 or size != 1]
+    if len(kept) == len(array.shape):
+        return array
+    shape = ops.shape(array)
+    return ops.reshape(array, [shape[i] for i in kept])
+
+
 def _write(cache, cache_update_index, update):
     """Write new keys or values into a cache, from a slot on."""
     index = ops.cast(cache_update_index, "int32")
-    return ops.slice_update(cache, (0, index, 0, 0), ops.cast(update, cache.dtype))
+    start = [index if i == 1 else 0 for i, size in enumerate(cache.shape) if i == 1 or size != 1]
+    written = ops.slice_update(pack(cache), start, pack(ops.cast(update, cache.dtype)))
+    return ops.reshape(written, ops.shape(cache))
 
 
 def _pattern_spec(query, length):

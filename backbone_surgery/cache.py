@@ -6,6 +6,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from backbone_surgery.attention import pack
 from backbone_surgery.errors import SurgeryError
 
 
@@ -38,6 +39,27 @@ def new_cache(
     return tree.map_structure(
         lambda t: _zeros(t, batch_size, length), cache_inputs(backbone_with_cache)
     )
+
+
+def new_packed_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) -> Any:
+    """Make an empty cache as a loop carries it, array by array; see `attention.pack`."""
+    return tree.map_structure(
+        lambda t: pack(_zeros(t, batch_size, length)), cache_inputs(backbone_with_cache)
+    )
+
+
+def unpack(cache: Any, backbone_with_cache: keras.Model, batch_size: int) -> Any:
+    """Give the arrays of a packed cache their dimensions back."""
+    return tree.map_structure(
+        lambda x, t: ops.reshape(x, (batch_size, -1, *t.shape[2:])),
+        cache,
+        cache_inputs(backbone_with_cache),
+    )
+
+
+def slot_axis(batch_size: int) -> int:
+    """Return which dimension of a packed array counts the slots."""
+    return 0 if batch_size == 1 else 1
 
 
 def cache_inputs(backbone_with_cache: keras.Model) -> list[dict[str, keras.KerasTensor]]:

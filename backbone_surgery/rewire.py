@@ -11,6 +11,7 @@ from backbone_surgery.emission import emit
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening import open_backbone
+from backbone_surgery.projection import HeadProjection, projects_heads
 from backbone_surgery.rewrites.condition import CachedLatch, Latch
 
 
@@ -104,6 +105,8 @@ class _Rewirer:
             return self._attend_mix(layer, *args)
         if isinstance(layer, Latch):
             return self._latch(layer, *args)
+        if projects_heads(layer):
+            return HeadProjection(layer)(*args)
         return graph.KEEP
 
     def _attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import backbone_surgery as bs
+from backbone_surgery.cache import new_packed_cache
 from backbone_surgery.generation.engine import Batch, make_arguments
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.generation.strategies import make_strategy
@@ -48,7 +49,7 @@ class Decoder:
         prompt = np.arange(PROMPT, dtype=np.int32)
         batch = Batch([prompt], budget, np.zeros((1, 2), np.uint32), {}, Stops([]))
         self.arguments = jax.device_put(make_arguments(self.strategy, batch, 1, PROMPT))
-        cache = bs.new_cache(lm.backbone_with_cache, 1, length)
+        cache = new_packed_cache(lm.backbone_with_cache, 1, length)
         self.state = self.programs.prefill(self.strategy, cache, self.arguments)
         self.slot = PROMPT + 1
         self.seconds = float("inf")

@@ -120,17 +120,41 @@ def test_samplers(lm):
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        (lambda s: s.RandomSampler(temperature=0.0), r"temperature to be a number above 0.* 0\.0"),
-        (lambda s: s.GreedySampler(temperature=-1.0), "expected temperature to be a number above"),
-        (lambda s: s.TopPSampler(p=1.5), "expected p to be a number above 0 and at most 1"),
+        (lambda s: s.RandomSampler(temperature=0.0), r"temperature to be a number from.* 0\.0"),
+        (lambda s: s.RandomSampler(temperature=None), r"temperature to be a number from.* None"),
+        (lambda s: s.GreedySampler(temperature=-1.0), "temperature to be a number from 1e-30 to"),
+        (lambda s: s.BeamSampler(temperature=1e-40), "temperature to be a number from 1e-30 to"),
+        (lambda s: s.TopPSampler(p=1.5), "expected p to be a number from 0 to 1. Received 1.5"),
+        (lambda s: s.TopPSampler(p=None), "expected p to be a number from 0 to 1. Received None"),
         (lambda s: s.TopKSampler(k=0), "expected k to be a whole number from 1. Received 0"),
-        (lambda s: s.BeamSampler(num_beams=0), "expected num_beams to be a whole number"),
+        (lambda s: s.TopKSampler(k=5.0), "expected k to be a whole number from 1. Received 5.0"),
+        (lambda s: s.TopKSampler(k=None), "expected k to be a whole number from 1. Received None"),
+        (lambda s: s.BeamSampler(num_beams=True), "expected num_beams to be a whole number"),
     ],
 )
 def test_settings_of_samplers(lm, sampler, words):
     sampler = sampler(keras_hub.samplers)
     with pytest.raises(bs.SurgeryError, match=words):
         lm.compile(sampler=sampler)
+
+
+def test_more_tokens_to_draw_from_than_there_are(lm, prompt):
+    lm.compile(sampler=keras_hub.samplers.TopKSampler(k=10**6))
+    with pytest.raises(bs.SurgeryError, match=r"k to be at most the size of the vocabulary, \d+\."):
+        lm.generate(prompt, stop_token_ids=None)
+    assert lm.programs.compilations == {"prefill": 0, "decode": 0}
+    lm.compile(sampler="greedy")
+
+
+def test_a_sampler_of_ones_own_means_what_it_likes(lm):
+    class Own(keras_hub.samplers.Sampler):
+        k = 0
+
+        def get_next_token(self, probabilities):
+            return keras.ops.argmax(probabilities, axis=-1)
+
+    lm.compile(sampler=Own())
+    lm.compile(sampler="greedy")
 
 
 def test_stream_needs_text(lm, prompt):

@@ -9,6 +9,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import attention
+from backbone_surgery.cache import new_packed_cache
 from backbone_surgery.generation import programs
 from backbone_surgery.generation.engine import Batch, make_arguments
 from backbone_surgery.generation.stopping import Stops
@@ -37,11 +38,11 @@ def lowered(backbone):
     strategy, rows = make_strategy(lm.sampler), [np.arange(1, 9, dtype=np.int32)]
     batch = Batch(rows, np.array([100], np.int32), np.zeros((1, 2), np.uint32), {}, Stops([]))
     arguments = make_arguments(strategy, batch, 1, PROMPT)
-    cache = bs.new_cache(lm.backbone_with_cache, 1, SLOTS)
+    cache = new_packed_cache(lm.backbone_with_cache, 1, SLOTS)
     weights = lm.programs.weights()
 
     def prefill(weights, cache, arguments):
-        return programs._prefill(lm.programs.forward(weights), strategy, cache, arguments, False)
+        return programs._prefill(lm.programs, weights, strategy, cache, arguments, False)
 
     def decode(weights, state, arguments, until):
         return programs._decode(lm.programs, weights, strategy, state, arguments, until)

@@ -6,27 +6,31 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import make_gpt2, ragged
+from backbone_surgery.cache import new_packed_cache
+from tests.conftest import make_gemma, make_gpt2, ragged
 
 SLOTS = 256
 
 
-@pytest.fixture(scope="module")
-def compiled():
+SIZES = {"num_layers": 4, "hidden_dim": 128, "intermediate_dim": 512}
+HEADS = {"num_query_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+MODELS = {
+    "gpt2": lambda: make_gpt2(**SIZES, max_sequence_length=SLOTS),
+    "gemma": lambda: make_gemma(**SIZES, **HEADS),
+    "gemma, one head of keys": lambda: make_gemma(**SIZES, **{**HEADS, "num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def compiled(request):
     """The programs of a model whose weights and cache are much larger than one step's work."""
-    model = {
-        "num_layers": 4,
-        "hidden_dim": 128,
-        "intermediate_dim": 512,
-        "max_sequence_length": SLOTS,
-    }
-    lm = bs.CachedCausalLM(make_gpt2(**model))
+    lm = bs.CachedCausalLM(MODELS[request.param]())
     lm.compile(sampler="greedy")
     inputs = ragged(np.random.default_rng(0), (5, 4), 5)
     lm.generate(inputs, max_length=SLOTS - 16, stop_token_ids=None)
     programs = {key[0]: program for key, program in lm.programs._compiled.items()}
     weights = sum(np.asarray(w).nbytes for w in lm.programs.weights())
-    caches = bs.new_cache(lm.backbone_with_cache, 2, SLOTS)
+    caches = new_packed_cache(lm.backbone_with_cache, 2, SLOTS)
     leaves = [np.asarray(x) for pair in caches for x in pair.values()]
     return programs, weights, leaves
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from backbone_surgery.cache import new_cache
+from backbone_surgery.cache import new_packed_cache
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.programs import Programs, State
@@ -81,7 +81,7 @@ def run_batch(
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
     # Nothing here holds on to the empty cache, which beams cannot take over.
     state = programs.prefill(
-        strategy, new_cache(programs.model, padded, first), arguments, batch.captures
+        strategy, new_packed_cache(programs.model, padded, first), arguments, batch.captures
     )
 
     def decode(state: State, until: int) -> tuple[State, State]:

@@ -8,7 +8,6 @@ Rows are left-padded to one length: every row's last prompt token stands in the 
 rows write to one slot at each step, whatever their lengths.
 """
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from backbone_surgery.attention import pack
 from backbone_surgery.backbone import BackboneWithCache
+from backbone_surgery.cache import slot_axis, unpack
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.strategies import Strategy
 
@@ -57,7 +58,7 @@ class Programs:
 
         Args:
             strategy: how to choose.
-            cache: an empty cache of more slots than the prompts are long. It is donated.
+            cache: an empty packed cache of more slots than the prompts are long. It is donated.
             arguments: `token_ids` int32[batch, prompt], `mask` bool[batch, prompt], `controls`,
                 `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget` int32[batch].
             captures: whether to keep what the graph captures.
@@ -69,7 +70,7 @@ class Programs:
         """
 
         def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
-            return _prefill(self.forward(weights), strategy, cache, arguments, captures)
+            return _prefill(self, weights, strategy, cache, arguments, captures)
 
         donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
         args = (self.weights(), cache, arguments)
@@ -100,23 +101,29 @@ class Programs:
             state: from `prefill` or `decode`. It is taken over.
             length: number of slots.
         """
-        values = {"cache": 0, "tokens": 0, "cache_mask": True}
-        for name, value in values.items():
+        slots = slot_axis(state["tokens"].shape[0])
+        values = {"cache": (0, slots), "tokens": (0, 1), "cache_mask": (True, 1)}
+        for name, (value, axis) in values.items():
             leaves, structure = jax.tree.flatten(state.pop(name))
             for i, leaf in enumerate(leaves):
-                leaves[i] = _grow(leaf, length, value)
+                leaves[i] = _grow(leaf, length, value, axis)
             state[name] = jax.tree.unflatten(structure, leaves)
         return state
 
     def forward(self, weights: list[jax.Array]) -> Callable[..., Any]:
-        """Return the model as a function of its inputs, with these values as its weights."""
+        """Return the model as a function of its inputs, with these values as its weights.
+
+        The cache goes in and comes out packed.
+        """
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(self.model.variables, weights, strict=True)
+            cache = unpack(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             with keras.StatelessScope(state_mapping=mapping):
-                outputs = self.model(inputs)
+                outputs = self.model({**inputs, "cache": cache})
                 logits = self.head(outputs["hidden_states"][:, -1:], reverse=True)
-            return logits[:, 0], outputs["cache"], outputs.get("captures", {})
+            cache = jax.tree.map(pack, outputs["cache"])
+            return logits[:, 0], cache, outputs.get("captures", {})
 
         return forward
 
@@ -141,29 +148,30 @@ def _array(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _grow(x: jax.Array, length: int, value: Any) -> jax.Array:
-    """Pad `[rows, slots, ...]` to more slots, on the same devices."""
-    widths = ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2))
+def _pad(x: jax.Array, length: int, value: Any, axis: int) -> jax.Array:
+    """Make room for one entry for each slot of the cache, on the same devices."""
+    widths = [(0, length - size if i == axis else 0) for i, size in enumerate(x.shape)]
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _pad(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """Make room for one entry for each slot of the cache."""
-    widths = [(0, length - size if i == axis else 0) for i, size in enumerate(x.shape)]
-    return jnp.pad(x, widths)
+_grow = jax.jit(_pad, static_argnums=(1, 2, 3))
 
 
 def _prefill(
-    forward: Callable, strategy: Strategy, cache: Any, arguments: State, captures: bool
+    programs: Programs,
+    weights: list[jax.Array],
+    strategy: Strategy,
+    cache: Any,
+    arguments: State,
+    captures: bool,
 ) -> State:
     token_ids, mask = arguments["token_ids"], arguments["mask"]
-    length = jax.tree.leaves(cache)[0].shape[1]
-    prompt = token_ids.shape[1]
+    rows, prompt = token_ids.shape
+    length = jax.tree.leaves(cache)[0].shape[slot_axis(rows)]
     lengths = mask.sum(axis=1, dtype=jnp.int32)
     cache_mask = jnp.pad(mask, ((0, 0), (0, length - prompt)), constant_values=True)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    logits, cache, captured = forward(
+    logits, cache, captured = programs.forward(weights)(
         {
             "token_ids": token_ids,
             "cache": cache,
@@ -181,11 +189,13 @@ def _prefill(
         "done": arguments["budget"] <= 0,
     }
     if captures:
-        state["captures"] = {k: _pad(x, length, time_axis(k)) for k, x in captured.items()}
+        state["captures"] = {k: _pad(x, length, 0, time_axis(k)) for k, x in captured.items()}
     if strategy.width > 1:
+        state["cache"] = unpack(cache, programs.model, rows)
         logits, state = jax.tree.map(
             lambda x: jnp.repeat(x, strategy.width, axis=0), (logits, state)
         )
+        state["cache"] = jax.tree.map(pack, state["cache"])
     state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
     return _choose(strategy, logits, state, arguments)
 
@@ -196,7 +206,7 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
         logits, state["done"], state["draws"], arguments["settings"]
     )
     per_row = {k: state[k] for k in _PER_ROW if k in state}
-    if parents is not None:
+    if parents is not None and len(tokens) > 1:
         per_row = jax.tree.map(lambda x: x[parents], per_row)
     state = {**state, **per_row, "draws": draws}
     slot, done = state["slot"], state["done"]

@@ -7,8 +7,6 @@ Temperature and the like are traced: changing them compiles nothing.
 """
 
 import copy
-import math
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -26,12 +24,6 @@ _ROWWISE = (
     keras_hub.samplers.TopKSampler,
     keras_hub.samplers.TopPSampler,
 )
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "temperature": ("a number above 0", lambda x: 0 < x < math.inf),
-    "p": ("a number above 0 and at most 1", lambda x: 0 < x <= 1),
-    "k": ("a whole number from 1", lambda x: x >= 1 and int(x) == x),
-    "num_beams": ("a whole number from 1", lambda x: x >= 1 and int(x) == x),
-}
 _REFUSED = (keras_hub.samplers.ContrastiveSampler, keras_hub.samplers.SpeculativeSampler)
 
 Arrays = dict[str, Any]
@@ -99,13 +91,40 @@ def make_strategy(sampler: Any) -> Strategy:
 
 
 def _check_settings(sampler: Any) -> None:
-    for name, (wanted, fits) in _RANGES.items():
-        value = getattr(sampler, name, None)  # `k` of a TopPSampler may be None
-        if value is not None and not fits(value):
-            raise SurgeryError(
-                f"compile with sampler {type(sampler).__name__}: expected {name} to be {wanted}. "
-                f"Received {value!r}. For the likeliest token each time, use 'greedy'."
-            )
+    """Refuse numbers with which KerasHub's samplers would draw nonsense."""
+    samplers = keras_hub.samplers
+    _check_number(sampler, "temperature", 1e-30, 1e30)
+    if isinstance(sampler, samplers.TopPSampler):
+        _check_number(sampler, "p", 0.0, 1.0)
+        if sampler.k is not None:
+            _check_count(sampler, "k")
+    if isinstance(sampler, samplers.TopKSampler):
+        _check_count(sampler, "k")
+    if isinstance(sampler, samplers.BeamSampler):
+        _check_count(sampler, "num_beams")
+
+
+def _check_number(sampler: Any, name: str, least: float, most: float) -> None:
+    value = getattr(sampler, name)
+    try:
+        fits = least <= float(np.float32(value)) <= most
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise SurgeryError(
+            f"compile with sampler {type(sampler).__name__}: expected {name} to be a number from "
+            f"{least:g} to {most:g}. Received {value!r}. For the likeliest token each time, use "
+            "'greedy'."
+        )
+
+
+def _check_count(sampler: Any, name: str) -> None:
+    value = getattr(sampler, name)
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise SurgeryError(
+            f"compile with sampler {type(sampler).__name__}: expected {name} to be a whole number "
+            f"from 1. Received {value!r}. Pass an int."
+        )
 
 
 def get_sampler(identifier: Any) -> Any:
@@ -122,7 +141,7 @@ def get_sampler(identifier: Any) -> Any:
 class Greedy:
     """Choose the likeliest token of each row: the first of them, where several are.
 
-    That is KerasHub's `GreedySampler`, without the probabilities that it never uses.
+    That is KerasHub's `GreedySampler`, without the probabilities: they have the same order.
     """
 
     width = 1
@@ -141,9 +160,10 @@ class Greedy:
     ) -> tuple[jax.Array, None, Arrays]:
         """Choose a token for each row."""
         # Two plain reductions: on a CPU, XLA's `argmax` is ten times slower than both.
+        logits = jax.lax.optimization_barrier(logits)  # both see the same bits, in half precision
         largest = logits.max(axis=-1, keepdims=True)
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        tokens = jnp.where(logits < largest, jnp.iinfo(jnp.int32).max, ids).min(axis=-1)
+        tokens = jnp.where(logits < largest, logits.shape[-1], ids).min(axis=-1)
         return jnp.where(done, 0, tokens), None, {}
 
 
@@ -176,6 +196,11 @@ class RowSampling:
     ) -> tuple[jax.Array, None, Arrays]:
         """Choose a token for each row."""
         sampler = copy.copy(self.sampler)
+        if type(sampler) in _ROWWISE and (getattr(sampler, "k", 1) or 1) > logits.shape[-1]:
+            raise SurgeryError(
+                f"generate with sampler {type(sampler).__name__}: expected k to be at most the "
+                f"size of the vocabulary, {logits.shape[-1]}. Received {sampler.k}. Pass fewer."
+            )
         for name, value in settings.items():
             setattr(sampler, name, value)
 

@@ -1,0 +1,78 @@
+"""`HeadProjection`: an `EinsumDense` over attention heads, whose kernel is read as it lies.
+
+Where the heads of a kernel come before its inputs, as in Gemma, the plain einsum makes XLA copy the
+kernel into another order, at each token that is decoded. A product for each head needs no copy.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+_REGISTER = keras.saving.register_keras_serializable("backbone_surgery")
+
+_SPLIT = "abc,dce->abde"
+_JOIN = "abcd,cde->abe"
+
+
+def projects_heads(layer: Any) -> bool:
+    """Tell whether a layer can be run by a `HeadProjection`."""
+    return type(layer) is keras.layers.EinsumDense and _form(layer.equation) in (_SPLIT, _JOIN)
+
+
+@_REGISTER
+class HeadProjection(keras.layers.Layer):
+    """Compute what an `EinsumDense` computes, which stays the owner of the weights.
+
+    Args:
+        dense: the layer, built. Its kernel is float[num_heads, inputs, head_dim], to heads, or
+            float[num_heads, head_dim, outputs], from them. With LoRA or quantised weights it is
+            called itself.
+
+    Call arguments:
+        x: float[batch, time, inputs], or float[batch, time, num_heads, head_dim].
+
+    Returns:
+        float[batch, time, num_heads, head_dim], or float[batch, time, outputs].
+    """
+
+    def __init__(self, dense: keras.layers.EinsumDense, **kwargs) -> None:
+        super().__init__(dtype=dense.dtype_policy, name=dense.name, **kwargs)
+        self.dense = dense
+        self.supports_masking = dense.supports_masking
+
+    def call(self, x):
+        """Project `x`."""
+        dense = self.dense
+        if dense.lora_enabled or dense.quantization_mode is not None:
+            return dense(x)
+        project = _to_heads if _form(dense.equation) == _SPLIT else _from_heads
+        y = project(x, ops.convert_to_tensor(dense.kernel))
+        y = y if dense.bias is None else y + dense.bias
+        return y if dense.activation is None else dense.activation(y)
+
+    def compute_output_spec(self, x):
+        """Return what the layer says of itself."""
+        return self.dense.compute_output_spec(x)
+
+
+def _to_heads(x, kernel):
+    batch, time, inputs = ops.shape(x)
+    heads, _, head_dim = ops.shape(kernel)
+    rows = ops.broadcast_to(
+        ops.reshape(x, (1, batch * time, inputs)), (heads, batch * time, inputs)
+    )
+    y = ops.transpose(ops.matmul(rows, kernel), (1, 0, 2))
+    return ops.reshape(y, (batch, time, heads, head_dim))
+
+
+def _from_heads(x, kernel):
+    batch, time, heads, head_dim = ops.shape(x)
+    rows = ops.reshape(x, (batch, time, heads * head_dim))
+    return ops.matmul(rows, ops.reshape(kernel, (heads * head_dim, ops.shape(kernel)[2])))
+
+
+def _form(equation: str) -> str:
+    """Rename the letters of an equation in the order in which they come."""
+    letters = dict.fromkeys(c for c in equation if c.isalpha())
+    return equation.translate({ord(c): chr(ord("a") + i) for i, c in enumerate(letters)})
