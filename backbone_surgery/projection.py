@@ -17,7 +17,8 @@ _JOIN = "abcd,cde->abe"
 
 def projects_heads(layer: Any) -> bool:
     """Tell whether a layer can be run by a `HeadProjection`."""
-    return type(layer) is keras.layers.EinsumDense and _form(layer.equation) in (_SPLIT, _JOIN)
+    plain = type(layer) is keras.layers.EinsumDense and layer.quantization_mode is None
+    return plain and _form(layer.equation) in (_SPLIT, _JOIN)
 
 
 @_REGISTER
@@ -26,8 +27,8 @@ class HeadProjection(keras.layers.Layer):
 
     Args:
         dense: the layer, built. Its kernel is float[num_heads, inputs, head_dim], to heads, or
-            float[num_heads, head_dim, outputs], from them. With LoRA or quantised weights it is
-            called itself.
+            float[num_heads, head_dim, outputs], from them. Once it has LoRA or quantised weights,
+            it is called itself.
 
     Call arguments:
         x: float[batch, time, inputs], or float[batch, time, num_heads, head_dim].

@@ -151,7 +151,7 @@ def chosen_rows(names: list[str], is_quick: bool) -> list[Row]:
     unknown = set(names) - {row.name for row in ROWS}
     if unknown:
         raise typer.BadParameter(f"no rows {sorted(unknown)}; there are {[r.name for r in ROWS]}")
-    backend = jax.default_backend()
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"  # for any accelerator
     wanted = names or (QUICK if is_quick else [r.name for r in ROWS if r.backend == backend])
     rows = [row for row in ROWS if row.name in wanted]
     return [quick(row) for row in rows] if is_quick else rows
@@ -329,8 +329,10 @@ def main(
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
     if quick:
         console.print("Tiny models: the figures say nothing but that the benchmark works.")
-    results = []
-    for one in chosen_rows(row or [], quick):
+    rows, results = chosen_rows(row or [], quick), []
+    if plot_file is not None and all(one.kind == "first_token" for one in rows):
+        raise typer.BadParameter("--plot draws tokens per second, and these rows have none")
+    for one in rows:
         results.append(measure(one, runs, only_keras))
         console.print(table(results[-1]))
         for note in results[-1]["notes"]:

@@ -1,4 +1,4 @@
-"""Measure what a token costs against the length of the cache, and against the number of blocks.
+"""Measure what a token costs against the slots of the cache, those asked for, and the blocks.
 
     KERAS_BACKEND=jax python scripts/bench_growth.py --json growth.json --plot growth.png
 
@@ -23,7 +23,7 @@ from rich.table import Table
 
 import backbone_surgery as bs
 from backbone_surgery.cache import new_packed_cache
-from backbone_surgery.generation.engine import Batch, make_arguments
+from backbone_surgery.generation.engine import Batch, make_arguments, run_batch
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.generation.strategies import make_strategy
 
@@ -37,6 +37,7 @@ CONFIG = {
     "max_sequence_length": LENGTHS[-1],
 }
 PROMPT = 16
+CHUNK = 64
 
 
 class Decoder:
@@ -63,6 +64,25 @@ class Decoder:
         self.seconds = min(self.seconds, (time.perf_counter() - start) / steps)
 
 
+def measure_reserved(lm: bs.CachedCausalLM, turns: int) -> dict[int, float]:
+    """Return what each of the first tokens costs, in ms, of texts that may become longer."""
+    strategy, costs = make_strategy(lm.sampler), dict.fromkeys(LENGTHS[1:], float("inf"))
+    for turn in range(turns + 1):
+        for length in costs:
+            budget = np.array([length - PROMPT], np.int32)
+            prompt, seeds = np.arange(PROMPT, dtype=np.int32), np.zeros((1, 2), np.uint32)
+            batch = Batch([prompt], budget, seeds, {}, Stops([]))
+            start = time.perf_counter()
+            pieces = run_batch(lm.programs, strategy, batch, chunk=CHUNK)
+            next(pieces)
+            seconds = time.perf_counter() - start
+            pieces.close()
+            time.sleep(0.5)  # the next piece was begun
+            if turn:  # the first one compiles
+                costs[length] = min(costs[length], 1000 * seconds / CHUNK)
+    return costs
+
+
 def make(blocks: int) -> bs.CachedCausalLM:
     """Make a model of some blocks."""
     lm = bs.CachedCausalLM(backbone_of({**CONFIG, "num_layers": blocks}, "gpt2", "float32"))
@@ -82,11 +102,11 @@ def measure(decoders: dict[int, Decoder], turns: int, steps: int) -> dict[int, f
 
 
 def plot(figures: dict[str, dict[int, float]], to_file: Path) -> None:
-    """Draw both curves."""
+    """Draw the curves."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, (name, costs) in zip(figure.subplots(1, 2), figures.items(), strict=True):
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    for axes, (name, costs) in zip(figure.subplots(1, 3), figures.items(), strict=True):
         axes.plot(list(costs), list(costs.values()), marker="o")
         axes.set_xlabel(name)
         axes.set_xticks(list(costs)[-4:])
@@ -102,11 +122,14 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot")] = None,
 ) -> None:
-    """Measure both, and print a table of each."""
+    """Measure all three, and print a table of each."""
+    if PROMPT + 1 + (turns + 1) * steps > LENGTHS[0]:
+        raise typer.BadParameter(f"turns x steps do not fit in {LENGTHS[0]} slots, and all must")
     console, machine = Console(), describe()
     four = make(4)
     figures: dict[str, dict[int, float]] = {
         "slots of the cache": measure({n: Decoder(four, n) for n in LENGTHS}, turns, steps),
+        "slots asked for, first 64 tokens": measure_reserved(four, turns),
         "blocks": measure({n: Decoder(make(n), 256) for n in BLOCKS}, turns, steps),
     }
     console.print(machine)

@@ -12,7 +12,7 @@ LAYERS = [
     ["errors", "startup", "version", "training"],
     ["emission"],
     ["graph"],
-    ["attention", "layers", "site", "backbone", "checkpoint", "twin"],
+    ["attention", "layers", "projection", "site", "backbone", "checkpoint", "twin"],
     ["families"],
     ["opening", "cache"],
     ["rewrites", "operate", "rewire", "nested"],
