@@ -111,7 +111,7 @@ def plot(figures: dict[str, dict[int, float]], to_file: Path) -> None:
         axes.set_xlabel(name)
         axes.set_xticks(list(costs)[-4:])
         axes.set_ylabel("ms per token")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(costs.values()))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(to_file, dpi=150)
 

@@ -42,6 +42,7 @@ def test_other_layers_are_left_alone(rng):
     assert not projects_heads(keras.layers.Dense(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["lora", "int8"])
 def test_what_becomes_of_the_layer_later_is_seen(rng, change):
     backbone = make_gemma()

@@ -397,6 +397,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the saving process is forked")
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "kills"), [("exchange", 200), ("aside", 60)])
 def test_killed_while_it_saves(tmp_path, way, kills):
     """After each kill the folder holds one save, whole: the last one that ended, or the next."""
