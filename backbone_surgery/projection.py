@@ -15,10 +15,12 @@ _SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
 
 
-def projects_heads(layer: Any) -> bool:
-    """Tell whether a layer can be run by a `HeadProjection`."""
-    plain = type(layer) is keras.layers.EinsumDense and layer.quantization_mode is None
-    return plain and _form(layer.equation) in (_SPLIT, _JOIN)
+def projects_heads(layer: Any, compute_dtype: str) -> bool:
+    """Tell whether a layer of a model that computes in a dtype can be run by a `HeadProjection`."""
+    if type(layer) is not keras.layers.EinsumDense or layer.quantization_mode is not None:
+        return False
+    like_the_model = layer.autocast and layer.compute_dtype == compute_dtype
+    return like_the_model and _form(layer.equation) in (_SPLIT, _JOIN)
 
 
 @_REGISTER
@@ -31,7 +33,7 @@ class HeadProjection(keras.layers.Layer):
             it is called itself.
 
     Call arguments:
-        x: float[batch, time, inputs], or float[batch, time, num_heads, head_dim].
+        inputs: float[batch, time, inputs], or float[batch, time, num_heads, head_dim].
 
     Returns:
         float[batch, time, num_heads, head_dim], or float[batch, time, outputs].
@@ -42,19 +44,19 @@ class HeadProjection(keras.layers.Layer):
         self.dense = dense
         self.supports_masking = dense.supports_masking
 
-    def call(self, x):
-        """Project `x`."""
+    def call(self, inputs, training=None):
+        """Project the inputs; `training` is what the layer takes too, and changes nothing."""
         dense = self.dense
         if dense.lora_enabled or dense.quantization_mode is not None:
-            return dense(x)
+            return dense(inputs)
         project = _to_heads if _form(dense.equation) == _SPLIT else _from_heads
-        y = project(x, ops.convert_to_tensor(dense.kernel))
+        y = project(inputs, ops.convert_to_tensor(dense.kernel))
         y = y if dense.bias is None else y + dense.bias
         return y if dense.activation is None else dense.activation(y)
 
-    def compute_output_spec(self, x):
+    def compute_output_spec(self, inputs, training=None):
         """Return what the layer says of itself."""
-        return self.dense.compute_output_spec(x)
+        return self.dense.compute_output_spec(inputs)
 
 
 def _to_heads(x, kernel):

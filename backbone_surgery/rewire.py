@@ -44,7 +44,7 @@ def rewire(backbone: keras.Model) -> BackboneWithCache:
         2
     """
     opened = open_backbone(backbone)
-    rewirer = _Rewirer()
+    rewirer = _Rewirer(opened.compute_dtype)
     inputs = rewirer.inputs
     controls = {
         t.name: t for t in tree.flatten(opened.input) if t.name not in ("token_ids", "padding_mask")
@@ -80,7 +80,9 @@ def _entries(keys: list, values: list, found: list) -> list[dict[str, Any]]:
 class _Rewirer:
     """The callback of the rewiring pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute_dtype: str) -> None:
+        self.compute_dtype = compute_dtype
+        self.projections: dict[int, HeadProjection] = {}
         self.inputs = {
             "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
             "positions": keras.Input((None,), dtype="int32", name="positions"),
@@ -105,8 +107,9 @@ class _Rewirer:
             return self._attend_mix(layer, *args)
         if isinstance(layer, Latch):
             return self._latch(layer, *args)
-        if projects_heads(layer):
-            return HeadProjection(layer)(*args)
+        if projects_heads(layer, self.compute_dtype):
+            projection = self.projections.setdefault(id(layer), HeadProjection(layer))
+            return projection(*args, **kwargs)
         return graph.KEEP
 
     def _attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:

@@ -122,8 +122,9 @@ def test_samplers(lm):
     [
         (lambda s: s.RandomSampler(temperature=0.0), r"temperature to be a number from.* 0\.0"),
         (lambda s: s.RandomSampler(temperature=None), r"temperature to be a number from.* None"),
-        (lambda s: s.GreedySampler(temperature=-1.0), "temperature to be a number from 1e-30 to"),
-        (lambda s: s.BeamSampler(temperature=1e-40), "temperature to be a number from 1e-30 to"),
+        (lambda s: s.RandomSampler(temperature=10**400), "temperature to be a number from"),
+        (lambda s: s.GreedySampler(temperature=-1.0), "temperature to be a number from 1e-06 to"),
+        (lambda s: s.BeamSampler(temperature=1e-40), "temperature to be a number from 1e-06 to"),
         (lambda s: s.TopPSampler(p=1.5), "expected p to be a number from 0 to 1. Received 1.5"),
         (lambda s: s.TopPSampler(p=None), "expected p to be a number from 0 to 1. Received None"),
         (lambda s: s.TopKSampler(k=0), "expected k to be a whole number from 1. Received 0"),

@@ -1,5 +1,7 @@
 """`HeadProjection` computes what the layer it runs computes, whatever becomes of that layer."""
 
+from dataclasses import dataclass
+
 import keras
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ def dense(equation, output_shape, input_shape, **options):
 def test_it_equals_the_layer(rng, case, dtype):
     layer = dense(*case, activation="gelu", bias_axes=case[0][-1], dtype=dtype)
     layer.bias.assign(rng.normal(size=layer.bias.shape))
-    assert projects_heads(layer)
+    assert projects_heads(layer, layer.compute_dtype)
     x = rng.normal(size=case[2]).astype("float32")
     wanted, got = layer(x), HeadProjection(layer)(x)
     assert got.dtype == wanted.dtype
@@ -36,10 +38,29 @@ def test_other_layers_are_left_alone(rng):
     class Mine(keras.layers.EinsumDense):
         pass
 
-    assert not projects_heads(dense("btd,dnh->btnh", (None, 4, 8), (3, 5, 16)))
-    assert not projects_heads(dense("btd,df->btf", (None, 8), (3, 5, 16)))
-    assert not projects_heads(Mine(TO_HEADS[0], TO_HEADS[1]))
-    assert not projects_heads(keras.layers.Dense(4))
+    others = [
+        dense("btd,dnh->btnh", (None, 4, 8), (3, 5, 16)),
+        dense("btd,df->btf", (None, 8), (3, 5, 16)),
+        dense(*TO_HEADS, dtype="bfloat16"),
+        dense(*TO_HEADS, autocast=False),
+        Mine(TO_HEADS[0], TO_HEADS[1]),
+        keras.layers.Dense(4),
+    ]
+    assert not any(projects_heads(layer, "float32") for layer in others)
+
+
+def test_a_layer_of_ones_own_may_run_twice_and_be_called_by_name(rng):
+    split = dense("btd,ndh->btnh", (None, 1, 32), (3, 5, 32), name="mine")
+
+    @dataclass(frozen=True)
+    class Twice(bs.SiteRewrite):
+        at: str = "final_norm"
+
+        def apply(self, x, place, surgery):
+            by_name = split(inputs=x)
+            return x + keras.ops.squeeze(split(x) + split(x * 2) + by_name, 2)
+
+    bs.check(bs.operate(make_gemma(), [Twice()]))
 
 
 @pytest.mark.slow

@@ -126,12 +126,12 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
 
 
 def _one_policy(edited: EditedBackbone) -> str:
-    names = edited.made_under or (keras.config.dtype_policy().name,)
+    names = edited.made_under or ("float32",)  # without rewrites, none made any layer
     if len(names) > 1 or names[0] not in POLICIES:
         raise SurgeryError(
             f"save_recipe at '{edited.name}': expected rewrites that were all applied under one "
-            f"global dtype policy of {', '.join(POLICIES)}. Received {', '.join(names)}. Call "
-            "`keras.config.set_dtype_policy` before the first `operate`, and not again."
+            f"global dtype policy of {', '.join(POLICIES)}. Received {', '.join(names)}. Set "
+            "one by `keras.config.set_dtype_policy` before the first `operate`, and keep it."
         )
     return names[0]
 
