@@ -9,8 +9,6 @@ from typing import Any
 import keras
 from keras import ops
 
-_REGISTER = keras.saving.register_keras_serializable("backbone_surgery")
-
 _SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
 
@@ -23,7 +21,6 @@ def projects_heads(layer: Any, compute_dtype: str) -> bool:
     return like_the_model and _form(layer.equation) in (_SPLIT, _JOIN)
 
 
-@_REGISTER
 class HeadProjection(keras.layers.Layer):
     """Compute what an `EinsumDense` computes, which stays the owner of the weights.
 

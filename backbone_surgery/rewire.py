@@ -108,8 +108,9 @@ class _Rewirer:
         if isinstance(layer, Latch):
             return self._latch(layer, *args)
         if projects_heads(layer, self.compute_dtype):
-            projection = self.projections.setdefault(id(layer), HeadProjection(layer))
-            return projection(*args, **kwargs)
+            if id(layer) not in self.projections:  # one, however often the layer runs
+                self.projections[id(layer)] = HeadProjection(layer)
+            return self.projections[id(layer)](*args, **kwargs)
         return graph.KEEP
 
     def _attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:
