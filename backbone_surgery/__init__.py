@@ -4,21 +4,25 @@ Open a KerasHub backbone's layer graph, change it, derive a cached graph from th
 generate from that at compiled speed. Layers are shared at every step, never copied.
 """
 
-import backbone_surgery.startup  # noqa: F401 - first, before Keras is imported
+import backbone_surgery.startup
 
 # isort: split
+import backbone_surgery.families  # noqa: F401 - they register themselves
 from backbone_surgery.analysis import (
     Attribution,
     LogitLens,
     PatchGrid,
-    attribute,
+    attribution,
     logit_lens,
     patch_grid,
 )
-from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
-from backbone_surgery.cache import new_cache
-from backbone_surgery.checking import CheckReport, check
-from backbone_surgery.emission import collect, emit
+from backbone_surgery.caching.cache import new_cache
+from backbone_surgery.caching.check import CheckReport, check
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.rewire import rewire
+from backbone_surgery.drawing.figures import plot_attention, plot_grid, plot_lens
+from backbone_surgery.drawing.mermaid import to_mermaid
+from backbone_surgery.drawing.plotting import plot_model
 from backbone_surgery.errors import (
     CacheMismatchError,
     RecipeError,
@@ -27,17 +31,19 @@ from backbone_surgery.errors import (
     UnknownArchitectureError,
     WeightMismatchError,
 )
-from backbone_surgery.figures import plot_attention, plot_grid, plot_lens
-from backbone_surgery.generation.captures import Captures
+from backbone_surgery.generation.captures import GeneratedActivations
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.compile_cache import compile_cache
-from backbone_surgery.graph import clone_layer_graph
-from backbone_surgery.nested import rewrite_nested
-from backbone_surgery.opening import open_backbone, sites
-from backbone_surgery.operate import operate
-from backbone_surgery.plotting import plot_model, to_mermaid
-from backbone_surgery.rewire import rewire
-from backbone_surgery.rewrites import (
+from backbone_surgery.generation.sweep import Sweep, sweep
+from backbone_surgery.graph.emission import collect, emit
+from backbone_surgery.graph.replay import clone_layer_graph
+from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.family import Family, register_family
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.open import open_backbone, sites
+from backbone_surgery.opening.site import Site
+from backbone_surgery.opening.state import Stateful, StateSpec
+from backbone_surgery.recipes.recipe import load_recipe, save_recipe
+from backbone_surgery.rewriting import (
     Ablate,
     Capture,
     Condition,
@@ -57,16 +63,14 @@ from backbone_surgery.rewrites import (
     Steer,
     Wrap,
 )
-from backbone_surgery.sweep import Sweep, sweep
+from backbone_surgery.rewriting.nested import rewrite_nested
+from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.vectors import ControlVector, contrast_pairs
 from backbone_surgery.version import __version__
-from backbone_surgery.weights.describe import register_rewrite
-from backbone_surgery.weights.digest import weights_digest
 from backbone_surgery.weights.merge import merge
-from backbone_surgery.weights.recipe import load_recipe, save_recipe
 from backbone_surgery.weights.report import TransferReport
 from backbone_surgery.weights.transfer import transfer_weights
-from backbone_surgery.weights.tree import weight_tree
+from backbone_surgery.weights.tree import weight_tree, weights_digest
 
 __all__ = [
     "Ablate",
@@ -75,12 +79,13 @@ __all__ = [
     "CacheMismatchError",
     "CachedCausalLM",
     "Capture",
-    "Captures",
     "CheckReport",
     "Condition",
     "Control",
     "ControlVector",
     "EditedBackbone",
+    "Family",
+    "GeneratedActivations",
     "Insert",
     "LogitLens",
     "LowRank",
@@ -94,9 +99,13 @@ __all__ = [
     "Rewrite",
     "Schedule",
     "SelectorError",
+    "SelfAttention",
+    "Site",
     "SiteRewrite",
     "Skip",
     "SparseAutoencoder",
+    "StateSpec",
+    "Stateful",
     "Steer",
     "SurgeryError",
     "Sweep",
@@ -105,11 +114,10 @@ __all__ = [
     "WeightMismatchError",
     "Wrap",
     "__version__",
-    "attribute",
+    "attribution",
     "check",
     "clone_layer_graph",
     "collect",
-    "compile_cache",
     "contrast_pairs",
     "emit",
     "load_recipe",
@@ -123,7 +131,7 @@ __all__ = [
     "plot_grid",
     "plot_lens",
     "plot_model",
-    "register_rewrite",
+    "register_family",
     "rewire",
     "rewrite_nested",
     "save_recipe",

@@ -7,9 +7,17 @@ to do about it.
 import difflib
 from collections.abc import Iterable
 
+import numpy as np
+
+_LONGEST = 200
+
 
 class SurgeryError(ValueError):
-    """Bad input to a surgery: raised before anything is compiled, written or changed."""
+    """Something cannot be done as asked.
+
+    Wrong arguments are refused before anything is compiled or written. What only a run can show,
+    such as logits that are no numbers, is raised when it is seen.
+    """
 
 
 class UnknownArchitectureError(SurgeryError):
@@ -21,7 +29,7 @@ class SelectorError(SurgeryError):
 
 
 class CacheMismatchError(SurgeryError):
-    """The cached graph and the uncached one disagree, so it must not be used to generate."""
+    """The cached graph and the uncached one give different results: do not generate with it."""
 
 
 class WeightMismatchError(SurgeryError):
@@ -40,9 +48,26 @@ class RecipeError(SurgeryError):
     """A recipe is damaged, unknown or does not fit; nothing was built from it."""
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def closest(name: object, known: Iterable[object]) -> str:
     """Return a hint such as `Did you mean 'key'? Known: key, value.` for an unknown name."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3)
+    names = [str(k) for k in known]
+    near = difflib.get_close_matches(str(name), names, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    return f"{hint}Known: {', '.join(known) if known else '(none)'}."
+    return f"{hint}Known: {', '.join(names) if names else '(none)'}."
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: an array by its dtype and shape, and nothing at length.
+
+    Example:
+        >>> import numpy as np
+        >>> shown("all"), shown(np.zeros((2, 32), "float32"))
+        ("'all'", 'an array float32[2, 32]')
+    """
+    if isinstance(value, np.ndarray) and value.size > 8:
+        return f"an array {value.dtype}{list(value.shape)}"
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object that cannot show itself
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -36,7 +36,7 @@ from bench_peers import Contender, Work, backbone_of, contenders
 from bench_report import plot, table
 from rich.console import Console
 
-from backbone_surgery.cache import bytes_per_token
+from backbone_surgery.caching.cache import bytes_per_token
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2_124m": {

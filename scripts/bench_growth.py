@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 import backbone_surgery as bs
-from backbone_surgery.cache import new_packed_cache
+from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.generation.engine import Batch, make_arguments, run_batch
+from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
-from backbone_surgery.generation.strategies import make_strategy
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCKS = (2, 4, 8, 16)

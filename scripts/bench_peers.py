@@ -19,8 +19,8 @@ from bench_convert import convert
 
 import backbone_surgery as bs
 from backbone_surgery.generation.engine import Batch, run_batch
+from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
-from backbone_surgery.generation.strategies import make_strategy
 
 CHUNK = 8
 """Tokens between two pieces of a stream."""

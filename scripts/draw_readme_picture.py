@@ -11,4 +11,4 @@ if __name__ == "__main__":
         vocabulary_size=50, num_layers=2, num_heads=2, hidden_dim=8, intermediate_dim=16
     )
     edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(8)})])
-    bs.plot_model(bs.rewire(edited), "docs/images/rewired.png", expand_nested=True, dpi=64)
+    bs.plot_model(bs.rewire(edited), "docs/images/rewired.png", expand_nested=True)

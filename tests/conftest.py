@@ -1,87 +1,49 @@
-"""What the tests share: the Keras backend, and small random models of both families."""
+"""What the tests share: the Keras backend, a cache of compiled programs, and small helpers."""
 
-import atexit
 import os
-import shutil
-import tempfile
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Nearly all time goes into compiling, and nearly no test is about speed.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # What one test has compiled, no other test of the same run compiles again, in any process.
-    programs = tempfile.mkdtemp(prefix="compiled_by_tests_")
-    atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    # What was compiled once is not compiled again, by any process or the next run.
+    programs = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 
-VOCABULARY = 60
+from tests.families import (  # noqa: F401 - tests take them from here
+    FAMILIES,
+    ROWS,
+    TASKS,
+    VOCABULARY,
+    make_gemma,
+    make_gemma2,
+    make_gpt2,
+)
+
+HARNESS = "test_families.py"
 
 
-def _spread(backbone, seed):
-    """Give the weights values large enough for the greedy choice to be clear."""
-    rng = np.random.default_rng(seed)
-    for variable in backbone.trainable_variables:
-        value = np.asarray(variable)
-        if value.ndim > 1:
-            value = rng.normal(0, 1 / np.sqrt(np.prod(value.shape[:-1])) + 0.15, value.shape)
-        else:
-            value = value + rng.normal(0, 0.1, value.shape)
-        variable.assign(value.astype(value.dtype))
-    return backbone
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow what runs on another family than the first, outside of the harness.
 
-
-def make_gpt2(seed=0, **kwargs):
-    config = {
-        "vocabulary_size": VOCABULARY,
-        "num_layers": 3,
-        "num_heads": 4,
-        "hidden_dim": 32,
-        "intermediate_dim": 64,
-        "max_sequence_length": 64,
-        "dropout": 0.0,
-    }
-    return _spread(keras_hub.models.GPT2Backbone(**{**config, **kwargs}), seed)
-
-
-def make_gemma(seed=0, **kwargs):
-    config = {
-        "vocabulary_size": VOCABULARY,
-        "num_layers": 2,
-        "num_query_heads": 4,
-        "num_key_value_heads": 1,
-        "hidden_dim": 32,
-        "intermediate_dim": 96,
-        "head_dim": 8,
-    }
-    return _spread(keras_hub.models.GemmaBackbone(**{**config, **kwargs}), seed)
-
-
-def make_gemma2(seed=0, **kwargs):
-    config = {
-        "num_layers": 4,
-        "num_key_value_heads": 2,
-        "use_post_ffw_norm": True,
-        "use_post_attention_norm": True,
-        "attention_logit_soft_cap": 50.0,
-        "final_logit_soft_cap": 30.0,
-        "use_sliding_window_attention": True,
-        "sliding_window_size": 6,
-    }
-    return make_gemma(seed, **{**config, **kwargs})
-
-
-FAMILIES = {"gpt2": make_gpt2, "gemma": make_gemma, "gemma2": make_gemma2}
-TASKS = {
-    "gpt2": keras_hub.models.GPT2CausalLM,
-    "gemma": keras_hub.models.GemmaCausalLM,
-    "gemma2": keras_hub.models.GemmaCausalLM,
-}
+    The harness runs every family by default: opened, edited, cached and generating. Everything
+    else is shown on one family by default, and on the others with the slow tests.
+    """
+    others = [name for name in ROWS][1:]
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and item.path.name != HARNESS:
+            if any(isinstance(p, str) and p in others for p in callspec.params.values()):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=list(FAMILIES))

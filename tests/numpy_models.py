@@ -100,7 +100,7 @@ def gpt2_block(layer, x, site):
             for name in ("query", "key", "value")
         )
     )
-    mixed = site("attention", attend(q, k, v, q.shape[-1] ** -0.5, site))
+    mixed = site("head_outputs", attend(q, k, v, q.shape[-1] ** -0.5, site))
     w, b = weights_of(attention.output_dense)
     out = site("attention_output", np.einsum("btnh,nhd->btd", mixed, w) + b, mixed)
     residual = site("residual_mid", out + residual)
@@ -121,7 +121,7 @@ def gemma_block(layer, x, site):
     window = attention.sliding_window_size if attention.use_sliding_window_attention else None
     scale = q.shape[-1] ** -0.5
     cap = attention.logit_soft_cap
-    mixed = site("attention", attend(rotate(q), rotate(k), v, scale, site, cap, window))
+    mixed = site("head_outputs", attend(rotate(q), rotate(k), v, scale, site, cap, window))
     out = np.einsum("btnh,nhd->btd", mixed, weights_of(attention.output_dense)[0])
     if layer.use_post_attention_norm:
         out = rms_norm(layer.post_attention_norm, out)
@@ -159,6 +159,13 @@ class Model:
             x = block(x)
         norm = layer_norm if self.gpt2 else rms_norm
         return norm(self.backbone.layer_norm, x)
+
+    @property
+    def hidden_size(self):
+        """How wide `mlp_hidden` is."""
+        layer = self.backbone.transformer_layers[0]
+        down = layer._feedforward_output_dense if self.gpt2 else layer.ffw_linear
+        return down.kernel.shape[0]
 
     def captures(self):
         """Return what stood at each site in the last run, by path."""

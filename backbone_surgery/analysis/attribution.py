@@ -17,19 +17,19 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.rewrites import Capture, SiteRewrite, Surgery
-from backbone_surgery.site import Place
+from backbone_surgery.opening.site import Place
+from backbone_surgery.rewriting import Capture, SiteRewrite, Surgery
 
-_NAME = "attribute"
+_NAME = "attribution"
 
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """What `attribute` found.
+    """What `attribution` returns.
 
     Attributes:
-        values: float32[sites, tokens], gradient times activation, summed over features: how much
-            the metric would fall, to first order, without that activation.
+        values: float32[sites, tokens], gradient times activation, summed over features: by how
+            much the metric falls, to first order, if that activation is removed.
         metric: the metric of the text.
         sites: paths of the sites.
         tokens: labels of the text's tokens.
@@ -41,14 +41,14 @@ class Attribution:
     tokens: list[str]
 
 
-def attribute(
+def attribution(
     lm: CachedCausalLM,
     text: Any,
     target: Any,
     at: str = "blocks.*",
     controls: Mapping[str, Any] | None = None,
 ) -> Attribution:
-    """Attribute what the model says next to the activations at each site and token.
+    """Attribute the next-token prediction to the activations at each site and token.
 
     Source: gradient times input, Shrikumar et al. 2017, https://arxiv.org/abs/1704.02685, applied
     to activations as in attribution patching.
@@ -66,40 +66,54 @@ def attribute(
     Example:
         >>> import backbone_surgery as bs, keras_hub
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
-        >>> bs.attribute(lm, [1, 2, 3], target=7, at="blocks.*.attention").values.shape
+        >>> bs.attribution(lm, [1, 2, 3], target=7, at="blocks.*.head_outputs").values.shape
         (2, 3)
     """
     if keras.config.backend() != "jax":
         raise SurgeryError(
-            "attribute: expected the JAX backend of Keras. Received "
+            "attribution: expected the JAX backend of Keras. Received "
             f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
         )
     import jax
 
-    read = read_text(lm, text, "attribute")
-    measure = make_metric(lm, target, "attribute")
+    question = read_text(lm, text, "attribution")
+    measure = make_metric(lm, target, "attribution")
     model = derived(lm, Capture(at, name=_NAME), _Nudge(at))
     sites = list(model.report[-1].sites)
-    inputs = {**read.inputs(), **bind_rows(lm, controls, read, 1)}
+    inputs = {**question.inputs(), **bind_rows(lm, controls, question, 1)}
     variables = [*model.variables]
 
     def run(nudges: list[Any], values: list[Any]) -> tuple[Any, list[Any]]:
-        given = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
+        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
         mapping = list(zip(variables, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
-            outputs = model(given)
+            outputs = model(nudged)
             logits = next_token_logits(lm, outputs["hidden_states"])
-        return measure(logits)[0], [outputs["captures"][f"{_NAME}/{s}"] for s in sites]
+        return _differentiable(measure(logits)[0]), [
+            outputs["captures"][f"{_NAME}/{s}"] for s in sites
+        ]
 
-    shapes = [(1, len(read.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))]
+    shapes = [
+        (1, len(question.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))
+    ]
     zeros = [np.zeros(shape, "float32") for shape in shapes]
     step = jax.jit(jax.value_and_grad(run, has_aux=True))
     (value, captured), gradients = step(zeros, [v.value for v in variables])
     products = [
         np.asarray(g) * np.asarray(x, "float32") for g, x in zip(gradients, captured, strict=True)
     ]
-    summed = [p[0].reshape(len(read.token_ids), -1).sum(axis=-1) for p in products]
-    return Attribution(np.stack(summed), float(value), sites, read.labels)
+    summed = [p[0].reshape(len(question.token_ids), -1).sum(axis=-1) for p in products]
+    return Attribution(np.stack(summed), float(value), sites, question.labels)
+
+
+def _differentiable(value: Any) -> Any:
+    """Refuse a metric without gradients."""
+    if not keras.backend.is_float_dtype(value.dtype):
+        raise SurgeryError(
+            "attribution at 'metric': expected a function that returns floats. Received one that "
+            f"returns {value.dtype}. Return logits, or what is computed from them."
+        )
+    return value
 
 
 def _inputs(model: keras.Model) -> dict[str, tuple]:
@@ -108,7 +122,7 @@ def _inputs(model: keras.Model) -> dict[str, tuple]:
 
 @dataclass(frozen=True)
 class _Nudge(SiteRewrite):
-    """Add an input to what stands at each site: what gradients are taken by."""
+    """Add an input, zero by default, at each site: gradients are taken with respect to it."""
 
     at: str
 
@@ -116,13 +130,13 @@ class _Nudge(SiteRewrite):
         for i, place in enumerate(self.choose(surgery)):
             if place.path.endswith("attention_pattern"):
                 raise SurgeryError(
-                    f"attribute at '{place.path}': expected sites with a value for each token. "
-                    "Received an attention pattern. Choose `attention`, say."
+                    f"attribution at '{place.path}': expected sites with a value for each token. "
+                    "Received an attention pattern. Choose `head_outputs`, say."
                 )
             shape = place.tensor.shape[2:]
             surgery.control(f"{_NAME}_{i}", np.zeros((1, *shape), "float32"), (None, *shape))
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
-        nudge = surgery.inputs[f"{_NAME}_{len(surgery.fired) - 1}"]
+        nudge = surgery.inputs[f"{_NAME}_{surgery.index}"]
         return keras.ops.add(x, keras.ops.cast(nudge, x.dtype))

@@ -1,4 +1,4 @@
-"""The logit lens: what the model would say if it stopped after each block."""
+"""The logit lens: the next token that the model would predict if it ended after each block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.analysis.question import bind_rows, derived, read_text, token_label
-from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.rewrites import Capture
-from backbone_surgery.site import is_block
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.site import is_block
+from backbone_surgery.rewriting import Capture
 
 _NAME = "lens"
 _STREAM = "residual_stream"
@@ -21,13 +21,13 @@ _STREAM = "residual_stream"
 
 @dataclass(frozen=True, eq=False)
 class LogitLens:
-    """What `logit_lens` saw.
+    """What `logit_lens` returns.
 
     Attributes:
         token_ids: int32[sites, tokens], the likeliest next token.
         probabilities: float32[sites, tokens], its probability.
         entropies: float32[sites, tokens], of the whole distribution, in nats.
-        labels: the likeliest tokens as they are shown, one list for each site.
+        labels: the likeliest tokens as text, one list for each site.
         sites: paths of the sites.
         tokens: labels of the text's own tokens.
     """
@@ -65,7 +65,7 @@ def logit_lens(
         >>> bs.logit_lens(lm, [1, 2, 3]).probabilities.shape
         (2, 3)
     """
-    read = read_text(lm, text, "logit_lens")
+    question = read_text(lm, text, "logit_lens")
     capturing = derived(lm, Capture(at, name=_NAME))
     sites = list(capturing.report[-1].sites)
     reader = _reader(lm)
@@ -77,7 +77,7 @@ def logit_lens(
                 f"{stream}. Received one of "
                 f"{capturing.captures[f'{_NAME}/{site}'].shape[1:]}. Use `at='blocks.*'`."
             )
-    inputs = lm.opened.with_defaults({**read.inputs(), **bind_rows(lm, controls, read, 1)})
+    inputs = lm.opened.with_defaults({**question.inputs(), **bind_rows(lm, controls, question, 1)})
     captured = capturing.predict_on_batch(inputs)["captures"]
     streams = [captured[f"{_NAME}/{site}"] for site in sites]
     logits = [reader.predict_on_batch({**inputs, _STREAM: x})[0] for x in streams]
@@ -92,14 +92,15 @@ def logit_lens(
         entropies=-(probabilities * log_probabilities).sum(axis=-1),
         labels=[[token_label(lm, i) for i in row] for row in best],
         sites=sites,
-        tokens=read.labels,
+        tokens=question.labels,
     )
 
 
+@graph.building()
 def _reader(lm: CachedCausalLM) -> keras.Model:
-    """Make a model of what comes after the last block: the residual stream to logits.
+    """Build a model of what comes after the last block, from the residual stream to logits.
 
-    It has the inputs of `lm`'s own model too, for rewrites behind the last block.
+    It has the inputs of `lm`'s own model too, for rewrites after the last block.
     """
     opened: EditedBackbone = lm.opened
     blocks = [node for node in graph.graph_nodes(opened) if is_block(node.operation)]

@@ -17,7 +17,8 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.rewrites import Capture, Patch
+from backbone_surgery.rewriting import Capture, Patch
+from backbone_surgery.vectors.activations import check_batch_size
 
 _NAME = "patch_grid"
 
@@ -43,7 +44,7 @@ class PatchGrid:
 
     @property
     def recovered(self) -> np.ndarray:
-        """How far each patch leads: 0 is the corrupted text, 1 the clean one.
+        """How much of the difference each patch restores: 0 is the corrupted text, 1 the clean.
 
         Raises:
             SurgeryError: the metric is the same for both texts.
@@ -69,8 +70,8 @@ def patch_grid(
 
     Source: Meng et al. 2022, https://arxiv.org/abs/2202.05262; Wang et al. 2022,
     https://arxiv.org/abs/2211.00593. All cells run in a few batches of one compiled pass; another
-    pair of texts of that length compiles nothing. Cells at which both texts have the same
-    activation, those before the first token that differs, need no pass.
+    pair of texts of that length compiles nothing. Before the first token that differs, both texts
+    have the same activations: these cells need no pass.
 
     Args:
         lm: the model, edited or not.
@@ -78,7 +79,7 @@ def patch_grid(
         corrupted: another, of as many tokens.
         metric: what to measure of the next token: a token, for its logit; a pair of tokens (right,
             wrong), for the difference of their logits; or a function of logits
-            float[batch, vocabulary] that gives float[batch].
+            float[batch, vocabulary] that returns float[batch].
         at: site selector, as for `Patch`.
         controls: for the controls of `lm`'s own rewrites.
         batch_size: how many cells to run at once.
@@ -93,11 +94,7 @@ def patch_grid(
         >>> bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values.shape
         (2, 3)
     """
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise SurgeryError(
-            f"patch_grid at 'batch_size': expected 1 or more. Received {batch_size!r}. Leave it "
-            "out for 32."
-        )
+    check_batch_size(batch_size, "patch_grid")
     texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
     lengths = [len(text.token_ids) for text in texts]
     if lengths[0] != lengths[1] or np.array_equal(texts[0].token_ids, texts[1].token_ids):
@@ -108,19 +105,19 @@ def patch_grid(
     measure = make_metric(lm, metric, "patch_grid")
     patching = derived(lm, Patch(at, name=_NAME))
     sites = list(patching.report[-1].sites)
-    seen = [_run(lm, text, at, sites, measure, controls) for text in texts]
-    (clean_end, values), (corrupted_end, others) = seen
+    runs = [_run(lm, text, at, sites, measure, controls) for text in texts]
+    (clean_end, values), (corrupted_end, others) = runs
     grid = np.full((len(sites), lengths[0]), corrupted_end, "float32")
     # Tokens before the first that differs have the same activations: there a patch does nothing.
     cells = [
         (s, t) for s, t in np.ndindex(grid.shape) if not np.array_equal(values[s][t], others[s][t])
     ]
-    text, rows = texts[1], min(batch_size, grid.size)
-    given = {**text.inputs(rows), **bind_rows(lm, controls, text, rows)}
+    text, rows = texts[1], min(int(batch_size), grid.size)
+    inputs = {**text.inputs(rows), **bind_rows(lm, controls, text, rows)}
     for start in range(0, len(cells), rows):
         part = cells[start : start + rows]
         patch = _patch(part + [part[-1]] * (rows - len(part)), values)
-        hidden_states = patching.hidden_states(patching.predict_on_batch({**given, **patch}))
+        hidden_states = patching.hidden_states(patching.predict_on_batch({**inputs, **patch}))
         for cell, value in zip(part, _measured(lm, measure, hidden_states), strict=False):
             grid[cell] = value
     return PatchGrid(grid, clean_end, corrupted_end, sites, text.labels)

@@ -1,4 +1,4 @@
-"""A question: one text as tokens with labels, and a number to be read off the next-token logits."""
+"""What every analysis asks: one text as labelled tokens, and a number from next-token logits."""
 
 import weakref
 from collections.abc import Callable
@@ -7,14 +7,17 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
-from backbone_surgery.backbone import EditedBackbone
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import read_prompts
-from backbone_surgery.operate import operate
-from backbone_surgery.rewrites import Rewrite
+from backbone_surgery.numbers import is_int, read_int32
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.rewriting import Rewrite
+from backbone_surgery.rewriting.operate import operate
+from backbone_surgery.vectors.activations import check_task, read_ids
 
 Metric = Callable[[Any], Any]
 """Maps logits float[batch, vocabulary] of the next token to float[batch]."""
@@ -44,10 +47,14 @@ def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
     Raises:
         SurgeryError: something else, or more than one text.
     """
+    check_task(lm, operation)
+    vocabulary = lm.opened.token_embedding.input_dim
     if lm.preprocessor is None and not isinstance(text, dict):
-        ids = np.atleast_2d(np.asarray(text))
-        text = {"token_ids": ids, "padding_mask": np.ones(ids.shape, bool)}
-    rows = read_prompts(text, lm.preprocessor, lm.opened.token_embedding.input_dim).rows
+        ids = read_int32(text, 0, vocabulary - 1)
+        texts = [text] if ids is None or ids.ndim != 2 else list(ids)
+        rows = [read_ids(one, vocabulary, operation) for one in texts]
+    else:
+        rows = read_prompts(text, lm.preprocessor, vocabulary).rows
     if len(rows) != 1:
         raise SurgeryError(
             f"{operation}: expected one text. Received {len(rows)}. Call it once for each."
@@ -76,7 +83,7 @@ def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
     if len(pair) not in (1, 2):
         raise SurgeryError(
             f"{operation} at 'metric': expected a token, a pair (right, wrong) or a function of "
-            f"logits [batch, vocabulary]. Received {metric!r}. Pass one of these."
+            f"logits [batch, vocabulary]. Received {shown(metric)}. Pass one of these."
         )
     ids = [_token_id(lm, token, operation) for token in pair]
     if len(ids) == 1:
@@ -85,16 +92,22 @@ def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
 
 
 def _checked(metric: Metric, operation: str) -> Metric:
-    """Refuse what a user's metric gives, unless it is a number for each row."""
+    """Return a user's metric, which refuses to return anything but a number for each row."""
 
     def measure(logits: Any) -> Any:
-        value = metric(logits)
-        shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
-        if shape != (len(logits),):
+        try:
+            value = ops.convert_to_tensor(metric(logits))
+            shape, dtype = tuple(value.shape), keras.backend.standardize_dtype(value.dtype)
+        except Exception as error:  # whatever the user's code runs into
             raise SurgeryError(
                 f"{operation} at 'metric': expected a function of logits [batch, vocabulary] that "
-                f"gives [batch], {len(logits)} numbers here. Received shape {list(shape)}. Index "
-                "rows by a colon: `logits[:, 7]`."
+                f"returns [batch]. Received one that fails with: {error} Use `keras.ops`."
+            ) from error
+        if shape != (len(logits),) or dtype == "bool":
+            raise SurgeryError(
+                f"{operation} at 'metric': expected a function of logits [batch, vocabulary] that "
+                f"returns [batch], {len(logits)} numbers here. Received {dtype} of shape "
+                f"{list(shape)}. Index rows by a colon: `logits[:, 7]`."
             )
         return value
 
@@ -106,12 +119,12 @@ def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:
     ids = [token]
     if isinstance(token, str) and lm.preprocessor is not None:
         ids = [int(i) for i in np.asarray(lm.preprocessor.tokenizer(token)).reshape(-1)]
-    known = all(isinstance(i, int | np.integer) and 0 <= i < size for i in ids)
+    known = all(is_int(i) and 0 <= i < size for i in ids)
     if len(ids) != 1 or not known:
         raise SurgeryError(
-            f"{operation} at token {token!r}: expected one token, as text or as an id from 0 to "
-            f"{size - 1}. Received {len(ids) if known else 'no'} token(s). Mind the space before a "
-            "word."
+            f"{operation} at token {shown(token)}: expected one token, as text or as an id from 0 "
+            f"to {size - 1}. Received {len(ids) if known else 'no'} token(s). Mind the space "
+            "before a word."
         )
     return int(ids[0])
 

@@ -1,16 +1,8 @@
-"""The families: one file for each architecture that can be opened.
+"""The families that come with the package: one file for each architecture that can be opened."""
 
-Every module of this package that defines a `FAMILY` is found by itself, so supporting another
-architecture is adding one file.
-"""
+from backbone_surgery.families.gemma import GEMMA
+from backbone_surgery.families.gpt2 import GPT2
+from backbone_surgery.opening.family import register_family
 
-import importlib
-import pkgutil
-
-from backbone_surgery.families.family import Family
-
-_modules = [
-    importlib.import_module(f"{__name__}.{module.name}")
-    for module in pkgutil.iter_modules(__path__)
-]
-FAMILIES: tuple[Family, ...] = tuple(m.FAMILY for m in _modules if hasattr(m, "FAMILY"))
+for family in (GPT2, GEMMA):
+    register_family(family)

@@ -10,10 +10,11 @@ import keras
 import numpy as np
 from keras import layers, ops
 from keras_hub.src.models.gemma.gemma_decoder_block import GemmaDecoderBlock
+from keras_hub.src.models.gemma.rms_normalization import RMSNormalization
 
-from backbone_surgery.attention import SelfAttention
-from backbone_surgery.families.family import Family
-from backbone_surgery.site import Site
+from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.family import Family
+from backbone_surgery.opening.site import Site
 
 
 class GemmaRotary(layers.Layer):
@@ -89,24 +90,26 @@ def _attention(block, x, padding_mask, positions):
             stacklevel=2,
         )
     scaled_by = attention.head_dim if attention.query_head_dim_normalize else width
+    window = attention.sliding_window_size if attention.use_sliding_window_attention else None
     x = SelfAttention(
         num_heads=attention.num_query_heads,
         num_key_value_heads=attention.num_key_value_heads,
         head_dim=attention.head_dim,
         scale=float(1 / np.sqrt(scaled_by)),
-        soft_cap=attention.logit_soft_cap,
-        window=attention.sliding_window_size if attention.use_sliding_window_attention else None,
+        logit_soft_cap=attention.logit_soft_cap,
+        sliding_window_size=window,
         dropout=attention.dropout_layer if attention.dropout > 0 else None,
         dtype=policy,
         name="self_attention",
     )(query, key, value, padding_mask)
-    return attention.output_dense(Site("attention")(x))
+    return attention.output_dense(Site("head_outputs")(x))
 
 
-FAMILY = Family(
+GEMMA = Family(
     name="gemma",
     block=GemmaDecoderBlock,
     open_block=open_block,
+    pointwise_layers=(RMSNormalization,),
     model_types=("gemma", "gemma2"),
     model_type=lambda block: "gemma2" if block.use_post_ffw_norm else "gemma",
 )

@@ -2,10 +2,11 @@
 
 import keras_hub
 from keras import layers
+from keras_hub.src.utils.keras_utils import gelu_approximate
 
-from backbone_surgery.attention import SelfAttention
-from backbone_surgery.families.family import Family
-from backbone_surgery.site import Site
+from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.family import Family
+from backbone_surgery.opening.site import Site
 
 
 def open_block(block, hidden_states, padding_mask, positions):
@@ -27,7 +28,7 @@ def open_block(block, hidden_states, padding_mask, positions):
         dtype=policy,
         name="self_attention",
     )(query, key, value, padding_mask)
-    x = attention.output_dense(Site("attention")(x))
+    x = attention.output_dense(Site("head_outputs")(x))
     x = Site("attention_output")(x)
     x = block._self_attention_dropout(x)
     x = layers.Add(dtype=policy, name="attention_residual")([x, hidden_states])
@@ -40,6 +41,11 @@ def open_block(block, hidden_states, padding_mask, positions):
     return layers.Add(dtype=policy, name="mlp_residual")([x, residual])
 
 
+def claims(block):
+    """Tell whether a `TransformerDecoder` is GPT-2's: KerasHub builds OPT of this class too."""
+    return block.activation is gelu_approximate
+
+
 def refuse(block):
     """Say why a `TransformerDecoder` is not a GPT-2 block, if it is not."""
     if block._cross_attention_layer is not None:
@@ -49,12 +55,13 @@ def refuse(block):
     return None
 
 
-FAMILY = Family(
+GPT2 = Family(
     name="gpt2",
     block=keras_hub.layers.TransformerDecoder,
     open_block=open_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
+    claims=claims,
     position_layers=(keras_hub.layers.PositionEmbedding,),
     refuse=refuse,
     sampler="top_k",

@@ -11,7 +11,7 @@ _PATTERN = "attention_pattern"
 
 
 @dataclass(frozen=True, eq=False)
-class Captures:
+class GeneratedActivations:
     """The activations at some sites while texts were generated.
 
     They cover the tokens that were run through the model: the prompt, and all generated tokens but
@@ -62,7 +62,7 @@ def cut(name: str, row: np.ndarray, tokens: slice) -> np.ndarray:
     return row[:, tokens, tokens] if time_axis(name) == 2 else row[tokens]
 
 
-def pack(token_ids: list[np.ndarray], rows: list[Mapping[str, np.ndarray]]) -> Captures:
+def pack(token_ids: list[np.ndarray], rows: list[Mapping[str, np.ndarray]]) -> GeneratedActivations:
     """Pad rows to the longest one.
 
     Args:
@@ -75,7 +75,7 @@ def pack(token_ids: list[np.ndarray], rows: list[Mapping[str, np.ndarray]]) -> C
     for name in rows[0]:
         axes = (1, 2) if time_axis(name) == 2 else (0,)
         values[name] = np.stack([_pad(row[name], lengths.max(), axes) for row in rows])
-    return Captures(ids, lengths, values)
+    return GeneratedActivations(ids, lengths, values)
 
 
 def _pad(row: np.ndarray, length: int, axes: tuple[int, ...]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """`CachedCausalLM`: a KerasHub causal LM task over any backbone graph, edited or not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,31 +8,31 @@ from typing import Any
 import keras
 import keras_hub
 import numpy as np
-from keras import ops
 from rich.progress import Progress
 
-from backbone_surgery.backbone import BackboneWithCache, EditedBackbone
+from backbone_surgery import graph
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation import request
+from backbone_surgery.generation import cached_call, request
 from backbone_surgery.generation.captures import pack
-from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.controls import bind_controls, check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
-from backbone_surgery.generation.presets import load_preset
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
+from backbone_surgery.generation.samplers import get_sampler, make_strategy
 from backbone_surgery.generation.stopping import Stops
-from backbone_surgery.generation.strategies import get_sampler, make_strategy
-from backbone_surgery.layers import RowConstant
-from backbone_surgery.opening import open_backbone
-from backbone_surgery.rewire import rewire
-from backbone_surgery.training import TrainsOwnLayers
-from backbone_surgery.weights.folder import recover
-from backbone_surgery.weights.preset import recipe_in, save_preset
-from backbone_surgery.weights.recipe import load_recipe
-from backbone_surgery.weights.store import read_document
+from backbone_surgery.opening.layers import RowConstant
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.training import TrainsOwnLayers
+from backbone_surgery.presets import load_preset, preset_path
+from backbone_surgery.recipes.preset import recipe_in, save_preset
+from backbone_surgery.recipes.recipe import load_recipe
+from backbone_surgery.recipes.store import read_document
 
 _SEQUENCE_CHECK = 16
-"""Steps between two looks at the text, where stop sequences are given."""
+"""Steps between two looks at the text, where there are stop sequences."""
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
@@ -40,16 +40,18 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
     """A causal language model that generates from the graph of its backbone, with a cache.
 
     It is a KerasHub task: `fit`, `evaluate`, `compile` and the rest behave as upstream. Unlike
-    upstream it generates from the layer graph that it is given, whatever was changed in it.
+    upstream it generates from the layer graph of the backbone, whatever was changed in it.
 
     Args:
         backbone: a `keras_hub` backbone, what `operate` made of one, or a plain Functional model
             cloned from one.
         preprocessor: a `keras_hub.models.CausalLMPreprocessor`, or `None` to pass and get arrays.
+        trust: layers of the graph, or their names, to use without a probe; see `rewire`.
 
     Attributes:
-        backbone: as it was given.
+        backbone: the argument, as it was passed.
         backbone_with_cache: the cached graph, see `rewire`.
+        max_positions: how many positions the model has learned; `None` if it is not limited.
 
     Example:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -59,7 +61,14 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         (1, 7)
     """
 
-    def __init__(self, backbone: keras.Model, preprocessor: Any = None, **kwargs: Any) -> None:
+    @graph.building()
+    def __init__(
+        self,
+        backbone: keras.Model,
+        preprocessor: Any = None,
+        trust: Iterable[Any] = (),
+        **kwargs: Any,
+    ) -> None:
         opened = open_backbone(backbone)
         head = opened.token_embedding
         self.backbone = backbone
@@ -67,6 +76,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         inputs = {t.name: t for t in opened.inputs if t.name in ("token_ids", "padding_mask")}
         others = {t.name: t for t in opened.inputs if t.name not in inputs}
         by_hand = {n: t for n, t in others.items() if n not in opened.defaults}
+        check_by_hand(by_hand.values())
         constants = {
             name: RowConstant(default, name=f"default_{name}")(inputs["token_ids"])
             for name, default in opened.defaults.items()
@@ -76,16 +86,19 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         object.__setattr__(self, "opened", opened)
         object.__setattr__(self, "trained_layers", opened.trained_layers)
         super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
-        backbone_with_cache = rewire(opened)
+        backbone_with_cache = rewire(opened, trust)
         object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
         object.__setattr__(self, "programs", Programs(backbone_with_cache, head))
+        self.max_positions = opened.family.max_positions(opened)
 
     opened: EditedBackbone
     backbone_with_cache: BackboneWithCache
     programs: Programs
 
     @classmethod
-    def from_preset(cls, preset: str, load_weights: bool = True, **kwargs: Any) -> "CachedCausalLM":
+    def from_preset(
+        cls, preset: str, load_weights: bool = True, trust: Iterable[Any] = (), **kwargs: Any
+    ) -> "CachedCausalLM":
         """Load a model: a bundled one by name, or any preset or folder that KerasHub can load.
 
         A folder that `save_to_preset` wrote holds the edit too, and the model comes back edited.
@@ -95,14 +108,15 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
                 KerasHub or Hugging Face layout. A folder without a tokenizer gives a model
                 without a preprocessor.
             load_weights: whether to load the weights, or start from random ones.
+            trust: names of layers that the edit put in, to use without a probe; see `rewire`. An
+                edit on disk never brings such a promise along.
             **kwargs: such as `dtype`, for the backbone. By default an edited model gets the dtype
                 that it was edited in.
 
         Raises:
             SurgeryError: there is no such folder, or its edit does not fit what was asked for.
         """
-        recover(Path(preset))
-        recipe = recipe_in(Path(preset))
+        recipe = recipe_in(Path(preset_path(preset)))
         if recipe is not None and not load_weights:
             raise SurgeryError(
                 f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
@@ -113,7 +127,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
         if recipe is not None:
             backbone = load_recipe(recipe, backbone)
-        return cls(backbone, preprocessor)
+        return cls(backbone, preprocessor, trust=trust)
 
     def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
         """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
@@ -129,7 +143,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             SurgeryError: the edit has no description, see `save_recipe`, the backbone is
                 quantised, or the folder holds something else.
         """
-        save_preset(self.opened, self.preprocessor, Path(preset_dir), max_shard_size)
+        save_preset(self.opened, self.preprocessor, preset_dir, max_shard_size)
 
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
         """Save the weights of the backbone, in its own format, whatever was edited."""
@@ -155,7 +169,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
                 for the architecture takes.
             **kwargs: see KerasHub.
         """
-        sampler = get_sampler(self.opened.family.sampler if sampler == "auto" else sampler)
+        automatic = isinstance(sampler, str) and sampler == "auto"
+        sampler = get_sampler(self.opened.family.sampler if automatic else sampler)
         make_strategy(sampler)
         super().compile(optimizer=optimizer, loss=loss, sampler=sampler, **kwargs)
 
@@ -197,25 +212,30 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         Returns:
             Text for text, a list for a list; for arrays a dict of right-padded `token_ids`
             int32[batch, length] and `padding_mask` bool[batch, length]. With `return_captures`, a
-            pair of that and `Captures`.
+            pair of that and `GeneratedActivations`.
 
         Raises:
             SurgeryError: bad input, before anything is compiled.
         """
+        flags = {"strip_prompt": strip_prompt, "return_captures": return_captures}
+        for name, flag in {**flags, "verbose": verbose}.items():
+            request.check_flag(name, flag)
+        if batch_size is not None:
+            request.check_count("generate", "batch_size", batch_size, "rows")
         prompts, limits, batch = self._prepare(
             inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
         )
         batch = replace(batch, captures=self._can_capture(return_captures))
         strategy = make_strategy(self.sampler)
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
-        made: list[Row] = []
+        rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
             task = progress.add_task("generating", total=len(prompts.rows))
             for part in _split(batch, batch_size):
-                *_, rows = run_batch(self.programs, strategy, part, chunk)
-                made.extend(rows)
+                *_, finished = run_batch(self.programs, strategy, part, chunk)
+                rows.extend(finished)
                 progress.advance(task, len(part.rows))
-        pairs = [(prompt, row.new) for prompt, row in zip(prompts.rows, made, strict=True)]
+        pairs = [(prompt, row.new) for prompt, row in zip(prompts.rows, rows, strict=True)]
         result: Any
         if self.preprocessor is None:
             shown = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
@@ -225,7 +245,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             result = texts[0] if prompts.scalar else texts
         if not return_captures:
             return result
-        return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in made])
+        return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in rows])
 
     def _can_capture(self, wanted: bool) -> bool:
         if wanted and not self.opened.captures:
@@ -271,11 +291,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
                 "stream: expected a preprocessor, to make text. Received a model without one. "
                 "Attach a preprocessor, or use `generate`."
             )
-        if not isinstance(chunk_size, int) or chunk_size < 1:
-            raise SurgeryError(
-                f"stream at 'chunk_size': expected a positive int. Received {chunk_size!r}. Pass a "
-                "number of tokens."
-            )
+        request.check_count("stream", "chunk_size", chunk_size, "tokens")
+        request.check_flag("strip_prompt", strip_prompt)
         prompts, _, batch = self._prepare(
             inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
         )
@@ -321,36 +338,25 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         Returns:
             `logits` float[batch, time, vocabulary], `hidden_states` float[batch, time,
             hidden_dim], and the updated cache.
+
+        Raises:
+            SurgeryError: an argument does not fit the others or the model, or the cache has no room
+                for the tokens. Inside a compiled function, where numbers have no values, this is
+                known of shapes alone: a slot past the end overwrites the last ones.
         """
-        token_ids = ops.convert_to_tensor(token_ids, "int32")
-        batch, time = ops.shape(token_ids)
-        length = ops.shape(cache[0]["key"])[1]
-        if isinstance(cache_update_index, int | np.integer) and not (
-            0 <= cache_update_index <= length - time
-        ):
-            raise SurgeryError(
-                f"call_with_cache at slot {cache_update_index}: expected room for {time} tokens. "
-                f"Received a cache of {length} slots. Make a longer one with `new_cache`."
-            )
-        index = ops.convert_to_tensor(cache_update_index, "int32")
-        if positions is None:
-            positions = ops.broadcast_to(
-                ops.arange(time, dtype="int32")[None] + index, (batch, time)
-            )
-        if cache_mask is None:
-            cache_mask = ops.ones((batch, length), "bool")
+        arguments = {
+            "token_ids": token_ids,
+            "cache": cache,
+            "cache_update_index": cache_update_index,
+            "positions": positions,
+            "cache_mask": cache_mask,
+        }
+        sizes = (self.programs.head.input_dim, self.max_positions)
         outputs = self.backbone_with_cache(
-            {
-                "token_ids": token_ids,
-                "cache": cache,
-                "cache_update_index": index,
-                "positions": positions,
-                "cache_mask": cache_mask,
-                **(controls or {}),
-            }
+            cached_call.complete(self.backbone_with_cache, *sizes, arguments, controls)
         )
         hidden_states = outputs["hidden_states"]
-        logits = self.opened.token_embedding(hidden_states, reverse=True)
+        logits = self.programs.head(hidden_states, reverse=True)
         return logits, hidden_states, outputs["cache"]
 
     def _prepare(
@@ -370,16 +376,19 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
                 f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax; surgery itself works on every "
                 "backend."
             )
-        prompts = read_prompts(inputs, self.preprocessor, self.opened.token_embedding.input_dim)
+        vocabulary_size = self.programs.head.input_dim
+        prompts = read_prompts(inputs, self.preprocessor, vocabulary_size)
         limits = request.resolve_limits(
             prompts,
             max_length,
             max_new_tokens,
             getattr(self.preprocessor, "sequence_length", None),
-            self.opened.family.max_positions(self.opened),
+            self.max_positions,
         )
-        stop_ids = request.resolve_stop_ids(stop_token_ids, self.preprocessor)
-        texts, sequences = request.resolve_stop_sequences(stop_sequences, self.preprocessor)
+        stop_ids = request.resolve_stop_ids(stop_token_ids, self.preprocessor, vocabulary_size)
+        texts, sequences = request.resolve_stop_sequences(
+            stop_sequences, self.preprocessor, vocabulary_size
+        )
         batch = Batch(
             rows=prompts.rows,
             budget=limits.budget,
@@ -392,13 +401,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
 
 def _split(batch: Batch, batch_size: int | None) -> Iterator[Batch]:
     """Cut a batch into parts of at most `batch_size` rows."""
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise SurgeryError(
-            f"generate at 'batch_size': expected a positive int. Received {batch_size!r}. Pass a "
-            "number of rows."
-        )
     count = len(batch.rows)
-    step = batch_size or count
+    step = count if batch_size is None else min(int(batch_size), count)
     for start in range(0, count, step):
         part = slice(start, start + step)
         yield replace(
@@ -407,4 +411,5 @@ def _split(batch: Batch, batch_size: int | None) -> Iterator[Batch]:
             budget=batch.budget[part],
             seeds=batch.seeds[part],
             controls={name: value[part] for name, value in batch.controls.items()},
+            first_row=start,
         )

@@ -1,14 +1,16 @@
 """Controls: from what a user passes as `controls=` to arrays for the inputs of the graph."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import keras
 import numpy as np
 
-from backbone_surgery.backbone import EditedBackbone
-from backbone_surgery.errors import SurgeryError, closest
-from backbone_surgery.rewrites import Rewrite, Rows
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.numbers import read_array, read_float32, read_int32, read_mask
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.rewriting import Rewrite, Rows
 
 
 def bind_controls(
@@ -24,40 +26,94 @@ def bind_controls(
         controls: `{name: value}`; a control that is left out takes its default.
         prompt_lengths: int[batch].
     """
-    given = dict(controls or {})
     inputs = {t.name: t for t in model.inputs if t.name not in ("token_ids", "padding_mask")}
     shapes = {name: t.shape[1:] for name, t in inputs.items()}
     rows = Rows(np.asarray(prompt_lengths), (), shapes, model.defaults)
     fired = {id(f.rewrite): f.sites for f in model.report}
     rewrites = {r.control: r for r in model.rewrites if isinstance(r, Rewrite) and r.control}
     by_hand = {name: t for name, t in inputs.items() if name not in model.defaults}
-    for name in given:
-        if name not in rewrites and name not in by_hand:
-            raise SurgeryError(
-                f"generate at control '{name}': expected a control of this model. "
-                f"{closest(name, [*rewrites, *by_hand])} Declare it with a rewrite."
-            )
+    values = check_names("generate", controls, [*rewrites, *by_hand])
     bound = {name: np.broadcast_to(d, (rows.batch, *d.shape)) for name, d in model.defaults.items()}
     for name, rewrite in rewrites.items():
-        bound.update(rewrite.bind(given.get(name), replace(rows, sites=fired[id(rewrite)])))
+        bound.update(rewrite.bind(values.get(name), replace(rows, sites=fired[id(rewrite)])))
     for name, tensor in by_hand.items():
-        bound[name] = _by_hand(name, tensor, given, rows.batch)
+        bound[name] = _by_hand(name, tensor, values, rows.batch)
     return {name: np.asarray(value, inputs[name].dtype) for name, value in bound.items()}
 
 
-def _by_hand(name: str, tensor: Any, given: Mapping[str, Any], batch: int) -> np.ndarray:
-    if name not in given:
+def check_names(
+    operation: str, controls: Any, known: Iterable[str] | None = None
+) -> Mapping[str, Any]:
+    """Return the controls, none as an empty dict; refuse what is no mapping, and other names.
+
+    Args:
+        operation: whose controls they are, for the error.
+        controls: what a user passed.
+        known: the names that may be in it; by default any.
+    """
+    if controls is None:
+        return {}
+    if not isinstance(controls, Mapping):
+        raise SurgeryError(
+            f"{operation} at 'controls': expected a dict of controls by name. Received "
+            f"{shown(controls)}. Pass `{{name: value}}`."
+        )
+    names = [*controls] if known is None else [*known]
+    for name in controls:
+        if name not in names:
+            hint = closest(name if isinstance(name, str) else shown(name), names)
+            raise SurgeryError(
+                f"{operation} at control {shown(name)}: expected a control of this model. {hint} "
+                "Declare it with a rewrite."
+            )
+    return controls
+
+
+def check_by_hand(inputs: Iterable[keras.KerasTensor]) -> None:
+    """Refuse inputs that a user put into the graph and that have no fixed size for each row.
+
+    Raises:
+        SurgeryError: by name.
+    """
+    for tensor in inputs:
+        shape = tuple(tensor.shape)
+        if not shape or shape[0] is not None or None in shape[1:]:
+            raise SurgeryError(
+                f"CachedCausalLM at input '{tensor.name}': expected run-time inputs of any number "
+                f"of rows, and of a fixed size for each, such as (None, 8). Received {shape}. Make "
+                "the input with all sizes of a row, by `keras.Input((8,))` say."
+            )
+
+
+def _by_hand(name: str, tensor: Any, values: Mapping[str, Any], batch: int) -> np.ndarray:
+    if name not in values:
         raise SurgeryError(
             f"generate at control '{name}': expected a value, since the graph has an input of that "
-            f"name and no default for it. Received controls {sorted(given)}. Pass "
+            f"name and no default for it. Received controls {sorted(values)}. Pass "
             f"`controls={{'{name}': ...}}`."
         )
-    value = np.asarray(given[name])
-    wanted = (batch, *tensor.shape[1:])
+    size = (batch, *tensor.shape[1:])
+    value = read_as(tensor.dtype, values[name])
     try:
-        return np.broadcast_to(value, wanted)
+        if value is not None:
+            return np.broadcast_to(value, size)
     except ValueError:
-        raise SurgeryError(
-            f"generate at control '{name}': expected an array that broadcasts to {wanted}. "
-            f"Received shape {value.shape}. Pass one row for each prompt."
-        ) from None
+        pass
+    raise SurgeryError(
+        f"generate at control '{name}': expected {tensor.dtype} numbers that broadcast to {size}. "
+        f"Received {shown(values[name])}. Pass one row for each prompt."
+    )
+
+
+def read_as(dtype: str, value: Any) -> np.ndarray | None:
+    """Read an array for an input of a dtype; `None` where a value does not fit into it."""
+    if dtype == "bool":
+        return read_mask(value)
+    if dtype.startswith(("int", "uint")):
+        limits = np.iinfo(dtype)
+        array = read_int32(value, max(limits.min, -(2**31)), min(limits.max, 2**31 - 1))
+    elif "float" in dtype:
+        array = read_float32(value)
+    else:
+        array = read_array(value)
+    return None if array is None else array.astype(dtype)

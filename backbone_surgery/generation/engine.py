@@ -7,13 +7,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from backbone_surgery.cache import new_packed_cache
+from backbone_surgery.caching.cache import new_packed_cache
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.programs import Programs, State
 from backbone_surgery.generation.prompts import pack_left
+from backbone_surgery.generation.samplers import NO_TOKEN, Strategy
 from backbone_surgery.generation.stopping import Stops
-from backbone_surgery.generation.strategies import Strategy
 
 _SMALLEST = 16
 _STOP_IDS = 8
@@ -32,6 +33,7 @@ class Batch:
         controls: arrays with a row for each row.
         stops: what ends a row.
         captures: whether to read what the graph captures.
+        first_row: which row of the whole call the first one is.
     """
 
     rows: list[np.ndarray]
@@ -40,10 +42,11 @@ class Batch:
     controls: dict[str, np.ndarray]
     stops: Stops
     captures: bool = False
+    first_row: int = 0
 
 
 class Row(NamedTuple):
-    """What was made of one row so far.
+    """The text of one row so far.
 
     Attributes:
         new: int32[tokens], the new tokens.
@@ -81,26 +84,26 @@ def run_batch(
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
     # Nothing here holds on to the empty cache, which beams cannot take over.
     state = programs.prefill(
-        strategy, new_packed_cache(programs.model, padded, first), arguments, batch.captures
+        strategy, new_packed_cache(programs.model, padded, first), arguments, first, batch.captures
     )
 
     def decode(state: State, until: int) -> tuple[State, State]:
         return _decode(programs, strategy, state, arguments, until, length)
 
     until, *slots = _slots(prompt + 1, last, chunk)
-    state, seen = decode(state, until)
+    state, copies = decode(state, until)
     while True:
         # The next chunk is begun before this one is looked at, unless it may not be wanted.
         ahead = bool(slots) and slots[0] <= state["tokens"].shape[1] and not batch.stops.by_sequence
         state, following = decode(state, slots.pop(0)) if ahead else (state, None)
-        rows = _read(strategy, seen, batch, prompt)
+        rows = _read(strategy, copies, batch, prompt)
         if all(row.finished for row in rows):
             if batch.captures:
                 rows = _with_captures(rows, strategy, state, batch, prompt)
             yield rows
             return
         yield rows
-        state, seen = (state, following) if following else decode(state, slots.pop(0))
+        state, copies = (state, following) if following else decode(state, slots.pop(0))
 
 
 def _slots(first: int, last: int, chunk: int | None) -> list[int]:
@@ -119,9 +122,9 @@ def _decode(
     """Decode until a slot in a cache that grows, so that attention reads little that is empty."""
     while True:
         length = state["tokens"].shape[1]
-        state, seen = programs.decode(strategy, state, arguments, min(until, length))
-        if until <= length or np.asarray(seen["done"]).all():
-            return state, seen
+        state, copies = programs.decode(strategy, state, arguments, min(until, length))
+        if until <= length or np.asarray(copies["done"]).all():
+            return state, copies
         state = programs.grow(state, next_length(length, last))
 
 
@@ -132,7 +135,8 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
     token_ids, mask = pack_left([batch.rows[i] for i in index], prompt)
     budget = batch.budget[index]
     budget[len(batch.rows) :] = 0
-    stop_ids = np.full(bucket(max(len(batch.stops.ids), 1), _STOP_IDS), -1, np.int32)
+    # At least one is `NO_TOKEN`, so that a row without probabilities ends.
+    stop_ids = np.full(bucket(len(batch.stops.ids) + 1, _STOP_IDS), NO_TOKEN, np.int32)
     stop_ids[: len(batch.stops.ids)] = batch.stops.ids
     return {
         "token_ids": token_ids,
@@ -145,17 +149,25 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
     }
 
 
-def _read(strategy: Strategy, seen: State, batch: Batch, prompt: int) -> list[Row]:
-    """Read the rows off what was seen of the state, the best beam of each, cut where they stop."""
-    tokens, slot = np.asarray(seen["tokens"]), int(seen["slot"])
-    done: np.ndarray = np.asarray(seen["done"]).reshape(-1, strategy.width).min(axis=1)
-    best = _best(strategy, seen, len(done))
+def _read(strategy: Strategy, copies: State, batch: Batch, prompt: int) -> list[Row]:
+    """Read the rows off copies of the state, the best beam of each, cut where they stop."""
+    tokens, slot = np.asarray(copies["tokens"]), int(copies["slot"])
+    done: np.ndarray = np.asarray(copies["done"]).reshape(-1, strategy.width).min(axis=1)
+    best = _best(strategy, copies, len(done))
     rows = []
     for i, row in enumerate(batch.rows):
         new = tokens[best[i], prompt:slot][: batch.budget[i]]
-        new, stopped = batch.stops.cut(row, new)
+        known = int(np.append(new == NO_TOKEN, True).argmax())
+        cut_new, stopped = batch.stops.cut(row, new[:known])
+        if known < len(new) and not stopped:
+            raise SurgeryError(
+                f"generate at row {batch.first_row + i}, step {known}: expected logits to choose a "
+                "token by. Received NaN, an infinite one, or no finite one. Look for weights, "
+                "strengths or directions that are too large or no numbers."
+            )
         ended = stopped if strategy.width == 1 else bool(done[i])
-        rows.append(Row(new, ended or bool(done[i]) or len(new) >= batch.budget[i], {}))
+        finished = ended or bool(done[i]) or len(cut_new) >= batch.budget[i]
+        rows.append(Row(cut_new, finished, {}))
     return rows
 
 
@@ -175,8 +187,8 @@ def _with_captures(
     best = _best(strategy, state, len(state["done"]) // strategy.width)
     buffers = {name: np.asarray(x, np.float32) for name, x in state["captures"].items()}
     result = []
-    for i, (given, row) in enumerate(zip(batch.rows, rows, strict=True)):
-        slots = slice(prompt - len(given), prompt + max(len(row.new) - 1, 0))
+    for i, (token_ids, row) in enumerate(zip(batch.rows, rows, strict=True)):
+        slots = slice(prompt - len(token_ids), prompt + max(len(row.new) - 1, 0))
         captured = {name: cut(name, x[best[i]], slots) for name, x in buffers.items()}
         result.append(row._replace(captures=captured))
     return result

@@ -9,7 +9,8 @@ rows write to one slot at each step, whatever their lengths.
 """
 
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,11 +18,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from backbone_surgery.attention import pack
-from backbone_surgery.backbone import BackboneWithCache
-from backbone_surgery.cache import slot_axis, unpack
+from backbone_surgery.caching.cache import pack_cache, unpack_cache
+from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.strategies import Strategy
+from backbone_surgery.generation.samplers import Strategy
 
 State = dict[str, Any]
 
@@ -31,9 +31,14 @@ _PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
 _READ = ("tokens", "slot", "done", "draws")
 """What of the state is read between two calls."""
 
+_STRATEGIES = 16
+"""How many strategies keep their programs: a sampler that was changed does not run its old ones."""
+
 
 class Programs:
-    """Compiles each program once for each shape of its arguments, and runs it.
+    """Compiles each program once for each strategy and shape of its arguments, and runs it.
+
+    The programs of the strategies that were used last are kept, and those of others let go.
 
     Attributes:
         compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`.
@@ -44,15 +49,15 @@ class Programs:
         self.model = backbone_with_cache
         self.head = head
         self.compilations = {"prefill": 0, "decode": 0}
-        self._compiled: dict[tuple, Any] = {}
-        self._lock = threading.RLock()
+        self._compiled: OrderedDict[Hashable, dict[tuple, Any]] = OrderedDict()
+        self._compiling, self._sorting = threading.RLock(), threading.Lock()
 
     def weights(self) -> list[jax.Array]:
         """Return the values of all variables, as they are now."""
         return [v.value for v in self.model.variables]
 
     def prefill(
-        self, strategy: Strategy, cache: Any, arguments: State, captures: bool = False
+        self, strategy: Strategy, cache: Any, arguments: State, length: int, captures: bool = False
     ) -> State:
         """Run the prompts, and choose the first token of each row.
 
@@ -61,6 +66,7 @@ class Programs:
             cache: an empty packed cache of more slots than the prompts are long. It is donated.
             arguments: `token_ids` int32[batch, prompt], `mask` bool[batch, prompt], `controls`,
                 `settings` and `draws` of the strategy, `stop_ids` int32[n], `budget` int32[batch].
+            length: number of slots of the cache.
             captures: whether to keep what the graph captures.
 
         Returns:
@@ -70,11 +76,11 @@ class Programs:
         """
 
         def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
-            return _prefill(self, weights, strategy, cache, arguments, captures)
+            return _prefill(self, weights, strategy, cache, arguments, length, captures)
 
         donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
         args = (self.weights(), cache, arguments)
-        return self._run("prefill", (strategy.key, captures), run, args, donate)
+        return self._run("prefill", strategy, run, args, donate, length, captures)
 
     def decode(
         self, strategy: Strategy, state: State, arguments: State, until: int
@@ -92,7 +98,7 @@ class Programs:
             return state, jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
 
         args = (self.weights(), state, arguments, np.int32(until))
-        return self._run("decode", (strategy.key,), run, args, (1,))
+        return self._run("decode", strategy, run, args, (1,))
 
     def grow(self, state: State, length: int) -> State:
         """Give the state a longer cache; array by array, so that only one exists twice at a time.
@@ -101,13 +107,14 @@ class Programs:
             state: from `prefill` or `decode`. It is taken over.
             length: number of slots.
         """
-        slots = slot_axis(state["tokens"].shape[0])
-        values = {"cache": (0, slots), "tokens": (0, 1), "cache_mask": (True, 1)}
-        for name, (value, axis) in values.items():
-            leaves, structure = jax.tree.flatten(state.pop(name))
-            for i, leaf in enumerate(leaves):
-                leaves[i] = _grow(leaf, length, value, axis)
-            state[name] = jax.tree.unflatten(structure, leaves)
+        state["tokens"] = _grow(state["tokens"], length, 0, 1)
+        state["cache_mask"] = _grow(state["cache_mask"], length, True, 1)
+        rows = state["tokens"].shape[0]
+        for specs, arrays in zip(self.model.states, state["cache"], strict=True):
+            for name, spec in specs.items():
+                axis = spec.packed_slot_axis(rows)
+                if axis is not None:
+                    arrays[name] = _grow(arrays.pop(name), length, spec.initial, axis)
         return state
 
     def forward(self, weights: list[jax.Array]) -> Callable[..., Any]:
@@ -118,30 +125,51 @@ class Programs:
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(self.model.variables, weights, strict=True)
-            cache = unpack(inputs["cache"], self.model, inputs["token_ids"].shape[0])
+            cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             with keras.StatelessScope(state_mapping=mapping):
                 outputs = self.model({**inputs, "cache": cache})
                 logits = self.head(outputs["hidden_states"][:, -1:], reverse=True)
-            cache = jax.tree.map(pack, outputs["cache"])
+            cache = pack_cache(outputs["cache"], self.model)
             return logits[:, 0], cache, outputs.get("captures", {})
 
         return forward
 
+    def compiled(self, kind: str) -> list[Any]:
+        """Return the programs of a kind that are kept, the latest last."""
+        items = [item for programs in self._compiled.values() for item in programs.items()]
+        return [program for key, program in items if key[0] == kind]
+
     def _run(
-        self, kind: str, static: tuple, run: Callable, args: tuple, donate: tuple[int, ...]
+        self,
+        kind: str,
+        strategy: Strategy,
+        run: Callable,
+        args: tuple,
+        donate: tuple[int, ...],
+        *static: int,
     ) -> Any:
         args = jax.tree.map(_array, args)
         leaves, structure = jax.tree.flatten(args)
         key = (kind, *static, structure, *((x.aval, x.sharding) for x in leaves))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            with self._lock:
-                compiled = self._compiled.get(key)
-                if compiled is None:
-                    compiled = jax.jit(run, donate_argnums=donate).lower(*args).compile()
+        programs = self._programs_of(strategy)
+        program = programs.get(key)
+        if program is None:
+            with self._compiling:
+                program = programs.get(key)
+                if program is None:
+                    program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
                     self.compilations[kind] += 1
-                    self._compiled[key] = compiled
-        return compiled(*args)
+                    programs[key] = program
+        return program(*args)
+
+    def _programs_of(self, strategy: Strategy) -> dict[tuple, Any]:
+        """Return the programs of a strategy, and let go of those that were not used for longest."""
+        with self._sorting:
+            programs = self._compiled.setdefault(strategy.key, {})
+            self._compiled.move_to_end(strategy.key)
+            while len(self._compiled) > _STRATEGIES:
+                self._compiled.popitem(last=False)
+        return programs
 
 
 def _array(x: Any) -> jax.Array:
@@ -163,11 +191,11 @@ def _prefill(
     strategy: Strategy,
     cache: Any,
     arguments: State,
+    length: int,
     captures: bool,
 ) -> State:
     token_ids, mask = arguments["token_ids"], arguments["mask"]
     rows, prompt = token_ids.shape
-    length = jax.tree.leaves(cache)[0].shape[slot_axis(rows)]
     lengths = mask.sum(axis=1, dtype=jnp.int32)
     cache_mask = jnp.pad(mask, ((0, 0), (0, length - prompt)), constant_values=True)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
@@ -191,11 +219,11 @@ def _prefill(
     if captures:
         state["captures"] = {k: _pad(x, length, 0, time_axis(k)) for k, x in captured.items()}
     if strategy.width > 1:
-        state["cache"] = unpack(cache, programs.model, rows)
+        state["cache"] = unpack_cache(cache, programs.model, rows)
         logits, state = jax.tree.map(
             lambda x: jnp.repeat(x, strategy.width, axis=0), (logits, state)
         )
-        state["cache"] = jax.tree.map(pack, state["cache"])
+        state["cache"] = pack_cache(state["cache"], programs.model)
     state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
     return _choose(strategy, logits, state, arguments)
 
@@ -233,11 +261,16 @@ def _decode(
         state, _ = loop
         return (state["slot"] < until) & ~state["done"].all()
 
+    def ended(done: jax.Array) -> jax.Array:
+        # A beam that met its stop token competes on, so it runs on, until its row has ended.
+        width = strategy.width
+        return done if width == 1 else jnp.repeat(done.reshape(-1, width).all(axis=1), width)
+
     def step(loop: tuple[State, list[jax.Array]]) -> tuple[State, list[jax.Array]]:
         state, weights = loop
         slot = state["slot"] - 1
         token_ids = jax.lax.dynamic_slice_in_dim(state["tokens"], slot, 1, axis=1)
-        positions = jnp.where(state["done"], 0, state["lengths"] + slot - state["start"])
+        positions = jnp.where(ended(state["done"]), 0, state["lengths"] + slot - state["start"])
         logits, cache, captured = programs.forward(weights)(
             {
                 "token_ids": token_ids,

@@ -1,12 +1,13 @@
 """Prompts: from what a user passes to `generate` to rows of token ids, and back to text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import read_array, read_mask
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Prompts:
 
     Attributes:
         rows: for each row its token ids, int32[length], without padding.
-        scalar: whether one string was given, and one is to be returned.
-        width: width of the padded arrays that were given, if arrays were.
+        scalar: whether the prompt is one string, so that one is to be returned.
+        width: width of the padded arrays; `None` where the prompts are text.
     """
 
     rows: list[np.ndarray]
@@ -59,61 +60,79 @@ def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompt
                 f"generate at row {i}: expected token ids from 0 to {vocabulary_size - 1}. "
                 f"Received ids from {row.min()} to {row.max()}. Use the tokenizer of the model."
             )
-    return prompts
+    return replace(prompts, rows=[row.astype(np.int32) for row in prompts.rows])
 
 
 def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
     texts = _texts(inputs)
     if not texts:
         return Prompts([])
-    tokens = preprocessor.tokenizer(texts)
-    longest = max((len(t) for t in tokens), default=0)
-    packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
+    try:
+        tokens = preprocessor.tokenizer(texts)
+        longest = max((len(t) for t in tokens), default=0)
+        packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
+    except Exception as error:
+        raise SurgeryError(
+            "generate at 'inputs': expected text that the tokenizer can read. Received "
+            f"{shown(texts)}: {type(error).__name__}, {error}. Pass other text."
+        ) from error
     ids, masks = np.asarray(packed["token_ids"]), np.asarray(packed["padding_mask"], bool)
-    rows = [row[mask].astype(np.int32) for row, mask in zip(ids, masks, strict=True)]
+    rows = [row[mask] for row, mask in zip(ids, masks, strict=True)]
     return Prompts(rows, scalar=isinstance(inputs, str))
 
 
 def _texts(inputs: Any) -> list[str]:
     if isinstance(inputs, str):
         return [inputs]
-    if hasattr(inputs, "numpy"):
-        inputs = inputs.numpy()
-    texts = list(inputs) if isinstance(inputs, Sequence | np.ndarray) else None
-    if texts is not None:
-        texts = [t.decode() if isinstance(t, bytes) else t for t in texts]
-    if texts is None or not all(isinstance(t, str) for t in texts):
+    try:
+        texts = np.asarray(inputs).tolist() if hasattr(inputs, "shape") else inputs
+        listed = isinstance(texts, Sequence)
+        texts = [t.decode() if isinstance(t, bytes) else t for t in texts] if listed else []
+    except Exception:  # no array, or bytes that are no text
+        listed, texts = False, []
+    if not listed or not all(isinstance(t, str) for t in texts):
         raise SurgeryError(
             "generate: expected a string or a list of strings, since a preprocessor is attached. "
-            f"Received {type(inputs).__name__}. Pass text, or make the model with "
-            "`preprocessor=None` to pass token ids."
+            f"Received {shown(inputs)}. Pass text, or make the model with `preprocessor=None` to "
+            "pass token ids."
         )
     return [str(t) for t in texts]
 
 
 def _from_arrays(inputs: Any) -> Prompts:
     if not isinstance(inputs, dict) or not {"token_ids", "padding_mask"} <= set(inputs):
-        received = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
+        received = shown(list(inputs) if isinstance(inputs, dict) else inputs)
         raise SurgeryError(
             "generate: expected a dict of arrays `token_ids` and `padding_mask`, since no "
             f"preprocessor is attached. Received {received}. Pass both, or attach a preprocessor."
         )
-    ids, mask = np.asarray(inputs["token_ids"]), np.asarray(inputs["padding_mask"])
-    if ids.ndim != 2 or ids.shape != mask.shape or ids.dtype.kind not in "iu":
+    ids, mask = read_array(inputs["token_ids"]), read_mask(inputs["padding_mask"])
+    if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise SurgeryError(
-            "generate at 'token_ids': expected int[batch, length] and a `padding_mask` of the same "
-            f"shape. Received {ids.dtype}{list(ids.shape)} and {mask.dtype}{list(mask.shape)}. "
-            "Pass right-padded or left-padded arrays."
+            "generate at 'token_ids': expected int[batch, length]. Received "
+            f"{_described(inputs['token_ids'])}. Pass right-padded or left-padded arrays."
         )
-    mask = mask.astype(bool)
+    if mask is None or mask.shape != ids.shape:
+        raise SurgeryError(
+            f"generate at 'padding_mask': expected bool{list(ids.shape)}, of the same shape as "
+            f"`token_ids`. Received {_described(inputs['padding_mask'])}. Pass true, or 1, where "
+            "there is a token."
+        )
     changes = np.abs(np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)).sum(axis=1)
     if (changes > 2).any():
         raise SurgeryError(
             f"generate at 'padding_mask': expected padding at the ends of rows. Received padding "
             f"between tokens in row {int((changes > 2).argmax())}. Close the gaps."
         )
-    rows = [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
+    rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
     return Prompts(rows, width=ids.shape[1])
+
+
+def _described(value: Any) -> str:
+    """Return the dtype and shape of an array, and anything else as it is."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    return shown(value)
 
 
 def pack_left(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:

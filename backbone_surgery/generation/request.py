@@ -7,8 +7,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.prompts import Prompts
+from backbone_surgery.numbers import is_int, read_array, read_int32
+
+LONGEST = 2**30
+"""Tokens that a row can have at most, so that no number of a slot is too large for an int32."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def resolve_limits(
         prompts: the prompts.
         max_length: tokens of a row at most, its prompt included.
         max_new_tokens: new tokens of a row at most.
-        default_length: taken for `max_length` when neither is given.
+        default_length: taken for `max_length` when neither of them is passed.
         max_positions: how many positions the model has learned, if it is limited.
     """
     _check_numbers(max_length, max_new_tokens)
@@ -70,18 +74,35 @@ def _check_numbers(max_length: Any, max_new_tokens: Any) -> None:
     if max_length is not None and max_new_tokens is not None:
         raise SurgeryError(
             "generate: expected `max_length` or `max_new_tokens`. Received both, "
-            f"{max_length} and {max_new_tokens}. Leave one out."
+            f"{shown(max_length)} and {shown(max_new_tokens)}. Leave one out."
         )
     for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
         smallest = 1 if name == "max_length" else 0
-        if value is not None and (not _is_int(value) or value < smallest):
+        if value is not None and (not is_int(value) or not smallest <= value <= LONGEST):
             raise SurgeryError(
-                f"generate at '{name}': expected an int of at least {smallest}. Received "
-                f"{value!r}. Pass a number of tokens."
+                f"generate at '{name}': expected an int of at least {smallest}, and at most "
+                f"{LONGEST}. Received {shown(value)}. Pass a number of tokens."
             )
 
 
-def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any) -> list[int]:
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither true nor false."""
+    if not isinstance(value, bool | np.bool_) and not is_int(value):
+        raise SurgeryError(
+            f"generate at '{name}': expected True or False. Received {shown(value)}. Pass one."
+        )
+
+
+def check_count(operation: str, name: str, value: Any, unit: str) -> None:
+    """Refuse what is no positive int."""
+    if not is_int(value) or value < 1:
+        raise SurgeryError(
+            f"{operation} at '{name}': expected a positive int. Received {shown(value)}. Pass a "
+            f"number of {unit}."
+        )
+
+
+def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any, vocabulary_size: int) -> list[int]:
     """Resolve the stop token ids as KerasHub does; `"auto"` takes them from the tokenizer."""
     if stop_token_ids is None:
         return []
@@ -89,20 +110,29 @@ def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any) -> list[int]:
         if stop_token_ids != "auto" or preprocessor is None:
             raise SurgeryError(
                 "generate at 'stop_token_ids': expected 'auto' with a preprocessor attached, "
-                f"`None`, or token ids. Received {stop_token_ids!r} with preprocessor "
+                f"`None`, or token ids. Received {shown(stop_token_ids)} with preprocessor "
                 f"{'attached' if preprocessor is not None else 'None'}. Pass "
                 "`stop_token_ids=None` to go on to the maximal length, or token ids."
             )
         tokenizer = preprocessor.tokenizer
         ends = (getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id"))
         return [int(i) for i in ends if i is not None]
-    ids: list[Any] = list(np.atleast_1d(np.asarray(stop_token_ids)))
-    if any(not _is_int(i) or i < 0 for i in ids):
+    ids = _read_ids(stop_token_ids, vocabulary_size)
+    if ids is None:
         raise SurgeryError(
-            f"generate at 'stop_token_ids': expected token ids. Received {stop_token_ids!r}. Pass "
-            "a tuple of ints; for text use `stop_sequences`."
+            f"generate at 'stop_token_ids': expected token ids from 0 to {vocabulary_size - 1}. "
+            f"Received {shown(stop_token_ids)}. Pass a tuple of ints; for text use "
+            "`stop_sequences`."
         )
     return [int(i) for i in ids]
+
+
+def _read_ids(value: Any, vocabulary_size: int) -> np.ndarray | None:
+    """Read one token id or a list of them, int32[ids]."""
+    if isinstance(value, list | tuple) and not value:
+        return np.zeros(0, np.int32)
+    ids = read_int32(value, 0, vocabulary_size - 1)
+    return None if ids is None or ids.ndim > 1 else np.atleast_1d(ids)
 
 
 def resolve_seeds(seed: Any, batch: int, sampler: Any) -> np.ndarray:
@@ -116,14 +146,14 @@ def resolve_seeds(seed: Any, batch: int, sampler: Any) -> np.ndarray:
         entropy = [int(x) for x in base[0]] if base else None
         seeds = np.random.SeedSequence(entropy).generate_state(batch)
     else:
-        values = [seed] * batch if _is_int(seed) else seed
-        listed = list(values) if isinstance(values, Sequence | np.ndarray) else []
-        if len(listed) != batch or any(not _is_int(s) or not 0 <= s < 2**32 for s in listed):
+        values = read_array([seed] * batch if is_int(seed) else seed)
+        fits = values is not None and values.shape == (batch,) and values.dtype.kind in "iu"
+        if values is None or not fits or not ((0 <= values) & (values < 2**32)).all():
             raise SurgeryError(
                 f"generate at 'seed': expected an int from 0 to 2**32 - 1, or a list of {batch}, "
-                f"one for each row. Received {seed!r}. Pass one of these."
+                f"one for each row. Received {shown(seed)}. Pass one of these."
             )
-        seeds = np.array(listed, np.uint32)
+        seeds = values.astype(np.uint32)
     return np.stack([seeds, np.zeros_like(seeds)], axis=-1).astype(np.uint32)
 
 
@@ -131,7 +161,9 @@ def _generators(sampler: Any) -> list[keras.random.SeedGenerator]:
     return [v for v in vars(sampler).values() if isinstance(v, keras.random.SeedGenerator)]
 
 
-def resolve_stop_sequences(stop_sequences: Any, preprocessor: Any) -> tuple[list, list]:
+def resolve_stop_sequences(
+    stop_sequences: Any, preprocessor: Any, vocabulary_size: int
+) -> tuple[list, list]:
     """Resolve stop sequences into texts and sequences of token ids.
 
     Returns:
@@ -143,18 +175,12 @@ def resolve_stop_sequences(stop_sequences: Any, preprocessor: Any) -> tuple[list
         stop_sequences = [stop_sequences]
     texts = [s for s in stop_sequences if isinstance(s, str)]
     others = [s for s in stop_sequences if not isinstance(s, str)]
-    well_formed = all(
-        isinstance(s, Sequence | np.ndarray) and len(s) and all(_is_int(i) for i in s)
-        for s in others
-    )
+    sequences = [_read_ids(s, vocabulary_size) for s in others if not is_int(s)]
+    well_formed = len(sequences) == len(others) and all(s is not None and len(s) for s in sequences)
     if not well_formed or "" in texts or (texts and preprocessor is None):
         raise SurgeryError(
             "generate at 'stop_sequences': expected a list of non-empty strings (with a "
-            f"preprocessor attached) or of token id sequences. Received {stop_sequences!r}. Pass "
-            "one of these."
+            f"preprocessor attached) or of sequences of token ids from 0 to {vocabulary_size - 1}. "
+            f"Received {shown(stop_sequences)}. Pass one of these."
         )
-    return texts, [np.asarray(s, np.int32) for s in others]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return texts, sequences

@@ -1,6 +1,6 @@
-"""Activations: measure the true output of sites, at one token of each text, in one graph."""
+"""Activations: measure what stands at some sites, for many texts, in one graph."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -8,15 +8,19 @@ import numpy as np
 from keras import ops
 from rich.progress import Progress
 
-from backbone_surgery import graph, site
-from backbone_surgery.attention import SelfAttention
-from backbone_surgery.backbone import EditedBackbone
-from backbone_surgery.emission import emit
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
-from backbone_surgery.layers import TokenPositions
+from backbone_surgery.graph.emission import emit
+from backbone_surgery.numbers import is_int, read_int32
+from backbone_surgery.opening import site
+from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.layers import TokenPositions
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.vectors.pairs import listable
 
 
 class TokenState(keras.layers.Layer):
@@ -72,24 +76,57 @@ class TokenNorms(keras.layers.Layer):
         return keras.KerasTensor((x.shape[0], 1), "float32")
 
 
-def read_texts(lm: Any, texts: Sequence[Any]) -> list[np.ndarray]:
+def check_task(lm: Any, operation: str) -> None:
+    """Refuse what is no `CachedCausalLM`; `operation` is named in the error."""
+    if not isinstance(lm, CachedCausalLM):
+        raise SurgeryError(
+            f"{operation}: expected a `CachedCausalLM`. Received {shown(lm)} of type "
+            f"{type(lm).__name__}. Make one of the backbone."
+        )
+
+
+def check_batch_size(batch_size: Any, operation: str) -> None:
+    """Refuse a batch size that is no integer from 1 on."""
+    if not is_int(batch_size) or not 1 <= batch_size < 2**31:
+        raise SurgeryError(
+            f"{operation} at 'batch_size': expected an integer of 1 or more. Received "
+            f"{shown(batch_size)}. Leave it out for 32."
+        )
+
+
+def read_texts(lm: Any, texts: Any, operation: str) -> list[np.ndarray]:
     """Turn texts into rows of token ids as generation does, start token included.
 
     Args:
         lm: a `CachedCausalLM`. Without a preprocessor the texts are sequences of token ids.
-        texts: what to read.
+        texts: the texts, at least one.
+        operation: for errors.
+
+    Returns:
+        int32[tokens] for each text.
     """
+    check_task(lm, operation)
     vocabulary = lm.opened.token_embedding.input_dim
-    if lm.preprocessor is not None:
-        return read_prompts(list(texts), lm.preprocessor, vocabulary).rows
-    rows = [np.asarray(t) for t in texts]
-    if any(r.ndim != 1 or r.dtype.kind not in "iu" for r in rows):
+    listed = list(texts) if listable(texts) else []
+    if not listed:
         raise SurgeryError(
-            "train: expected sequences of token ids, since the model has no preprocessor. Received "
-            f"{texts[0]!r}. Pass token ids, or attach a preprocessor."
+            f"{operation}: expected a list of texts. Received {shown(texts)}. Pass at least one."
         )
-    width = max(len(r) for r in rows)
-    return read_prompts(pack_right(rows, width, 0), None, vocabulary).rows
+    if lm.preprocessor is not None:
+        return read_prompts(listed, lm.preprocessor, vocabulary).rows
+    return [read_ids(text, vocabulary, operation) for text in listed]
+
+
+def read_ids(text: Any, vocabulary: int, operation: str) -> np.ndarray:
+    """Read the token ids of one text, int32[tokens]."""
+    ids = read_int32(text, 0, vocabulary - 1)
+    if ids is None or ids.ndim != 1 or not len(ids):
+        raise SurgeryError(
+            f"{operation}: expected token ids from 0 to {vocabulary - 1}, int[tokens], since the "
+            f"model has no preprocessor. Received {shown(text)}. Pass token ids, or attach a "
+            "preprocessor."
+        )
+    return ids
 
 
 def measure(
@@ -139,6 +176,7 @@ def measure(
     return {path: np.asarray(values, np.float32) for path, values in joined.items()}
 
 
+@graph.building()
 def _measuring(
     opened: EditedBackbone, at: str, make_layer: Callable[[], keras.layers.Layer]
 ) -> keras.Model:

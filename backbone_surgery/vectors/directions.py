@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.errors import SurgeryError, closest, shown
 
 Method = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -39,10 +39,10 @@ def find_direction(method: str, positive: np.ndarray, negative: np.ndarray) -> n
 
 def check_method(method: str) -> None:
     """Raise unless there is a method of this name and what it needs is installed."""
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise SurgeryError(
-            f"train at method={method!r}: expected the name of a method. "
-            f"{closest(str(method), METHODS)} Choose one of these."
+            f"train at method={shown(method)}: expected the name of a method. "
+            f"{closest(method if isinstance(method, str) else '', METHODS)} Choose one of these."
         )
     if method == "logistic":
         _logistic_regression()

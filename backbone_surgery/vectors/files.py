@@ -1,29 +1,58 @@
-"""Files of control vectors: which format a path means, atomic writing, and what both share."""
+"""Files of control vectors: the format that a path means, and what both formats share."""
 
 import hashlib
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError
-from backbone_surgery.rewrites.control import read_directions
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.files import replace_file
+from backbone_surgery.numbers import read_number
+from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import gguf_file, safetensors_file
 
 Directions = dict[int, np.ndarray]
 Info = dict[str, str]
 
+_LONGEST_TEXT = 2**20
 _FORMATS = {".gguf": gguf_file, ".safetensors": safetensors_file}
 _CHECKED = ("family", "hidden_dim", "num_blocks", "source_digest")
+_RESERVED = ("format", "format_version", "layer_count", "sha256")
+"""What files hold beside the info of a vector, under names of their own."""
+
+
+def check_info(info: object) -> Info:
+    """Return info as text; refuse what a file could not hold, or would read back as another."""
+    texts = {k: _as_text(v) for k, v in info.items()} if isinstance(info, Mapping) else {"": None}
+    names = [k for k in texts if _as_text(k) != k or not k or k in _RESERVED]
+    if names or None in texts.values():
+        raise SurgeryError(
+            f"ControlVector: expected `info` to be {{name: text}}, with names other than "
+            f"{', '.join(_RESERVED)}. Received {shown(info)}. Rename or shorten what does not fit."
+        )
+    # What is empty or "unknown" says nothing, and a GGUF file would not keep it.
+    return {k: v for k, v in texts.items() if v and (k, v) != ("model_hint", "unknown")}
+
+
+def _as_text(value: object) -> str | None:
+    """Return a text or a number as the text that a file can hold; `None` for anything else."""
+    if not isinstance(value, str) and read_number(value) is None:
+        return None
+    text = str(value)
+    try:
+        fits = "\0" not in text and len(text.encode()) <= _LONGEST_TEXT
+    except UnicodeEncodeError:
+        return None
+    return text if fits else None
 
 
 def read(path: Path) -> tuple[Directions, Info]:
     """Read directions and info from a file; raises `SurgeryError` for anything else than one."""
     format_ = _format(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise SurgeryError(
             f"load at '{path}': expected a file. Received a path where there is none. Check it."
         )
@@ -66,7 +95,12 @@ def write(path: Path, directions: Directions, info: Info) -> None:
         )
         directions = {block: d for block, d in directions.items() if block != 0}
     digest = checksum(directions, info)
-    _write_atomically(path, lambda part: format_.write(part, directions, info, digest))
+    if path.is_dir() or not path.parent.is_dir():
+        raise SurgeryError(
+            f"save at '{path}': expected a file in a folder that exists. Received another path. "
+            "Make the folder first, or choose another path."
+        )
+    replace_file(path, lambda part: format_.write(part, directions, info, digest))
 
 
 def checksum(directions: Mapping[int, np.ndarray], info: Mapping[str, str]) -> str:
@@ -116,33 +150,3 @@ def _format(path: Path):
             f"Received '{path.name}'. Choose one of these formats."
         )
     return _FORMATS[path.suffix]
-
-
-def _write_atomically(path: Path, write_to: Callable[[Path], None]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    part = Path(name)
-    try:
-        write_to(part)
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.chmod(part, 0o666 & ~_umask())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

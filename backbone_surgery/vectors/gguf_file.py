@@ -16,6 +16,8 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError
 
 _ARCHITECTURE = "controlvector"
+_OTHERS = ("layer_count", "format", "format_version")
+"""Fields that are no info of the vector: what the file says of itself."""
 _NAME = re.compile(r"direction\.([1-9][0-9]{0,5})")
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 0
@@ -72,12 +74,12 @@ def _block(tensor: Any) -> int:
 
 def _info(reader: gguf.GGUFReader) -> Iterator[tuple[str, str]]:
     architecture = reader.get_field("general.architecture")
-    found = architecture.contents() if architecture is not None else None
-    if found != _ARCHITECTURE:
-        raise SurgeryError(f"a GGUF file whose general.architecture is {found!r}")
+    contents = architecture.contents() if architecture is not None else None
+    if contents != _ARCHITECTURE:
+        raise SurgeryError(f"a GGUF file whose general.architecture is {contents!r}")
     for name, item in reader.fields.items():
         key = name.removeprefix(f"{_ARCHITECTURE}.")
-        if key != name and key != "layer_count":
+        if key != name and key not in _OTHERS:
             yield key, str(item.contents())
 
 

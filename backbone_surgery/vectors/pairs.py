@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from backbone_surgery.errors import SurgeryError
+import keras
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import read_array
 
 Pair = tuple[Any, Any]
 
@@ -37,10 +41,11 @@ def contrast_pairs(
         [('I am glad. I', 'I am sad. I'), ('I am glad. So I', 'I am sad. So I')]
     """
     for name, texts in (("positives", positives), ("negatives", negatives), ("suffixes", suffixes)):
-        if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
+        listed = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
+        if not listed or not texts or not all(isinstance(t, str) for t in texts):
             raise SurgeryError(
                 f"contrast_pairs at '{name}': expected a list of strings, at least one. Received "
-                f"{texts!r}. Pass a list."
+                f"{shown(texts)}. Pass a list."
             )
     if len(positives) != len(negatives):
         raise SurgeryError(
@@ -48,11 +53,12 @@ def contrast_pairs(
             f"together one by one. Received {len(positives)} and {len(negatives)}. Add the "
             "missing ones."
         )
-    missing = [part for part in ("{persona}", "{suffix}") if part not in template]
+    parts = ("{persona}", "{suffix}")
+    missing = [part for part in parts if not isinstance(template, str) or part not in template]
     if missing:
         raise SurgeryError(
             f"contrast_pairs: expected a template with {{persona}} and {{suffix}}. Received "
-            f"{template!r}, without {' and '.join(missing)}. Put it in."
+            f"{shown(template)}, without {' and '.join(missing)}. Put it in."
         )
     pairs = []
     for suffix in suffixes:
@@ -69,26 +75,42 @@ def _fill(template: str, persona: str, suffix: str) -> str:
     return persona.join(parts)
 
 
+def listable(value: Any) -> bool:
+    """Tell whether a value can be gone through item by item, and is no text."""
+    return not isinstance(value, str | bytes | keras.KerasTensor) and np.iterable(value)
+
+
 def check_pairs(pairs: Iterable[Any]) -> list[Any]:
     """Return the pairs as a list; raises for none, for what is no pair, and for identical texts."""
-    listed = list(pairs)
+    listed = list(pairs) if listable(pairs) else []
     if not listed:
         raise SurgeryError(
-            "pairs: expected at least one pair of texts. Received none. Pass [(positive, "
-            "negative), ...]."
+            f"pairs: expected at least one pair of texts. Received {shown(pairs)}. Pass "
+            "[(positive, negative), ...]."
         )
     for i, pair in enumerate(listed):
-        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise SurgeryError(
-                f"pairs at {i}: expected (positive, negative). Received {pair!r}. Pass two texts."
+                f"pairs at {i}: expected (positive, negative). Received {shown(pair)}. Pass two "
+                "texts."
             )
-        if len(pair[0]) == 0 or len(pair[1]) == 0:
+        positive, negative = (_comparable(text, i) for text in pair)
+        if positive == negative:
             raise SurgeryError(
-                f"pairs at {i}: expected two texts. Received an empty one in {pair!r}. Fill it in."
-            )
-        if list(pair[0]) == list(pair[1]):
-            raise SurgeryError(
-                f"pairs at {i}: expected two texts that differ. Received {pair[0]!r} twice. Change "
-                "one side, or drop the pair."
+                f"pairs at {i}: expected two texts that differ. Received {shown(pair[0])} twice. "
+                "Change one side, or drop the pair."
             )
     return listed
+
+
+def _comparable(text: Any, i: int) -> str | list[Any]:
+    """Return a text as it can be compared; refuse what is neither text nor token ids."""
+    ids = None if isinstance(text, str) else read_array(text)
+    value = text if isinstance(text, str) else [] if ids is None or ids.ndim != 1 else ids.tolist()
+    if not value:
+        empty = "an empty one" if isinstance(text, str | list | tuple) and not text else shown(text)
+        raise SurgeryError(
+            f"pairs at {i}: expected two texts, or two lists of token ids. Received {empty}. Fill "
+            "it in."
+        )
+    return value

@@ -9,18 +9,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import keras
 import numpy as np
 
-from backbone_surgery import site
-from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation.presets import find_vector
-from backbone_surgery.rewrites.control import read_directions
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.files import as_path
+from backbone_surgery.numbers import is_int, read_number
+from backbone_surgery.opening import site
+from backbone_surgery.presets import find_vector
+from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import files
-from backbone_surgery.vectors.activations import TokenNorms, TokenState, measure, read_texts
+from backbone_surgery.vectors.activations import (
+    TokenNorms,
+    TokenState,
+    check_batch_size,
+    check_task,
+    measure,
+    read_texts,
+)
 from backbone_surgery.vectors.directions import check_method, find_direction
 from backbone_surgery.vectors.pairs import check_pairs
-from backbone_surgery.weights.digest import weights_digest
+from backbone_surgery.weights.tree import weights_digest
 
+_FURTHEST = 2**31 - 1
 _NEUTRAL_TEXTS = (
     "The town lies on the bank of a wide river, between two hills.",
     "She opened the door, looked around the room and sat down by the window.",
@@ -32,18 +43,19 @@ _NEUTRAL_TEXTS = (
 """What the size of the residual stream is measured on, unless other texts are given."""
 
 
+@keras.saving.register_keras_serializable("backbone_surgery")
 @dataclass(frozen=True, eq=False)
 class ControlVector:
     """A control vector: what to add to the residual stream after each block.
 
-    Immutable. Sums, differences and multiples are control vectors too; a block that one of two
-    summands lacks counts as zero there.
+    Immutable. Sums, differences and multiples are control vectors too. If one of two summands lacks
+    a block, it counts as zero there.
 
     Attributes:
         directions: `{block: float[hidden_dim]}`; kept as float32, read-only, in block order.
-        info: what is known about it, as text: `method`, `family`, `model_hint` (the type of model
-            it was made for, as Hugging Face and llama.cpp call it), `num_blocks`, `normalization`,
-            `source_digest`. Saved with it.
+        info: facts about it, as text: `method`, `family`, `model_hint` (the type of its model, as
+            Hugging Face and llama.cpp call it), `num_blocks`, `normalization`, `source_digest`.
+            Saved with it.
 
     Example:
         >>> import backbone_surgery as bs, numpy as np
@@ -57,15 +69,9 @@ class ControlVector:
 
     def __post_init__(self) -> None:
         directions = read_directions(self.directions, "ControlVector")
-        negative = [block for block in directions if block < 0]
-        if negative:
-            raise SurgeryError(
-                f"ControlVector: expected blocks counted from 0. Received {negative}. Count from "
-                "the first block."
-            )
+        info = files.check_info(self.info)
         for direction in directions.values():
             direction.setflags(write=False)
-        info = {str(k): str(v) for k, v in self.info.items()}
         object.__setattr__(self, "directions", MappingProxyType(directions))
         object.__setattr__(self, "info", MappingProxyType(info))
 
@@ -82,10 +88,10 @@ class ControlVector:
         at: str = "blocks.*",
         controls: Mapping[str, Any] | None = None,
     ) -> ControlVector:
-        """Find the direction of what tells the two texts of each pair apart, at every block.
+        """Find the direction that tells the two texts of each pair apart, at every block.
 
-        What is measured is the true output of each block of the same graph that generates, other
-        rewrites included, at one token of each text.
+        It is found from the outputs of the blocks at one token of each text. They are measured in
+        the graph that generates, other rewrites included.
 
         Args:
             lm: a `CachedCausalLM`.
@@ -108,14 +114,24 @@ class ControlVector:
                 anything is compiled.
         """
         check_method(method)
+        check_batch_size(batch_size, "train")
+        if not is_int(token) or abs(token) > _FURTHEST:
+            raise SurgeryError(
+                "train at 'token': expected an integer, an index into the tokens of a text. "
+                f"Received {shown(token)}. -1 is the last."
+            )
+        if not isinstance(verbose, int | np.integer | np.bool_):
+            raise SurgeryError(
+                f"train at 'verbose': expected 0 or 1. Received {shown(verbose)}. Pass one of them."
+            )
         listed = check_pairs(pairs)
-        rows = read_texts(lm, [text for pair in listed for text in pair])
+        rows = read_texts(lm, [text for pair in listed for text in pair], "train")
         states = measure(
             lm,
             rows,
             TokenState,
             at=at,
-            tokens=_token_positions(rows, token),
+            tokens=_token_positions(rows, int(token)),
             batch_size=batch_size,
             controls=controls,
             verbose=verbose,
@@ -133,20 +149,25 @@ class ControlVector:
 
         Args:
             path: the file.
-            shift: added to the number of each block. Vectors that llama.cpp's generator made were
-                measured one block early: load them with `shift=-1`.
-            lm: the model it is meant for, to check it against. A `.safetensors` file that was made
-                for another one is refused, with the field that differs; for a `.gguf` file another
-                type of model is warned of.
+            shift: added to the number of each block. llama.cpp's generator measures one block
+                early: load its vectors with `shift=-1`.
+            lm: the model to check the vector against. A `.safetensors` file for another model is
+                refused, with the field that differs; a `.gguf` file for another type of model
+                gives a warning.
 
         Raises:
             SurgeryError: the file is damaged, or holds something else.
         """
-        path = Path(path)
+        path = as_path(path, "load")
+        if not is_int(shift) or abs(shift) > _FURTHEST:
+            raise SurgeryError(
+                f"load at '{path}': expected `shift` to be an integer. Received {shown(shift)}. "
+                "Pass what is added to the number of each block."
+            )
         directions, info = files.read(path)
-        if shift:
-            directions = {block + shift: d for block, d in directions.items()}
+        directions = {block + int(shift): d for block, d in directions.items()}
         if lm is not None:
+            check_task(lm, f"load at '{path}'")
             strict = path.suffix == ".safetensors"
             files.check_made_for(path, info, _describe(lm), directions, strict)
         return cls(directions, info)
@@ -166,7 +187,16 @@ class ControlVector:
 
         GGUF files have no place for block 0: its direction is left out, with a warning.
         """
-        files.write(Path(path), dict(self.directions), dict(self.info))
+        files.write(as_path(path, "save"), dict(self.directions), dict(self.info))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the directions and what is known of them: what a recipe keeps."""
+        return {"directions": dict(self.directions), "info": dict(self.info)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ControlVector:
+        """Make a vector of what `get_config` returned."""
+        return cls(**config)
 
     @property
     def hidden_dim(self) -> int:
@@ -175,7 +205,7 @@ class ControlVector:
 
     @property
     def model_hint(self) -> str | None:
-        """Type of model it was made for, if that is known."""
+        """Type of its model, if that is known."""
         return self.info.get("model_hint")
 
     def normalized(self) -> ControlVector:
@@ -195,8 +225,8 @@ class ControlVector:
     ) -> ControlVector:
         """Return the vector in units of the residual norm of each block.
 
-        Strength 1 then adds, at each block, a direction as long as the hidden states there are on
-        average, so that useful strengths are alike for all models and blocks.
+        Strength 1 then adds, at each block, a direction as long as the average hidden state there.
+        So useful strengths are similar for all models and blocks.
 
         Args:
             lm: the model to measure.
@@ -204,9 +234,11 @@ class ControlVector:
                 without a preprocessor, by default.
             batch_size: how many texts to run at once.
         """
+        check_task(lm, "relative_to")
+        check_batch_size(batch_size, "relative_to")
         if texts is None:
             texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
-        rows = read_texts(lm, list(texts))
+        rows = read_texts(lm, texts, "relative_to")
         if min(len(row) for row in rows) < 2:
             raise SurgeryError(
                 "relative_to: expected texts of at least two tokens, since the first is not "
@@ -231,15 +263,30 @@ class ControlVector:
         return self._combined(other, operator.sub)
 
     def __mul__(self, factor: float) -> ControlVector:
-        if not np.isscalar(factor) or isinstance(factor, str):
+        if not _is_factor(factor):
             return NotImplemented
-        scaled = {block: np.float32(factor) * d for block, d in self.directions.items()}
+        if read_number(factor) is None:
+            raise SurgeryError(
+                f"ControlVector: expected a finite factor. Received {shown(factor)}. Pass a number "
+                "that float32 can hold."
+            )
+        with np.errstate(over="ignore"):  # An infinite product is refused below.
+            scaled = {block: np.float32(factor) * d for block, d in self.directions.items()}
         return ControlVector(scaled, {**self.info, "normalization": "none"})
 
     __rmul__ = __mul__
+    # So that a number of NumPy leaves the product to this class.
+    __array_ufunc__ = None
 
-    def __truediv__(self, factor: float) -> ControlVector:
-        return self * (1 / factor)
+    def __truediv__(self, divisor: float) -> ControlVector:
+        if not _is_factor(divisor):
+            return NotImplemented
+        if not read_number(divisor):
+            raise SurgeryError(
+                "ControlVector: expected a finite divisor other than 0. Received "
+                f"{shown(divisor)}. Pass a number that float32 can hold."
+            )
+        return self * (1 / divisor)
 
     def __neg__(self) -> ControlVector:
         return ControlVector({block: -d for block, d in self.directions.items()}, self.info)
@@ -247,8 +294,8 @@ class ControlVector:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ControlVector):
             return NotImplemented
-        mine, theirs = self.directions, other.directions
-        return set(mine) == set(theirs) and all(np.array_equal(mine[k], theirs[k]) for k in mine)
+        own, others = self.directions, other.directions
+        return set(own) == set(others) and all(np.array_equal(own[k], others[k]) for k in own)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -272,6 +319,10 @@ class ControlVector:
         }
         shared = {k: v for k, v in self.info.items() if other.info.get(k) == v}
         return ControlVector(combined, {**shared, "normalization": "none"})
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _describe(lm: Any, **facts: str) -> dict[str, str]:
@@ -299,7 +350,7 @@ def _by_block(values: Mapping[str, np.ndarray], at: str) -> dict[int, np.ndarray
 
 
 def _token_positions(rows: list[np.ndarray], token: int) -> np.ndarray:
-    lengths = np.array([len(row) for row in rows], np.int32)
+    lengths = np.array([len(row) for row in rows], np.int64)
     positions = lengths + token if token < 0 else np.full_like(lengths, token)
     outside = (positions < 0) | (positions >= lengths)
     if outside.any():

@@ -6,7 +6,6 @@ et al. 2024, "Refusal in language models is mediated by a single direction", sec
 added to a residual sum can as well be added to one of its terms.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,13 @@ import keras_hub
 import numpy as np
 
 from backbone_surgery import graph
-from backbone_surgery.backbone import EditedBackbone
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.opening import open_backbone
-from backbone_surgery.rewrites import Steer
-from backbone_surgery.site import Site, places
-from backbone_surgery.weights.base import copy_backbone, quantization
-from backbone_surgery.weights.paths import is_lora, resolve, variable_paths
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.site import Site, places
+from backbone_surgery.rewriting import Steer
+from backbone_surgery.weights.owner import check_backbone, copy_backbone, quantization
+from backbone_surgery.weights.paths import resolve, variable_paths
 
 
 def merge(edited: Any) -> keras_hub.models.Backbone:
@@ -50,23 +49,27 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
     """
     edited = open_backbone(resolve(edited))
     owner = edited.owner
-    if not isinstance(owner, keras_hub.models.Backbone) or quantization(owner):
-        kind = "a quantised one" if quantization(owner) else f"a {type(owner).__name__}"
+    check_backbone(owner, "merge")
+    if quantization(owner):
         raise SurgeryError(
-            f"merge at '{owner.name}': expected an edit of a keras_hub Backbone with floats as "
-            f"weights. Received {kind}. Edit the backbone itself, and merge before quantising."
+            f"merge at '{owner.name}': expected a backbone with floats as weights. Received a "
+            "quantised one. Merge before quantising."
         )
     folds = _folds(edited)
     new = copy_backbone(owner)
     names = {id(v): path for path, v in variable_paths(owner).items()}
     variables = variable_paths(new)
-    _fold_lora(owner, variables)
+    for layer in graph.layers_within(owner):
+        for weight in graph.own_weights(layer) if getattr(layer, "lora_enabled", False) else ():
+            if weight.name in ("kernel", "embeddings"):
+                # The attribute of that name is the sum of the weight and the factors' product.
+                variables[names[id(weight)]].assign(getattr(layer, weight.name))
     for fold in folds:
         # With LoRA on, `layer.kernel` is a sum: the variable is found by its name.
         for variable in graph.own_weights(fold.layer):
             if variable.name == "bias" or (fold.ablate and variable.name == "kernel"):
                 target = variables[names[id(variable)]]
-                target.assign(fold.apply(_float(target)))
+                target.assign(fold.apply(np.array(target, "float32")))
     return new
 
 
@@ -96,8 +99,7 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
         name = getattr(rewrite, "name", None) or getattr(rewrite, "__name__", "")
         shown = f"rewrites.{i} ({type(rewrite).__name__} '{name}')"
-        reason = _reason(rewrite)
-        if reason is not None:
+        if reason := _reason(rewrite):
             refused.append(f"{shown}: {reason}")
             continue
         for path in fired.sites:
@@ -109,13 +111,12 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
             if not np.isfinite(vector).all():
                 refused.append(f"{shown} at '{path}': its direction is not finite")
                 continue
-            ablate = rewrite.mode == "ablate"
-            folds.append(_Fold(layer, vector, rewrite.strength, ablate, residual))
+            fold = _Fold(layer, vector, rewrite.strength, rewrite.mode == "ablate", residual)
+            folds.append(fold)
     if refused:
-        listed = "; ".join(refused)
         raise SurgeryError(
-            f"merge at '{edited.name}': expected edits that weights can hold. Received {listed}. "
-            "Keep these as edits, and save them by `save_recipe`."
+            f"merge at '{edited.name}': expected edits that weights can hold. Received "
+            f"{'; '.join(refused)}. Keep these as edits, and save them by `save_recipe`."
         )
     # What is added to a sum comes after what happens to the term that takes it.
     return sorted(folds, key=lambda fold: fold.residual)
@@ -137,9 +138,7 @@ def _reason(rewrite: Any) -> str | None:
         return f"acts on tokens {rewrite.tokens!r} only"
     if rewrite.renormalize:
         return "renormalises what it steers"
-    if getattr(rewrite, "when", None) is not None:
-        return "acts on a condition"
-    return None
+    return None if rewrite.when is None else "acts on a condition"
 
 
 def _writer(tensor: keras.KerasTensor, mode: str) -> tuple[Any, bool]:
@@ -166,26 +165,3 @@ def _source(tensor: keras.KerasTensor) -> Any:
 def _is_linear(layer: Any) -> bool:
     dense = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
     return dense and layer.activation in (None, keras.activations.linear)
-
-
-def _fold_lora(owner: keras.Model, variables: dict[str, keras.Variable]) -> None:
-    """Fold the LoRA factors of a backbone into the weights of another."""
-    names = {id(v): path for path, v in variable_paths(owner).items()}
-    for layer in graph.layers_within(owner):
-        if not getattr(layer, "lora_enabled", False):
-            continue
-        first, second = _factors(layer, names)
-        factor = np.float32(layer.lora_alpha / layer.lora_rank)
-        scope, _, kind = names[id(first)].rpartition(".")
-        target = variables[f"{scope}.{kind.removeprefix('lora_').removesuffix('_a')}"]
-        target.assign(_float(target) + factor * (_float(first) @ _float(second)))
-
-
-def _factors(layer: Any, names: dict[int, str]) -> Iterator[keras.Variable]:
-    """Return the two LoRA factors of a layer, a and b."""
-    found = [v for v in graph.own_weights(layer) if is_lora(names[id(v)])]
-    return iter(sorted(found, key=lambda v: v.name))
-
-
-def _float(variable: keras.Variable) -> np.ndarray:
-    return np.array(keras.ops.convert_to_numpy(variable), "float32")

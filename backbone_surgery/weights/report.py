@@ -1,6 +1,6 @@
 """What a transfer found: what was copied, and every difference, as a table."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 KINDS = ("missing", "unexpected", "shape", "dtype", "tied")
 
@@ -44,20 +44,17 @@ class TransferReport:
         return tuple(d.path for d in self.differences if d.kind == kind)
 
     def __str__(self) -> str:
-        counts = [f"{len(self.copied)} weights copied"]
-        counts += [f"{len(self.zeroed)} biases set to zero"] if self.zeroed else []
-        counts += [f"{len(self.left)} left as they were"] if self.left else []
-        return "\n".join([", ".join(counts), *self.table()])
+        counts = f"{len(self.copied)} weights copied"
+        counts += f", {len(self.zeroed)} biases set to zero" if self.zeroed else ""
+        counts += f", {len(self.left)} left as they were" if self.left else ""
+        return "\n".join([counts, *self.table()])
 
     def table(self, most: int = 40) -> list[str]:
         """Return the differences as lines of a table, at most so many."""
         if not self.differences:
             return []
-        head = Difference("difference", "weight", "destination", "source")
-        rows = [head, *sorted(self.differences, key=lambda d: (KINDS.index(d.kind), d.path))]
-        cells = [(d.kind, d.path, d.expected, d.received) for d in rows[: most + 1]]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
+        rows = sorted(self.differences, key=lambda d: (KINDS.index(d.kind), d.path))
+        cells = [("difference", "weight", "destination", "source"), *map(astuple, rows[:most])]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        if len(rows) > most + 1:
-            lines.append(f"and {len(rows) - most - 1} more")
-        return lines
+        return [*lines, f"and {len(rows) - most} more"] if len(rows) > most else lines

@@ -1,14 +1,15 @@
 """Selecting: the weights that belong to sites, and paths under other names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.opening import open_backbone
-from backbone_surgery.site import is_block, places, select
+from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.site import is_block, places, select
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
@@ -19,84 +20,76 @@ def scopes(
     """Return the scopes that hold the weights of the selected sites, each ending in a dot.
 
     The weights of a site are those of the layers that run between it and the sites before it; the
-    weights of a block such as `blocks.3` are all that it has.
-
-    Args:
-        owner: the model that owns the weights; its blocks are the ones counted.
-        selectors: one site selector or several.
-        paths: the weights of the owner by path.
-
-    Raises:
-        SelectorError: a selector matches nothing.
-        SurgeryError: the sites have no weights.
+    weights of a block such as `blocks.3` are all that it has. The blocks are those of the owner.
     """
+    chosen: Sequence[Any] = selectors if isinstance(selectors, list | tuple) else [selectors]
     opened = open_backbone(owner)
-    listed = places(opened)
+    listed = {place.path: place for place in places(opened)}
     nodes = graph.graph_nodes(opened)
     nested = [n.operation for n in nodes if graph.as_functional(n.operation) is not None]
     blocks = [layer for layer in nested if is_block(layer)]
     walls = {id(t) for n in nodes if n.operation in nested for t in n.outputs}
-    walls |= {id(place.tensor) for place in listed}
+    walls |= {id(place.tensor) for place in listed.values()}
     names = {id(v): path for path, v in paths.items()}
-    chosen: set[str] = set()
-    for selector in [selectors] if isinstance(selectors, str) else selectors:
-        for path in select(selector, [p.path for p in listed]):
-            place = next(p for p in listed if p.path == path)
-            if place.block is not None and path.count(".") == 1:
-                found = [names[id(v)].split(".")[:2] for v in blocks[place.block].weights]
-            else:
-                above = graph.topological_nodes([place.tensor], walls - {id(place.tensor)})
-                weights = [v for n in above for v in getattr(n.operation, "weights", ())]
-                found = [names[id(v)].split(".")[:-1] for v in weights]
-            chosen.update(".".join([*parts, ""]) for parts in found)
-    if not chosen:
+    prefixes: set[str] = set()
+    for path in (path for selector in chosen for path in select(selector, [*listed])):
+        place = listed[path]
+        if place.block is not None and path.count(".") == 1:
+            scoped = [names[id(v)].split(".")[:2] for v in blocks[place.block].weights]
+        else:
+            above = graph.topological_nodes([place.tensor], walls - {id(place.tensor)})
+            weights = [v for n in above for v in getattr(n.operation, "weights", ())]
+            scoped = [names[id(v)].split(".")[:-1] for v in weights]
+        prefixes.update(".".join([*parts, ""]) for parts in scoped)
+    if not prefixes:
         raise SurgeryError(
             f"transfer_weights at only={selectors!r}: expected sites with weights. Received sites "
             "without any. Select the sites that layers with weights write, or whole blocks."
         )
-    return tuple(sorted(chosen))
+    return tuple(sorted(prefixes))
 
 
-def renamed(paths: Sequence[str], rename: Rename | None) -> dict[str, str]:
+def renamed(
+    paths: Iterable[str], tied: Iterable[str], rename: Rename | None
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return `{path in the source: path in the destination}`, without what is to be left out.
 
-    Raises:
-        SurgeryError: a rule fits no path, or two paths get one name.
+    That of `paths`, of which no two get one name, and that of `tied`, other paths of the same
+    arrays, which take new names by the same rules.
     """
-    if rename is None:
-        return {path: path for path in paths}
-    if isinstance(rename, Mapping):
-        unused = [rule for rule in rename if not any(_under(path, rule) for path in paths)]
-        if unused:
-            raise SurgeryError(
-                f"transfer_weights at rename: expected rules for paths of the source. Received "
-                f"{unused} too, which fit none. Look at the paths with `weight_tree`."
-            )
-    new: dict[str, str] = {}
+    rule = rename if callable(rename) else _by_rules({} if rename is None else rename, paths, tied)
+    names: dict[str, str] = {}
     origin: dict[str, str] = {}
     for path in paths:
-        name = _by_rules(path, rename) if isinstance(rename, Mapping) else rename(path)
-        if name is None:
-            continue
-        if not isinstance(name, str) or name in origin:
-            received = f"'{origin[name]}' there too" if name in origin else f"{name!r}"
+        name = rule(path)
+        if name is not None and (not isinstance(name, str) or name in origin):
+            received = f"{name!r} for '{origin[name]}' too" if name in origin else f"{name!r}"
             raise SurgeryError(
                 f"transfer_weights at '{path}': expected rename to give each array a path of its "
                 f"own, or None to leave it out. Received {received}. Change the rules."
             )
-        new[path], origin[name] = name, path
-    return new
+        if name is not None:
+            names[path], origin[name] = name, path
+    return names, {path: name for path in tied if (name := rule(path)) is not None}
 
 
-def _by_rules(path: str, rules: Mapping[str, str | None]) -> str | None:
-    """Apply the longest rule that fits: a whole path, or the first parts of one."""
-    fitting = [rule for rule in rules if _under(path, rule)]
-    if not fitting:
-        return path
-    rule = max(fitting, key=len)
-    new = rules[rule]
-    return None if new is None else new + path[len(rule) :]
+def _by_rules(rules: Any, *paths: Iterable[str]) -> Callable[[str], str | None]:
+    """Return a function that applies the longest rule that fits: a path, or its first parts."""
 
+    def fits(rule: str, path: str) -> bool:
+        return f"{path}.".startswith(f"{rule}.")
 
-def _under(path: str, rule: str) -> bool:
-    return path == rule or path.startswith(f"{rule}.")
+    known = isinstance(rules, Mapping)
+    unused = [x for x in rules if not any(fits(x, p) for p in chain(*paths))] if known else rules
+    if unused or not known:
+        raise SurgeryError(
+            "transfer_weights at rename: expected rules for paths of the source, or a function of "
+            f"a path. Received {unused!r}, which fit none. Look at the paths with `weight_tree`."
+        )
+
+    def rename(path: str) -> str | None:
+        rule = max((rule for rule in rules if fits(rule, path)), key=len, default=None)
+        new = path if rule is None else rules[rule]
+        return new + path[len(rule) :] if isinstance(new, str) and rule is not None else new
+
+    return rename

@@ -1,7 +1,7 @@
 """Transfer: copy weights from one model to another by path, and explain what does not match.
 
-Both sides are walked and compared in full before the first array is written. Arrays are then read
-and written one at a time, each of them in memory once more for as long as that takes.
+Both sides are compared in full before the first array is written. Arrays are then copied one at a
+time: one array is in memory once more while it is copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,18 +13,17 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
-from backbone_surgery.weights.arrays import FLOATS, Array, held, open_file, read_arrays
+from backbone_surgery.files import FLOATS, reading
+from backbone_surgery.weights.arrays import Array, of_file, of_value, of_variable
 from backbone_surgery.weights.paths import aliases, is_lora, owner_of, resolve, variable_paths
 from backbone_surgery.weights.report import Difference, TransferReport
 from backbone_surgery.weights.selecting import Rename, renamed, scopes
-from backbone_surgery.weights.tree import flatten, of_variable
-
-Source = Any
+from backbone_surgery.weights.tree import flatten
 
 
 def transfer_weights(
     destination: Any,
-    source: Source,
+    source: Any,
     strict: bool = True,
     only: str | Sequence[str] | None = None,
     rename: Rename | None = None,
@@ -74,38 +73,24 @@ def transfer_weights(
             report,
         )
     if not (report.copied or report.zeroed):
-        raise WeightMismatchError(
-            f"{where}: expected a source with weights for it. Received none that match. Compare "
-            "the paths with `weight_tree`.",
-            report,
-        )
+        message = f"{where}: expected a source with weights for it. Received none that match. "
+        raise WeightMismatchError(f"{message}Compare the paths with `weight_tree`.", report)
     plan.write()
     return report
 
 
 class _Plan:
-    """What is to be written where; made by looking at both sides, before anything is written."""
+    """What is to be written where: found by comparing both sides, before anything is written."""
 
-    def __init__(
-        self,
-        destination: Any,
-        source: Source,
-        only: str | Sequence[str] | None,
-        rename: Rename | None,
-        cast: bool,
-    ) -> None:
+    def __init__(self, destination: Any, source: Any, only: Any, rename: Any, cast: bool) -> None:
         self.model = resolve(destination)
         self.variables = variable_paths(self.model)
         self.tied = aliases(self.model)
         self.cast = cast
         arrays, tied = _arrays(source, self.variables)
-        names = renamed([*arrays], _rules(rename, arrays, tied))
-        self.arrays = {new: arrays[old] for old, new in names.items()}
-        self.source_tied = {
-            new: names[tied[old]]
-            for old, new in renamed([*tied], _rules(rename, tied, arrays)).items()
-            if tied[old] in names
-        }
+        names, aliased = renamed(arrays, tied, rename)
+        self.arrays = {name: arrays[path] for path, name in names.items()}
+        self.source_tied = {new: names.get(tied[path]) for path, new in aliased.items()}
         owner = owner_of(self.model)
         self.scopes = None if only is None else scopes(owner, only, variable_paths(owner))
         self.writes: dict[str, Array] = {}
@@ -120,44 +105,39 @@ class _Plan:
         for path, variable in self.variables.items():
             if not self.chosen(path):
                 continue
-            wanted = of_variable(variable)
+            own = of_variable(variable)
             if path not in self.arrays:
                 absent.append(path)
                 continue
-            array = self.arrays[path]
-            if array is None:
+            if (array := self.arrays[path]) is None:
                 left.append(path)
-            elif kind := self._mismatch(wanted, array):
-                differences.append(Difference(kind, path, str(wanted), str(array)))
+            elif kind := self._mismatch(own, array):
+                differences.append(Difference(kind, path, str(own), str(array)))
             else:
                 self.writes[path] = array
                 copied.append(path)
         for path in absent:
-            wanted = of_variable(self.variables[path])
+            own = of_variable(self.variables[path])
             # What is absent goes with the layer: a bias is zero where its kernel is copied.
             if _is_bias(path) and self._has_layer(path, copied):
-                self.writes[path] = held(np.zeros(wanted.shape, wanted.dtype))
+                self.writes[path] = of_value(np.zeros(own.shape, own.dtype))
                 zeroed.append(path)
             elif _is_bias(path) and self._has_layer(path, left):
                 left.append(path)
             else:
-                differences.append(self._missing(path, wanted))
+                tie = self.source_tied.get(path)
+                kind, received = ("tied", f"tied to {tie}") if tie else ("missing", "-")
+                differences.append(Difference(kind, path, str(own), received))
         differences += self._unexpected()
         return TransferReport(tuple(copied), tuple(zeroed), tuple(left), tuple(differences))
 
-    def _mismatch(self, wanted: Array, array: Array) -> str | None:
-        if wanted.shape != array.shape:
+    def _mismatch(self, own: Array, array: Array) -> str | None:
+        if own.shape != array.shape:
             return "shape"
-        if wanted.dtype == array.dtype:
+        if own.dtype == array.dtype:
             return None
-        if not (self.cast and {wanted.dtype, array.dtype} <= FLOATS):
-            return "dtype"
-        return None if _fits(array, wanted.dtype) else "dtype"
-
-    def _missing(self, path: str, wanted: Array) -> Difference:
-        if path in self.source_tied:
-            return Difference("tied", path, str(wanted), f"tied to {self.source_tied[path]}")
-        return Difference("missing", path, str(wanted), "-")
+        castable = self.cast and {own.dtype, array.dtype} <= FLOATS
+        return None if castable and _fits(array, own.dtype) else "dtype"
 
     def _unexpected(self) -> Iterator[Difference]:
         for path, array in self.arrays.items():
@@ -166,15 +146,12 @@ class _Plan:
             received = "None" if array is None else str(array)
             if path in self.tied:
                 own = self.arrays.get(self.tied[path])
-                if array is None or (own is not None and _equal(own, array)):
-                    continue
-                yield Difference("tied", path, f"tied to {self.tied[path]}", received)
-            elif array is None or not self._is_zero_bias(path, array):
+                if array and not (own and _equal(own, array)):
+                    yield Difference("tied", path, f"tied to {self.tied[path]}", received)
+                continue
+            zero = _is_bias(path) and array is not None and not array.read().any()
+            if not (zero and self._has_layer(path, self.variables)):
                 yield Difference("unexpected", path, "-", received)
-
-    def _is_zero_bias(self, path: str, array: Array) -> bool:
-        layer = _is_bias(path) and self._has_layer(path, self.variables)
-        return layer and not array.read().any()
 
     def _has_layer(self, path: str, paths: Iterable[str]) -> bool:
         """Tell whether the layer of a bias has another weight, no LoRA, among these paths."""
@@ -185,80 +162,69 @@ class _Plan:
         """Write what was planned, one array at a time."""
         for path, array in self.writes.items():
             variable = self.variables[path]
-            place = getattr(variable.value, "sharding", None)
+            sharding = getattr(variable.value, "sharding", None)
             value = array.read() if array.variable is None else array.variable.value
             # `ops.array` copies: no two models share the memory of a weight.
             variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
             if keras.config.backend() == "jax":
-                _settle(variable, place)
+                _settle(variable, sharding)
         finalize_layers(self.model)
         finalize_layers(owner_of(self.model))
 
 
 def finalize_layers(model: keras.Model) -> None:
-    """Let layers that compute with a copy of their weights make it anew, as loading does."""
-    copies = [x for x in graph.layers_within(model) if isinstance(x, keras.layers.Normalization)]
-    for layer in copies:
+    """Update what `Normalization` layers computed from their weights, as loading does."""
+    layers = [x for x in graph.layers_within(model) if isinstance(x, keras.layers.Normalization)]
+    for layer in layers:
         layer.finalize_state()
-    if copies:  # which are constants in what was compiled
+    if layers:  # their statistics are constants in compiled functions
         model.predict_function = model.test_function = model.train_function = None
 
 
-def _settle(variable: keras.Variable, place: Any) -> None:
-    """Put the new value of a variable of JAX on the devices of the old one."""
+def _settle(variable: keras.Variable, sharding: Any) -> None:
+    """Put the new value of a variable of JAX on the devices of the old one, and wait for it."""
     import jax
 
-    if variable.value.sharding != place:
-        variable.assign(jax.device_put(variable.value, place))
+    if variable.value.sharding != sharding:
+        variable.assign(jax.device_put(variable.value, sharding))
     # Else JAX runs ahead, with the old and new arrays of many weights in memory.
     variable.value.block_until_ready()
 
 
 def _arrays(
-    source: Source, destination: Mapping[str, keras.Variable]
+    source: Any, destination: Mapping[str, keras.Variable]
 ) -> tuple[dict[str, Array | None], dict[str, str]]:
     """Return the arrays of a source by path, and which of its paths are tied to which."""
     if isinstance(source, Mapping):
         return _safe(flatten(source), destination), {}
     if isinstance(source, str | Path):
-        file = Path(source)
-        if file.suffix != ".safetensors" or not file.is_file():
+        path = Path(source)
+        if path.suffix != ".safetensors" or not path.is_file():
             raise SurgeryError(
                 f"transfer_weights at '{source}': expected a `.safetensors` file that exists. "
-                "Received another path. Files of Keras are loaded by `load_weights` of the "
-                "backbone that they were saved from."
+                "Received another path. Load files of Keras by `load_weights`, into the backbone "
+                "that they were saved from."
             )
-        return {**read_arrays(lambda: open_file(file.resolve()), file.name)}, {}
+        with reading(path, "transfer_weights", "a `.safetensors` file"):
+            return {**of_file(path)}, {}
     if not isinstance(source, keras.Model):
         raise SurgeryError(
             f"transfer_weights: expected a Keras model, a weight tree or the path of a "
             f"`.safetensors` file as source. Received {type(source).__name__}. Pass one of them."
         )
-    variables = variable_paths(source)
-    arrays = {path: of_variable(variable) for path, variable in variables.items()}
+    arrays = {path: of_variable(variable) for path, variable in variable_paths(source).items()}
     return _safe(arrays, destination), aliases(source)
 
 
 def _safe(
     arrays: Mapping[str, Array | None], destination: Mapping[str, keras.Variable]
 ) -> dict[str, Array | None]:
-    """Read what is about to be overwritten before it is."""
+    """Copy the arrays that the transfer itself will overwrite."""
     own = {id(v) for v in destination.values()}
     return {
-        path: held(array.read().copy()) if array and id(array.variable) in own else array
+        path: of_value(array.read().copy()) if array and id(array.variable) in own else array
         for path, array in arrays.items()
     }
-
-
-def _rules(rename: Rename | None, paths: Iterable[str], others: Iterable[str]) -> Rename | None:
-    """Return a mapping without the rules that are for other paths."""
-    if not isinstance(rename, Mapping):
-        return rename
-
-    def fits(rule: str, among: Iterable[str]) -> bool:
-        return any(f"{path}.".startswith(f"{rule}.") for path in among)
-
-    return {r: new for r, new in rename.items() if fits(r, paths) or not fits(r, others)}
 
 
 def _is_bias(path: str) -> bool:
@@ -266,7 +232,7 @@ def _is_bias(path: str) -> bool:
 
 
 def _equal(a: Array, b: Array) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a.read(), b.read())
+    return str(a) == str(b) and np.array_equal(a.read(), b.read())
 
 
 def _fits(array: Array, dtype: np.dtype) -> bool:

@@ -1,5 +1,6 @@
-"""Weight trees: the weights of a model as nested dicts of arrays."""
+"""The weights of a model as values: nested dicts of arrays, and a digest that tells them apart."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,7 +8,8 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.weights.arrays import NAMES, Array
+from backbone_surgery.files import STORABLE
+from backbone_surgery.weights.arrays import Array, of_value, of_variable
 from backbone_surgery.weights.paths import variable_paths
 
 
@@ -42,11 +44,23 @@ def weight_tree(model: Any) -> dict[str, Any]:
     return tree
 
 
-def of_variable(variable: keras.Variable) -> Array:
-    """Wrap a variable as an array to be read when it is needed."""
-    dtype = np.dtype(keras.backend.standardize_dtype(variable.dtype))
-    shape = tuple(variable.shape)
-    return Array(dtype, shape, lambda: keras.ops.convert_to_numpy(variable), variable)
+def weights_digest(model: Any) -> str:
+    """Return `"sha256:..."` of the paths, shapes, dtypes and bits of a model's weights.
+
+    Args:
+        model: whatever `weight_tree` takes.
+    """
+    return digest(variable_paths(model))
+
+
+def digest(variables: Mapping[str, keras.Variable]) -> str:
+    """Return the digest of variables by path, reading one at a time."""
+    total = hashlib.sha256()
+    for path, variable in sorted(variables.items()):
+        array = of_variable(variable)
+        total.update(f"{path} {array}\n".encode())
+        total.update(np.ascontiguousarray(array.read()).reshape(-1).view(np.uint8).data)
+    return f"sha256:{total.hexdigest()}"
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Array | None]:
@@ -55,15 +69,15 @@ def flatten(tree: Mapping[Any, Any]) -> dict[str, Array | None]:
     Raises:
         SurgeryError: a leaf is neither an array nor `None`, or a path occurs twice.
     """
-    found: dict[str, Array | None] = {}
+    arrays: dict[str, Array | None] = {}
     for path, leaf in _leaves(tree, ""):
-        if path in found:
+        if path in arrays:
             raise SurgeryError(
                 f"transfer_weights at '{path}': expected each path once. Received two arrays for "
                 "it. Remove one from the tree."
             )
-        found[path] = None if leaf is None else _leaf(path, leaf)
-    return found
+        arrays[path] = None if leaf is None else _leaf(path, leaf)
+    return arrays
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -79,10 +93,9 @@ def _leaf(path: str, leaf: Any) -> Array:
     if isinstance(leaf, keras.Variable):
         return of_variable(leaf)
     value = keras.ops.convert_to_numpy(leaf) if keras.ops.is_tensor(leaf) else leaf
-    if not isinstance(value, np.ndarray | np.generic) or value.dtype not in NAMES:
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype not in STORABLE:
         raise SurgeryError(
             f"transfer_weights at '{path}': expected an array of numbers, or None to leave the "
             f"weight as it is. Received {type(leaf).__name__}. Pass arrays, as `weight_tree` does."
         )
-    array = np.asarray(value)
-    return Array(array.dtype, array.shape, lambda: array)
+    return of_value(np.asarray(value))

@@ -1,0 +1,101 @@
+"""The cache: the state of each stateful node of a rewired graph, as the nodes declare it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.numbers import is_int
+from backbone_surgery.opening.state import StateSpec
+
+Cache = list[dict[str, Any]]
+
+
+def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) -> Cache:
+    """Make an empty cache for a rewired backbone.
+
+    Args:
+        backbone_with_cache: what `rewire` returned.
+        batch_size: number of rows.
+        length: number of slots, the most tokens that a row can ever have, padding included.
+
+    Returns:
+        For each node that keeps state, in the order in which they run, `{name: array}`; for
+        attention `{"key", "value"}`, float[batch_size, length, num_key_value_heads, head_dim],
+        zeros of the dtype that the graph computes in. `rewire` lists the others. Under a
+        `keras.distribution` an array is laid out by the layout map's entry for `cache_<i>_<name>`,
+        else like data.
+
+    Raises:
+        SurgeryError: the model has no cache inputs, or a size is not positive.
+    """
+    for name, size in (("batch_size", batch_size), ("length", length)):
+        if not is_int(size) or size < 1:
+            raise SurgeryError(
+                f"new_cache: expected `{name}` to be a positive int. Received {size!r}. Pass the "
+                "number of rows and of slots."
+            )
+    return _empty(backbone_with_cache, batch_size, length, lambda spec, x: x)
+
+
+def new_packed_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) -> Cache:
+    """Make an empty cache as a loop carries it, array by array; see `StateSpec.pack`."""
+    return _empty(backbone_with_cache, batch_size, length, StateSpec.pack)
+
+
+def _empty(model: keras.Model, rows: int, slots: int, finish: Callable[..., Any]) -> Cache:
+    return [
+        {
+            name: finish(spec, _lay_out(spec.initial_array(rows, slots), f"cache_{i}_{name}"))
+            for name, spec in specs.items()
+        }
+        for i, specs in enumerate(states_of(model))
+    ]
+
+
+def pack_cache(cache: Cache, backbone_with_cache: keras.Model) -> Cache:
+    """Drop the dimensions of size one of each array; see `StateSpec.pack`."""
+    return map_cache(StateSpec.pack, cache, backbone_with_cache)
+
+
+def unpack_cache(cache: Cache, backbone_with_cache: keras.Model, batch_size: int) -> Cache:
+    """Give the arrays of a packed cache their dimensions back."""
+    return map_cache(lambda spec, x: spec.unpack(x, batch_size), cache, backbone_with_cache)
+
+
+def map_cache(
+    function: Callable[..., Any], cache: Cache, backbone_with_cache: keras.Model
+) -> Cache:
+    """Return `function(spec, array)` for each array of a cache, in the structure of the cache."""
+    states = states_of(backbone_with_cache)
+    return [
+        {name: function(spec, entry[name]) for name, spec in specs.items()}
+        for specs, entry in zip(states, cache, strict=True)
+    ]
+
+
+def states_of(backbone_with_cache: keras.Model) -> tuple[dict[str, StateSpec], ...]:
+    """Return, for each entry of the cache of a rewired backbone, the specs of its arrays."""
+    if not isinstance(backbone_with_cache, BackboneWithCache):
+        raise SurgeryError(
+            "new_cache: expected a backbone_with_cache. Received "
+            f"{getattr(backbone_with_cache, 'name', backbone_with_cache)!r}, which has no cache "
+            "inputs. Call `backbone_surgery.rewire` first."
+        )
+    return backbone_with_cache.states
+
+
+def bytes_per_token(backbone_with_cache: keras.Model) -> int:
+    """Return how many bytes of cache one token of one row takes."""
+    specs = [spec for entry in states_of(backbone_with_cache) for spec in entry.values()]
+    return sum(spec.nbytes(1, 1) for spec in specs if spec.slot_axis is not None)
+
+
+def _lay_out(array: Any, name: str) -> Any:
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return array
+    layout = distribution.get_tensor_layout(name) or distribution.get_data_layout(array.shape)
+    return keras.distribution.distribute_tensor(array, layout)

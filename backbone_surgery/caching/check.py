@@ -1,0 +1,171 @@
+"""Checking: that the cached graph computes what the uncached one does, however tokens are cut."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery import graph
+from backbone_surgery.caching.cache import new_cache
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.rewire import derive
+from backbone_surgery.errors import CacheMismatchError
+from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.open import open_backbone
+
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 2e-2}
+_BATCH = 3
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` measured.
+
+    Attributes:
+        errors: `{way of cutting: largest difference of a hidden state, over the largest one}`.
+        tolerance: what each of them must not exceed.
+        tokens: number of tokens in a row.
+        attentions: number of caches.
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    tokens: int
+    attentions: int
+
+    def __str__(self) -> str:
+        lines = [f"cached = uncached over {self.tokens} tokens and {self.attentions} caches"]
+        lines += [
+            f"  {way}: {error:.1e} (at most {self.tolerance:.0e})"
+            for way, error in self.errors.items()
+        ]
+        return "\n".join(lines)
+
+
+def check(
+    backbone: keras.Model, controls: Mapping[str, Any] | None = None, seed: int = 0
+) -> CheckReport:
+    """Check that the cached graph of a backbone computes what the uncached one does.
+
+    Runs random tokens, in rows of different lengths padded on the left, uncached in one pass, and
+    cached in one pass, token by token and in uneven chunks; and then one row alone, without
+    padding. What fails here must not be used to generate: some layer of the graph mixes tokens
+    without keeping state, attends to other tokens than its own past, or mixes rows.
+
+    Args:
+        backbone: whatever `rewire` takes.
+        controls: `{input name: array of one row}` for inputs that have no default.
+        seed: of the random tokens.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        CacheMismatchError: the two disagree.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> report = bs.check(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> max(report.errors.values()) < 1e-5
+        True
+    """
+    opened = open_backbone(backbone)
+    cached = derive(opened)
+    rng = np.random.default_rng(seed)
+    time = _length(opened)
+    token_ids = rng.integers(0, opened.token_embedding.input_dim, (_BATCH, time), dtype=np.int32)
+    mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
+    rows = {k: np.repeat(np.asarray(v)[None], _BATCH, 0) for k, v in (controls or {}).items()}
+    wanted = opened.predict_on_batch({"token_ids": token_ids, "padding_mask": mask, **rows})
+    wanted = np.asarray(opened.hidden_states(wanted), "float32")
+    errors = {}
+    for way, chunks in _ways(time).items():
+        states = _run_cached(cached, token_ids, mask, chunks, rows)
+        errors[way] = _error(states[mask], wanted[mask])
+    one = {name: value[-1:] for name, value in rows.items()}
+    alone = _run_cached(cached, *_without_padding(token_ids, mask), [int(mask[-1].sum())], one)
+    errors["a row alone"] = _error(alone[0], wanted[-1][mask[-1]])
+    tolerance = _TOLERANCE.get(keras.backend.standardize_dtype(opened.compute_dtype), 1e-4)
+    report = CheckReport(errors, tolerance, time, len(cached.output["cache"]))
+    wrong = [way for way, error in errors.items() if not error <= tolerance]
+    if wrong:
+        mixes = "rows, or lets padding count" if wrong == ["a row alone"] else "tokens or rows"
+        raise CacheMismatchError(
+            f"check at '{opened.name}': expected cached and uncached hidden states to agree. "
+            f"Received {report}. Some layer mixes {mixes}, in a way that cannot be cached: look at "
+            f"{_suspects(opened)}. Make it work on each token alone, or give it state, see "
+            "docs/state.md."
+        )
+    return report
+
+
+def _error(states: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the largest difference, over the largest value."""
+    return float(np.abs(states - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+
+
+def _without_padding(token_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last row, the shortest, by itself."""
+    real = mask[-1]
+    return token_ids[-1:, real], mask[-1:, real]
+
+
+def _length(model: EditedBackbone) -> int:
+    """Choose a length that fits the learned positions and, if it can, exceeds the windows."""
+    attentions = [n.operation for n in graph.all_nodes(model)]
+    sizes = [a.sliding_window_size for a in attentions if isinstance(a, SelfAttention)]
+    wanted = min(max([17, *(size + 4 for size in sizes if size)]), 64)
+    return min(wanted, model.family.max_positions(model) or wanted)
+
+
+def _ways(time: int) -> dict[str, list[int]]:
+    """Cut the tokens in three ways, with few different sizes: each size is compiled once."""
+    chunk = max(time // 3, 1)
+    uneven = [chunk, 1, chunk, 1] if time >= 2 * chunk + 3 else [chunk]
+    uneven.append(time - sum(uneven))
+    return {
+        "one pass": [time],
+        "token by token": [1] * time,
+        "uneven chunks": [size for size in uneven if size],
+    }
+
+
+def _run_cached(
+    model: BackboneWithCache,
+    token_ids: np.ndarray,
+    mask: np.ndarray,
+    chunks: list[int],
+    controls: dict[str, np.ndarray],
+) -> np.ndarray:
+    """Run the tokens chunk by chunk, in a cache somewhat longer than they are."""
+    batch, time = token_ids.shape
+    positions = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
+    cache = new_cache(model, batch, time + 3)
+    cache_mask = np.pad(mask, ((0, 0), (0, 3)), constant_values=True)
+    outputs, start = [], 0
+    for chunk in chunks:
+        part = slice(start, start + chunk)
+        result = model.predict_on_batch(
+            {
+                "token_ids": token_ids[:, part],
+                "cache": cache,
+                "cache_update_index": np.int32(start),
+                "positions": positions[:, part],
+                "cache_mask": cache_mask,
+                **controls,
+            }
+        )
+        outputs.append(np.asarray(result["hidden_states"], "float32"))
+        cache, start = result["cache"], start + chunk
+    return np.concatenate(outputs, axis=1)
+
+
+def _suspects(model: EditedBackbone) -> str:
+    """Name the layers that are neither the architecture's own nor this library's."""
+    known = ("keras_hub", "backbone_surgery", "keras.src")
+    layers = {n.operation.name: n.operation for n in graph.all_nodes(model)}
+    names = [name for name, layer in layers.items() if not type(layer).__module__.startswith(known)]
+    return ", ".join(f"'{n}'" for n in names) or "the layers that were put into the graph"

@@ -1,0 +1,16 @@
+"""The command line, `backbone-surgery`."""
+
+import typer
+
+from backbone_surgery.cli.generating import generate
+from backbone_surgery.cli.showing import inspect, plot
+from backbone_surgery.cli.steering import steer, sweep
+from backbone_surgery.cli.training import train_vector
+
+app = typer.Typer(
+    help="Surgery on LLM backbones, with the KV cache rewired automatically.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (generate, steer, sweep, train_vector, inspect, plot):
+    app.command()(command)

@@ -1,0 +1,43 @@
+"""What commands write: text as it is, tables, and errors with exit code 2.
+
+Nothing that comes from a model or a user is read as markup of rich.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Write text as it is, at once."""
+    typer.echo(f"{text}{end}", nl=False)
+
+
+def write_table(table: Table) -> None:
+    """Write a table, with the text in it as it is."""
+    Console(markup=False, emoji=False, highlight=False).print(table)
+
+
+def note(text: str) -> None:
+    """Write to standard error what is worth knowing."""
+    typer.echo(f"note: {text}", err=True)
+
+
+def fail(message: str) -> NoReturn:
+    """Write an error, and end with exit code 2."""
+    typer.secho("error:", fg="red", bold=True, err=True, nl=False)
+    typer.echo(f" {message}", err=True)
+    raise typer.Exit(2) from None
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; bad input becomes a message and exit code 2."""
+    try:
+        return function(*args, **kwargs)
+    except OSError as error:
+        fail(f"{type(error).__name__} {error}")
+    except ValueError as error:
+        fail(str(error))

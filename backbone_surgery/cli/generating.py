@@ -1,0 +1,51 @@
+"""`generate`: texts from prompts."""
+
+from typing import Annotated
+
+import typer
+
+from backbone_surgery.cli.console import attempt, write
+from backbone_surgery.cli.loading import load
+from backbone_surgery.cli.options import (
+    Model,
+    NewTokens,
+    Sampler,
+    SamplerName,
+    Seed,
+    Vectors,
+    parse_controls,
+    parse_vectors,
+)
+
+
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="Prompts, run in one batch.")],
+    model: Model = "tiny_gpt2",
+    max_new_tokens: NewTokens = 100,
+    sampler: Sampler = SamplerName.greedy,
+    seed: Seed = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Show text as it comes.")] = False,
+    vector: Vectors = [],  # noqa: B006 - typer copies it
+    control: Annotated[
+        list[str],
+        typer.Option(
+            "--control",
+            "-c",
+            help="NAME=STRENGTH, such as mood=1.5. It loads the vector of that name, unless "
+            "--vector names another.",
+        ),
+    ] = [],  # noqa: B006
+) -> None:
+    """Generate text from prompts, steered by control vectors if you name any."""
+    controls = attempt(parse_controls, control)
+    vectors = {name: name for name in controls} | attempt(parse_vectors, vector)
+    lm = load(model, vectors, sampler)
+    options = {"max_new_tokens": max_new_tokens, "seed": seed, "controls": controls}
+    if stream:
+        for prompt in prompts:
+            for piece in attempt(lm.stream, prompt, **options):
+                write(piece, end="")
+            write("")
+        return
+    for text in attempt(lm.generate, prompts, **options):
+        write(text)

@@ -1,0 +1,110 @@
+"""Options that several commands share, and how they are read."""
+
+import math
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backbone_surgery.errors import SurgeryError
+
+
+class SamplerName(StrEnum):
+    """The samplers that can be chosen by name."""
+
+    greedy = "greedy"
+    random = "random"
+    top_k = "top_k"
+    top_p = "top_p"
+    beam = "beam"
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="tiny_gpt2, tiny_gemma, a KerasHub preset or its URL, or a folder.",
+    ),
+]
+_VECTOR = typer.Option(
+    "--vector",
+    "-v",
+    help="A control vector: the name of one that comes with the model, or a .gguf or .safetensors "
+    "file. The control is named after it, or by you with NAME=FILE.",
+)
+Vector = Annotated[str, _VECTOR]
+Vectors = Annotated[list[str], _VECTOR]
+Strengths = Annotated[str, typer.Option(help="Strengths, separated by commas.")]
+NewTokens = Annotated[int, typer.Option(min=0, help="How many tokens to add at most.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampler, for each prompt.")]
+Sampler = Annotated[SamplerName, typer.Option(help="How to choose each token.")]
+_BATCH_SIZE = typer.Option(min=1, help="How many texts to run at once.")
+BatchSize = Annotated[int, _BATCH_SIZE]
+AnyBatchSize = Annotated[int | None, _BATCH_SIZE]
+
+
+def parse_vectors(texts: Sequence[str]) -> dict[str, str]:
+    """Parse `FILE` and `NAME=FILE` into `{name: file}`.
+
+    Raises:
+        SurgeryError: two of them have the same name.
+    """
+    files: dict[str, str] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        name, file = (name, file) if equals else (re.sub(r"\W", "_", Path(text).stem), text)
+        if name in files:
+            raise SurgeryError(
+                f"--vector at '{name}': expected one vector of each name. Received two. Name them "
+                "as NAME=FILE."
+            )
+        files[name] = file
+    return files
+
+
+def parse_controls(texts: Sequence[str]) -> dict[str, float]:
+    """Parse `NAME=STRENGTH` into `{name: strength}`.
+
+    Raises:
+        SurgeryError: a strength is no number, or a control is named twice.
+    """
+    strengths: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        strength = _number(number)
+        if not name or strength is None:
+            raise SurgeryError(
+                f"--control: expected NAME=STRENGTH, such as mood=1.5. Received {text!r}."
+            )
+        if name in strengths:
+            raise SurgeryError(
+                f"--control at '{name}': expected one strength. Received two. Pass one of them."
+            )
+        strengths[name] = strength
+    return strengths
+
+
+def parse_strengths(text: str) -> list[float]:
+    """Parse numbers that are separated by commas.
+
+    Raises:
+        SurgeryError: one of them is no number.
+    """
+    strengths = [_number(part) for part in text.split(",")]
+    if None in strengths:
+        raise SurgeryError(
+            f"--strengths: expected numbers separated by commas, such as -2,0,2. Received {text!r}."
+        )
+    return [strength for strength in strengths if strength is not None]
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,54 @@
+"""`inspect` and `plot`: what a model is made of."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from backbone_surgery.cli.console import attempt, write, write_table
+from backbone_surgery.cli.loading import load
+from backbone_surgery.cli.options import Model
+
+
+def inspect(model: Model = "tiny_gpt2") -> None:
+    """Show the sites and parameters of a model, and the size of its cache."""
+    import backbone_surgery as bs
+    from backbone_surgery.caching.cache import bytes_per_token
+
+    lm = load(model)
+    opened = bs.open_backbone(lm.backbone)
+    paths = bs.sites(opened)
+    blocks = sorted({int(p.split(".")[1]) for p in paths if p.startswith("blocks.")})
+    roles = list(dict.fromkeys(p.split(".")[2] for p in paths if p.count(".") == 2))
+    table = Table(title=Text(model, "table.title"), show_header=False)
+    table.add_row("architecture", opened.family.name)
+    table.add_row("parameters", f"{lm.backbone.count_params():,}")
+    table.add_row("blocks", str(len(blocks)))
+    table.add_row("cache", f"{bytes_per_token(lm.backbone_with_cache):,} bytes per token and row")
+    limit = opened.family.max_positions(opened)
+    table.add_row("positions", f"{limit:,} at most" if limit else "no fixed limit")
+    outer = [p for p in paths if not p.startswith("blocks.")]
+    shape = f"blocks.0 ... blocks.{blocks[-1]}"
+    table.add_row("sites", "\n".join([*outer, shape, *(f"blocks.*.{r}" for r in roles)]))
+    write_table(table)
+
+
+def plot(
+    to_file: Annotated[
+        Path, typer.Argument(help="File to write: .png, .svg, .pdf or .jpg, or .mmd for Mermaid.")
+    ],
+    model: Model = "tiny_gpt2",
+    expand: Annotated[bool, typer.Option("--expand", help="Draw the inside of blocks.")] = False,
+) -> None:
+    """Draw the backbone with its caches. Mermaid is text that many viewers of Markdown draw."""
+    import backbone_surgery as bs
+
+    lm = load(model)
+    if to_file.suffix == ".mmd":
+        text = bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand)
+        attempt(to_file.write_text, text + "\n")
+    else:
+        attempt(bs.plot_model, lm.backbone_with_cache, str(to_file), expand_nested=expand)
+    write(f"wrote {to_file}")

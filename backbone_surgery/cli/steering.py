@@ -1,0 +1,112 @@
+"""`steer` and `sweep`: texts at several strengths of a control vector."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from backbone_surgery.cli.console import attempt, fail, write, write_table
+from backbone_surgery.cli.loading import load
+from backbone_surgery.cli.options import (
+    AnyBatchSize,
+    Model,
+    NewTokens,
+    Sampler,
+    SamplerName,
+    Seed,
+    Strengths,
+    Vector,
+    parse_strengths,
+    parse_vectors,
+)
+
+
+def steer(
+    prompt: Annotated[str, typer.Argument(help="How the text begins.")],
+    vector: Vector,
+    strengths: Strengths = "-1,0,1",
+    model: Model = "tiny_gpt2",
+    max_new_tokens: NewTokens = 60,
+    sampler: Sampler = SamplerName.greedy,
+    seed: Seed = 0,
+) -> None:
+    """Show what a control vector does: one text for each strength, all in one batch."""
+    import backbone_surgery as bs
+
+    values = attempt(parse_strengths, strengths)
+    vectors = attempt(parse_vectors, [vector])
+    lm = load(model, vectors, sampler)
+    options = {"max_new_tokens": max_new_tokens, "seed": seed}
+    result = attempt(bs.sweep, lm, prompt, *vectors, values, **options)
+    typer.secho(prompt, bold=True)
+    table = Table(show_lines=True)
+    table.add_column(f"{result.control} at", justify="right")
+    table.add_column("goes on")
+    for row in result.rows:
+        table.add_row(f"{row.strength:+g}" if row.strength else "0", row.text.strip())
+    write_table(table)
+
+
+def sweep(
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts, or .txt files with a prompt on each line.")
+    ],
+    vector: Vector,
+    strengths: Strengths = "-3,-2,-1,0,1,2,3",
+    model: Model = "tiny_gpt2",
+    words: Annotated[
+        str, typer.Option(help="Words to count in each text, separated by commas.")
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture of the counts to write, such as out.png.")
+    ] = None,
+    max_new_tokens: NewTokens = 60,
+    sampler: Sampler = SamplerName.random,
+    seed: Seed = 0,
+    batch_size: AnyBatchSize = None,
+) -> None:
+    """Generate from many prompts at several strengths, and count words in the texts."""
+    import backbone_surgery as bs
+
+    values = attempt(parse_strengths, strengths)
+    vectors = attempt(parse_vectors, [vector])
+    counted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    if plot is not None and not counted:
+        fail("sweep --plot: expected something to plot. Received no --words. Name words to count.")
+    if plot is not None and not plot.parent.is_dir():
+        fail(f"sweep --plot at '{plot}': expected a folder that exists. Received another. Make it.")
+    listed = attempt(_read_prompts, prompts)
+    lm = load(model, vectors, sampler)
+    result = attempt(
+        bs.sweep,
+        lm,
+        listed,
+        *vectors,
+        values,
+        score={"words": lambda text: _count(text, counted)} if counted else None,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        verbose=1,
+    )
+    write_table(result.table())
+    if plot is not None:
+        attempt(result.plot, plot)
+        write(f"wrote {plot}")
+
+
+def _read_prompts(prompts: Sequence[str]) -> list[str]:
+    """Return the prompts, with the lines of files in place of these."""
+    listed: list[str] = []
+    for prompt in prompts:
+        is_file = prompt.endswith(".txt") and Path(prompt).is_file()
+        lines = Path(prompt).read_text(encoding="utf-8").splitlines() if is_file else [prompt]
+        listed += [line for line in lines if line.strip()]
+    return listed
+
+
+def _count(text: str, words: Sequence[str]) -> int:
+    return sum(word in words for word in re.findall(r"\w+", text.lower()))

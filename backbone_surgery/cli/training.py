@@ -1,0 +1,77 @@
+"""`train-vector`: a control vector from contrast pairs."""
+
+import json
+import warnings
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backbone_surgery.cli.console import attempt, fail, note, write
+from backbone_surgery.cli.loading import load
+from backbone_surgery.cli.options import BatchSize, Model
+from backbone_surgery.errors import SurgeryError
+
+
+class MethodName(StrEnum):
+    """The methods of `ControlVector.train`."""
+
+    pca_diff = "pca_diff"
+    pca_center = "pca_center"
+    mean_diff = "mean_diff"
+    logistic = "logistic"
+
+
+def train_vector(
+    pairs: Annotated[
+        Path,
+        typer.Argument(
+            help='JSON lines: {"positive": "...", "negative": "..."} or ["...", "..."].'
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(help="File to write: .gguf or .safetensors.")],
+    model: Model = "tiny_gpt2",
+    method: Annotated[
+        MethodName, typer.Option(help="How to find the direction of each block.")
+    ] = MethodName.pca_diff,
+    token: Annotated[int, typer.Option(help="Token of each text to measure; -1 is the last.")] = -1,
+    batch_size: BatchSize = 32,
+) -> None:
+    """Train a control vector on contrast pairs."""
+    import backbone_surgery as bs
+
+    if output.suffix not in (".gguf", ".safetensors"):
+        fail(f"train-vector at '{output}': expected a name that ends in .gguf or .safetensors.")
+    if not output.parent.is_dir():
+        fail(f"train-vector at '{output}': expected a folder that exists. Received another.")
+    listed = attempt(_read_pairs, pairs)
+    lm = load(model)
+    vector = attempt(bs.ControlVector.train, lm, listed, method.value, batch_size, token, verbose=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attempt(vector.save, output)
+    for warning in caught:
+        note(str(warning.message))
+    write(f"wrote {output}: {len(listed)} pairs, {method.value}")
+
+
+def _read_pairs(path: Path) -> list[tuple[str, str]]:
+    """Read contrast pairs from a file of JSON lines."""
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            pair = (item["positive"], item["negative"]) if isinstance(item, dict) else tuple(item)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pair = ()
+        if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise SurgeryError(
+                f"train-vector at {path}:{number}: expected "
+                '{"positive": "...", "negative": "..."} or ["...", "..."]. '
+                f"Received {line[:80]!r}."
+            )
+        pairs.append(pair)
+    return pairs

@@ -1,0 +1,1 @@
+"""Drawing: pictures of models and figures of analyses."""

@@ -1,0 +1,116 @@
+"""Files: read whole or refused in words, and written whole or not at all."""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from backbone_surgery.errors import SurgeryError, shown
+
+FLOATS = frozenset(map(np.dtype, ("float16", "float32", "float64", ml_dtypes.bfloat16)))
+INTEGERS = frozenset(
+    np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+)
+STORABLE = FLOATS | INTEGERS | {np.dtype(bool)}
+"""The dtypes that `.safetensors` files and NumPy both know."""
+
+
+@contextlib.contextmanager
+def reading(
+    place: object,
+    operation: str,
+    expected: str,
+    kind: type[SurgeryError] = SurgeryError,
+    advice: str = "It is damaged, or was made by another release; get it again.",
+) -> Iterator[None]:
+    """Raise one error for whatever is raised inside but a `SurgeryError`: readers raise anything.
+
+    Args:
+        place: what is read, such as a path.
+        operation: named in the error, such as `"load_recipe"`.
+        expected: what is to be there, such as `"a JSON file"`.
+        kind: class of the error.
+        advice: what to do about it.
+    """
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())[:200]
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {words}"
+        raise kind(
+            f"{operation} at '{place}': expected {expected}. Received another one ({reason}). "
+            f"{advice}"
+        ) from error
+
+
+def as_path(path: Any, operation: str) -> Path:
+    """Return a path as a `Path`; `operation` is named in the error."""
+    if isinstance(path, str | os.PathLike) and os.fspath(path):
+        return Path(path)
+    raise SurgeryError(
+        f"{operation}: expected a path. Received {shown(path)} of type {type(path).__name__}. Pass "
+        "a string or a `pathlib.Path`."
+    )
+
+
+def read_json(path: Path, most: int) -> Any:
+    """Read a JSON file of at most `most` bytes, without NaN or infinity; raises any error."""
+    with open(path, "rb") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"more than {most} bytes")
+    return json.loads(text.decode("utf-8"), parse_constant=_refuse)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of a `.safetensors` file; raises any error."""
+    with safetensors.safe_open(os.fspath(path), framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file in one step: `path` then holds all of it, or still what it held before.
+
+    A process that is killed leaves behind a hidden file `.<name>.<random>.new` at most.
+
+    Args:
+        path: of the file.
+        write: writes a new file of the path it is given.
+    """
+    part = hidden_beside(path)
+    try:
+        write(part)
+        flush(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def hidden_beside(path: Path) -> Path:
+    """Return a new hidden name in the same folder."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
+
+
+def flush(path: Path) -> None:
+    """Have the system write a file, or the entries of a folder, to the disk."""
+    if os.name != "posix" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} in place of a number")

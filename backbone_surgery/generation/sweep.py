@@ -1,0 +1,220 @@
+"""Sweep: the same prompts at several strengths, as one compiled batch, scored and tabulated."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.controls import check_names
+from backbone_surgery.numbers import read_finite
+
+Score = Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One text of a sweep.
+
+    Attributes:
+        prompt: what it began with.
+        strength: of the control.
+        text: what was generated, without the prompt.
+        scores: `{name: score of the text}`.
+    """
+
+    prompt: str
+    strength: float
+    text: str
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The texts and scores of a sweep: print it for a table, `plot` it for a figure.
+
+    Attributes:
+        control: name of the control.
+        strengths: in the order in which they were passed.
+        rows: one for each prompt and strength.
+        names: names of the scores.
+    """
+
+    control: str
+    strengths: tuple[float, ...]
+    rows: tuple[SweepRow, ...]
+    names: tuple[str, ...]
+
+    def mean(self, name: str = "score") -> dict[float, float]:
+        """Return the mean score of each strength."""
+        if name not in self.names:
+            raise SurgeryError(
+                f"sweep at score '{name}': expected one of {list(self.names)}. Received another. "
+                "Pass `score=` to `sweep`, and name one of its scores."
+            )
+        return {
+            s: float(np.mean([r.scores[name] for r in self.rows if r.strength == s]))
+            for s in self.strengths
+        }
+
+    def table(self, width: int = 300) -> Table:
+        """Return a rich table: a line for each strength, with its scores and its first text."""
+        # As `Text`, since rich reads strings as markup.
+        title = Text(f"{self.control}: {len(self.rows)} texts", "table.title")
+        table = Table(title=title, show_lines=True)
+        table.add_column("strength", justify="right")
+        for name in self.names:
+            table.add_column(Text(name), justify="right")
+        table.add_column("first text")
+        means = {name: self.mean(name) for name in self.names}
+        for strength in self.strengths:
+            first = next(r.text for r in self.rows if r.strength == strength)
+            shown = first if len(first) <= width else first[: width - 1] + "…"
+            scores = (f"{means[name][strength]:.2f}" for name in self.names)
+            table.add_row(f"{strength:g}", *scores, Text(shown.strip()))
+        return table
+
+    def plot(self, to_file: str | Path | None = None, ax: Any = None) -> Any:
+        """Plot the mean of each score, with its standard error, against the strength.
+
+        Args:
+            to_file: where to save the picture, if anywhere.
+            ax: matplotlib axes to draw into; new ones by default.
+
+        Returns:
+            The axes.
+        """
+        if not self.names:
+            raise SurgeryError(
+                "plot of a sweep: expected scores. Received a sweep without any. Pass "
+                "`score=function_of_a_text` to `sweep`."
+            )
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise SurgeryError(
+                "plot of a sweep: expected matplotlib. Received an environment without it. Run "
+                '`pip install "backbone-surgery[plot]"`.'
+            ) from error
+        axes: Any = ax
+        if ax is None:
+            _, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+        order = sorted(self.strengths)
+        for name in self.names:
+            groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]
+            errors = [np.std(g) / np.sqrt(len(g)) for g in groups]
+            axes.errorbar(order, [np.mean(g) for g in groups], errors, marker="o", label=name)
+        axes.set_xlabel(f"strength of {self.control}")
+        axes.set_ylabel("mean score" if len(self.names) > 1 else self.names[0])
+        axes.axvline(0, color="0.8", linewidth=1, zorder=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(self.names) > 1:
+            axes.legend(frameon=False)
+        if to_file is not None:
+            axes.figure.savefig(to_file, dpi=150)
+        return axes
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self.table())
+        return text.getvalue()
+
+
+def sweep(
+    lm: Any,
+    prompts: str | Sequence[str],
+    control: str,
+    strengths: Sequence[float],
+    score: Score | Mapping[str, Score] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Generate from each prompt at each strength, in one batch, which compiles once at most.
+
+    Args:
+        lm: a `CachedCausalLM` with a preprocessor, over a backbone with a `Steer` of this name.
+        prompts: one or more.
+        control: name of the control.
+        strengths: numbers.
+        score: function of a generated text (without its prompt), or `{name: function}`.
+        **options: for `generate`, such as `max_new_tokens`, `seed` and `batch_size`.
+
+    Returns:
+        A `Sweep`.
+
+    Raises:
+        SurgeryError: no prompts or strengths, a score that is no number, or what `generate`
+            refuses.
+    """
+    if getattr(lm, "preprocessor", None) is None or not hasattr(lm, "programs"):
+        raise SurgeryError(
+            f"sweep: expected a CachedCausalLM with a preprocessor, to make text. Received "
+            f"{shown(lm)}. Attach a preprocessor."
+        )
+    texts = _listed(prompts)
+    numbers = read_finite(strengths)
+    if not texts or numbers is None or numbers.ndim > 1 or not isinstance(control, str):
+        raise SurgeryError(
+            f"sweep at {shown(control)}: expected the name of a control, at least one prompt, and "
+            f"at least one finite strength. Received prompts {shown(prompts)} and strengths "
+            f"{shown(strengths)}. Pass all three."
+        )
+    scores = _read_scores(score)
+    for name in ("strip_prompt", "return_captures"):
+        if name in options:
+            raise SurgeryError(
+                f"sweep at '{name}': expected options of `generate` that leave what is returned. "
+                "Received another. Leave it out."
+            )
+    floats = [float(strength) for strength in np.atleast_1d(strengths)]
+    pairs = [(text, strength) for text in texts for strength in floats]
+    others = check_names("sweep", options.pop("controls", None))
+    written = lm.generate(
+        [text for text, _ in pairs],
+        controls={**others, control: [strength for _, strength in pairs]},
+        strip_prompt=True,
+        **options,
+    )
+    rows = []
+    for (prompt, strength), text in zip(pairs, written, strict=True):
+        values = {name: _score(name, function, text) for name, function in scores.items()}
+        rows.append(SweepRow(prompt, strength, text, values))
+    return Sweep(control, tuple(floats), tuple(rows), tuple(scores))
+
+
+def _listed(prompts: Any) -> list[str]:
+    """Return the prompts as a list; an empty one for what are none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    texts = list(prompts) if isinstance(prompts, Sequence) else []
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def _read_scores(score: Any) -> dict[str, Score]:
+    if score is None:
+        return {}
+    scores = dict(score) if isinstance(score, Mapping) else {"score": score}
+    if not all(isinstance(name, str) and callable(f) for name, f in scores.items()):
+        raise SurgeryError(
+            "sweep at 'score': expected a function of a text, or a dict of such functions by name. "
+            f"Received {shown(score)}. Pass one of these."
+        )
+    return scores
+
+
+def _score(name: str, function: Score, text: str) -> float:
+    value = function(text)
+    try:
+        return float(value)
+    except Exception as error:  # whatever the conversion of an object runs into
+        raise SurgeryError(
+            f"sweep at score '{name}': expected a function that returns a number. Received "
+            f"{shown(value)} for the text {shown(text)}. Return one number."
+        ) from error

@@ -1,0 +1,65 @@
+"""The clone engine. Private Keras is in this package alone."""
+
+from backbone_surgery.graph.building import building
+from backbone_surgery.graph.keras_private import (
+    LISTS_OF_LAYERS,
+    autocasting,
+    infer,
+    is_auto_named,
+    is_made_up,
+    layers_within,
+    members_running,
+    members_tracking,
+    own_weights,
+    sublayers,
+    watching_calls,
+)
+from backbone_surgery.graph.nodes import (
+    all_nodes,
+    as_functional,
+    graph_nodes,
+    in_order,
+    is_input,
+    is_plain_call,
+    node_of,
+    topological_nodes,
+)
+from backbone_surgery.graph.rebuild import nest
+from backbone_surgery.graph.replay import (
+    KEEP,
+    CloneFn,
+    clone_layer_graph,
+    replay,
+    visited_node,
+)
+from backbone_surgery.graph.shared_nodes import share
+
+__all__ = [
+    "KEEP",
+    "LISTS_OF_LAYERS",
+    "CloneFn",
+    "all_nodes",
+    "as_functional",
+    "autocasting",
+    "building",
+    "clone_layer_graph",
+    "graph_nodes",
+    "in_order",
+    "infer",
+    "is_auto_named",
+    "is_input",
+    "is_made_up",
+    "is_plain_call",
+    "layers_within",
+    "members_running",
+    "members_tracking",
+    "nest",
+    "node_of",
+    "own_weights",
+    "replay",
+    "share",
+    "sublayers",
+    "topological_nodes",
+    "visited_node",
+    "watching_calls",
+]

@@ -1,0 +1,129 @@
+"""Private Keras that is needed beside the graph itself: twins, weights and names."""
+
+import collections
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+from keras.src.backend import compute_output_spec
+from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope
+from keras.src.models.functional import Functional
+
+
+@contextlib.contextmanager
+def autocasting(layer: keras.Layer) -> Iterator[None]:
+    """Let the variables read inside take the dtype that they take when the layer is called."""
+    casts = layer.autocast and keras.backend.is_float_dtype(layer.compute_dtype)
+    with AutocastScope(layer.compute_dtype if casts else None):
+        yield
+
+
+def infer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the shapes and dtypes of what a function gives for symbolic tensors."""
+    return compute_output_spec(function, *args, **kwargs)
+
+
+LISTS_OF_LAYERS = {"_layers", "_operations", "_operations_by_depth", "_functional", "_modules"}
+"""The attributes in which Keras itself, or torch, lists the layers that a layer is made of."""
+
+
+def sublayers(layer: keras.Layer) -> list[keras.Layer]:
+    """List the layers that a layer is made of, as Keras tracks them, inputs left out."""
+    return [sub for sub in layer._layers if not isinstance(sub, keras.layers.InputLayer)]
+
+
+def members_tracking(layers: Callable[[], list[keras.Layer]]) -> dict[str, property]:
+    """Return members of a class whose instances track these layers."""
+    return {"_layers": property(lambda _: layers())}
+
+
+def members_running(layer: keras.Layer, swaps: dict[int, Any]) -> dict[str, Any]:
+    """Return members of a subclass that runs the graph of a nested model with other layers.
+
+    Args:
+        layer: an instance of the class around which the subclass is made.
+        swaps: `{id(layer of the graph): what runs in its place}`.
+    """
+    if not isinstance(layer, Functional):
+        return {}
+
+    def run(
+        self: Any, inputs: Any, operation_fn: Callable[..., Any] = lambda op: op, **kwargs: Any
+    ) -> Any:
+        def swapped(op: Any) -> Any:
+            return operation_fn(swaps.get(id(op), op))
+
+        return type(layer)._run_through_graph(self, inputs, operation_fn=swapped, **kwargs)
+
+    return {"_run_through_graph": run}
+
+
+@contextlib.contextmanager
+def watching_calls() -> Iterator[dict[int, keras.Layer]]:
+    """Collect the layers called inside, in this thread, but not those that other layers call.
+
+    Keras keeps a list of open name scopes for each thread, and a layer opens one when it is called.
+    """
+    before = global_state.get_global_attribute("name_scope_stack", default=[])
+    scopes = _WatchedScopes(before)
+    global_state.set_global_attribute("name_scope_stack", scopes)
+    try:
+        yield scopes.called
+    finally:
+        global_state.set_global_attribute("name_scope_stack", before)
+
+
+class _WatchedScopes(list):
+    def __init__(self, scopes: list) -> None:
+        super().__init__(scopes)
+        self.depth = len(scopes)
+        self.called: dict[int, keras.Layer] = {}
+
+    def append(self, scope: Any) -> None:
+        callers = [s.caller for s in (*self[self.depth :], scope)]
+        layers = [caller for caller in callers if isinstance(caller, keras.Layer)]
+        if layers == [scope.caller]:
+            self.called[id(scope.caller)] = scope.caller
+        super().append(scope)
+
+
+def layers_within(layer: keras.Layer) -> list[keras.Layer]:
+    """List a layer and every layer in it, at any depth, each once."""
+    return list(dict.fromkeys(layer._flatten_layers()))
+
+
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """List the weights that a layer holds itself, without those of the layers in it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def reserve_names(names: Iterable[str]) -> None:
+    """Keep Keras from making up any of these names in this thread.
+
+    Keras numbers the names that it makes up, such as `multiply_3`, in each thread by itself and
+    from the start again after `keras.utils.clear_session`. So a new node of a graph could get the
+    name of an old one that was made in another thread.
+    """
+    counts = global_state.get_global_attribute(
+        "object_name_uids", default=collections.defaultdict(int), set_to_default=True
+    )
+    for name in names:
+        stem, _, number = name.rpartition("_")
+        if stem and number.isdecimal():
+            counts[stem] = max(counts[stem], int(number) + 1)
+        else:
+            counts[name] = max(counts[name], 1)
+
+
+def is_auto_named(layer: keras.Layer) -> bool:
+    """Tell whether Keras made up the name of a layer, out of the name of its class."""
+    return is_made_up(layer.name, type(layer).__name__)
+
+
+def is_made_up(name: str, class_name: str) -> bool:
+    """Tell whether a name is what Keras makes up for a layer of a class."""
+    stem = re.sub(r"_\d+$", "", name)
+    return stem.replace("_", "") == class_name.replace("_", "").lower()

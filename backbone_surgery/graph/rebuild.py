@@ -1,0 +1,153 @@
+"""Rebuild nested models: lift outer tensors, prune unused inputs, carry emitted tensors out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import tree
+from keras.src.models.functional import Functional
+
+from backbone_surgery.graph.building import building
+from backbone_surgery.graph.emission import Emitted, emit
+from backbone_surgery.graph.nodes import in_order, is_input, node_of, repeat, topological_nodes
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A nested model made anew, and how to call it in place of the old one."""
+
+    old: Functional
+    new: Functional
+    same_signature: bool
+    kept: list[int]
+    lifted: list[keras.KerasTensor]
+    emitted: list[str]
+
+    def __call__(self, inputs: Any, **kwargs: Any) -> list[Any]:
+        """Call the new model as the old one was called, and emit its further outputs."""
+        if self.same_signature:
+            return tree.flatten(self.new(inputs, **kwargs))
+        if kwargs.get("mask") is not None:
+            # Keras pairs masks and inputs by their order.
+            masks = dict(enumerate(in_order(self.old, kwargs["mask"])))
+            kwargs["mask"] = [masks.get(i) for i in self.kept] + [None] * len(self.lifted)
+        flat = in_order(self.old, inputs)
+        result = tree.flatten(self.new([flat[i] for i in self.kept] + self.lifted, **kwargs))
+        count = len(self.old.outputs)
+        for name, tensor in zip(self.emitted, result[count:], strict=True):
+            emit(name, tensor)
+        return result[:count]
+
+
+def rebuild(
+    nested: Functional,
+    name: str,
+    inputs: list[keras.KerasTensor],
+    outputs: list[keras.KerasTensor],
+    emitted: Emitted,
+) -> Rebuilt:
+    """Make a Functional of a replayed nested graph: lift, prune, and add what was emitted."""
+    handed_out = [(key, tensor) for key, tensors in emitted.items() for tensor in tensors]
+    outputs = outputs + [tensor for _, tensor in handed_out]
+    lifted, used = _free_and_used(outputs, inputs)
+    taken = {t.name for t in inputs}
+    stand_ins = [_stand_in(name, t, taken) for t in lifted]
+    outputs = reroot(outputs, dict(zip(map(id, lifted), stand_ins, strict=True)))
+    # An input that never had a user stays: only a rewrite's own doing is undone.
+    _, was_used = _free_and_used(nested.outputs, nested.inputs)
+    pairs = enumerate(zip(nested.inputs, inputs, strict=True))
+    kept = [i for i, (old, new) in pairs if id(new) in used or id(old) not in was_used]
+    same_signature = not lifted and not emitted and len(kept) == len(inputs)
+    if same_signature:
+        struct_in = tree.pack_sequence_as(nested._inputs_struct, inputs)
+        struct_out = tree.pack_sequence_as(nested._outputs_struct, outputs)
+        new = Functional(struct_in, struct_out, name=name)
+    else:
+        new = Functional([inputs[i] for i in kept] + stand_ins, outputs, name=name)
+    return Rebuilt(nested, new, same_signature, kept, lifted, [key for key, _ in handed_out])
+
+
+@building()
+def nest(name: str, build: Callable[..., Any], *tensors: keras.KerasTensor) -> Any:
+    """Run `build(*tensors)` inside a new nested model, and call that model on `tensors`.
+
+    Args:
+        name: name of the nested model; the names of its inputs begin with it.
+        build: makes a symbolic tensor, or a list of them, out of as many as are given.
+        tensors: what to pass. Those that `build` does not use do not become inputs.
+
+    Returns:
+        What `build` returned, as tensors of the graph that `tensors` belong to.
+    """
+    taken: set[str] = set()
+    inputs = [_stand_in(name, t, taken) for t in tensors]
+    output = build(*inputs)
+    _, used = _free_and_used(tree.flatten(output), inputs)
+    kept = [(i, t) for i, t in zip(inputs, tensors, strict=True) if id(i) in used]
+    model = Functional([i for i, _ in kept], output, name=name)
+    return model([t for _, t in kept])
+
+
+def unique(name: str, taken: set[str], suffix: str = "_") -> str:
+    """Return the name, numbered if it is among `taken`, and add it to them."""
+    unique, count = name, 0
+    while unique in taken:
+        count += 1
+        unique = f"{name}{suffix}{count}"
+    taken.add(unique)
+    return unique
+
+
+def input_like(tensor: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    """Make an input that can take the value of `tensor`."""
+    # Keras marks the product of a tensor and a constant as sparse, so only inputs are believed.
+    layer = node_of(tensor).operation
+    return keras.Input(
+        batch_shape=tensor.shape,
+        dtype=tensor.dtype,
+        sparse=is_input(tensor) and tensor.sparse,
+        optional=is_input(tensor) and layer.optional,
+        name=name,
+    )
+
+
+def _stand_in(model_name: str, tensor: keras.KerasTensor, taken: set[str]) -> keras.KerasTensor:
+    """Make an input of a nested model for an outer tensor, unlike any other in one picture."""
+    name = f"{model_name}.{node_of(tensor).operation.name}"
+    return input_like(tensor, unique(name, taken))
+
+
+def _free_and_used(
+    outputs: Sequence[keras.KerasTensor], inputs: Sequence[keras.KerasTensor]
+) -> tuple[list[keras.KerasTensor], set[int]]:
+    """Find the tensors a nested graph takes from outside, and the inputs it really uses.
+
+    A tensor is inside when it depends on one of `inputs`; what an inside node or an output takes
+    from elsewhere is free.
+    """
+    own = {id(t) for t in inputs}
+    inside = set(own)
+    taken: list[keras.KerasTensor] = []
+    for node in topological_nodes(outputs, own):
+        if any(id(t) in inside for t in node.input_tensors):
+            inside.update(id(t) for t in node.outputs)
+            taken.extend(node.input_tensors)
+    taken.extend(outputs)
+    free = {id(t): t for t in taken if id(t) not in inside}
+    return list(free.values()), own.intersection(map(id, taken))
+
+
+def reroot(outputs: list[Any], mapping: dict[int, Any]) -> list[Any]:
+    """Copy the nodes that depend on the tensors in `mapping`, putting their new values in.
+
+    Args:
+        outputs: symbolic tensors. One that depends on none of them is returned as it is.
+        mapping: `{id(old tensor): new tensor}`. Extended by each tensor that is copied.
+    """
+    for node in topological_nodes(outputs, mapping):
+        if any(id(t) in mapping for t in node.input_tensors):
+            args, kwargs = node.arguments.convert(lambda x: mapping.get(id(x), x))
+            for old, new in zip(node.outputs, repeat(node, args, kwargs), strict=True):
+                mapping[id(old)] = new
+    return [mapping.get(id(t), t) for t in outputs]

@@ -1,0 +1,230 @@
+"""Self-attention as a weightless layer, over whole rows or over a cache, whole or in two halves.
+
+`SelfAttention` carries everything that attention needs to know (heads, key/value heads, head size,
+scale, soft cap, window). Its state (see `state.py`) is the keys and values of the tokens before.
+
+Where a rewrite touches the attention pattern itself, the layer is split into the two halves
+`AttentionPattern` and `AttentionMix`: the first keeps the keys, the second the values. All are
+plain `keras.ops`, so that surgery and gradients work on every Keras backend.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from backbone_surgery.opening.state import StateSpec, write_slots
+
+
+class _Attention(keras.layers.Layer):
+    """What the attention layers share: their settings, and the two halves of the computation.
+
+    Args:
+        num_heads: number of query heads.
+        num_key_value_heads: number of key/value heads; divides `num_heads`.
+        head_dim: size of one head.
+        scale: float, what query-key products are multiplied by.
+        logit_soft_cap: float or `None`; products become `cap * tanh(products / cap)`.
+        sliding_window_size: int or `None`; how many latest tokens a token can see, itself
+            included.
+        dropout: a `keras.layers.Dropout` of the block this was opened from, or `None`. It is
+            shared, so that training behaves as upstream.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        scale: float,
+        logit_soft_cap: float | None = None,
+        sliding_window_size: int | None = None,
+        dropout: keras.layers.Dropout | None = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.logit_soft_cap = logit_soft_cap
+        self.sliding_window_size = sliding_window_size
+        self.dropout = dropout
+        self.softmax = keras.layers.Softmax(dtype="float32", name="softmax")
+
+    def settings(self) -> dict[str, Any]:
+        """Return what another attention layer needs to compute the same."""
+        names = (
+            "num_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "scale",
+            "logit_soft_cap",
+            "sliding_window_size",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    def causal_mask(self, query_slots, key_slots):
+        """Tell which keys each query may see by their order: bool[queries, keys]."""
+        distance = query_slots[:, None] - key_slots[None, :]
+        mask = distance >= 0
+        if self.sliding_window_size is not None:
+            mask = ops.logical_and(mask, distance < self.sliding_window_size)
+        return mask
+
+    def uncached_mask(self, query, padding_mask):
+        """Return the mask among the tokens of one pass: bool[batch, queries, keys]."""
+        slots = ops.arange(ops.shape(query)[1], dtype="int32")
+        padding = ops.cast(padding_mask, "bool")
+        return ops.logical_and(self.causal_mask(slots, slots)[None], padding[:, None, :])
+
+    def cached_mask(self, query, cache_update_index, cache_mask):
+        """Return the mask of new tokens over a cache: bool[batch, queries, length]."""
+        queries = ops.arange(ops.shape(query)[1], dtype="int32")
+        queries = queries + ops.cast(cache_update_index, "int32")
+        keys = ops.arange(ops.shape(cache_mask)[1], dtype="int32")
+        mask = ops.cast(cache_mask, "bool")
+        return ops.logical_and(self.causal_mask(queries, keys)[None], mask[:, None, :])
+
+    def pattern(self, query, key, mask):
+        """Return the attention pattern, float[batch, num_heads, queries, keys]."""
+        query = query * ops.cast(self.scale, query.dtype)
+        batch, time, _, _ = ops.shape(query)
+        heads = (self.num_key_value_heads, self.num_heads // self.num_key_value_heads)
+        query = ops.reshape(query, (batch, time, *heads, self.head_dim))
+        query = ops.transpose(query, (0, 2, 3, 1, 4))
+        query = ops.reshape(query, (batch, heads[0], heads[1] * time, self.head_dim))
+        key = ops.transpose(key, (0, 2, 1, 3))
+        if isinstance(time, int) and time == 1:
+            # With the keys on the left, XLA on a CPU copies them head by head, and turns none.
+            scores = ops.matmul(key, ops.transpose(query, (0, 1, 3, 2)))
+            scores = ops.transpose(scores, (0, 1, 3, 2))
+        else:
+            scores = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
+        length = ops.shape(key)[2]
+        scores = ops.reshape(scores, (batch, *heads, time, length))
+        if self.logit_soft_cap is not None:
+            scores = ops.tanh(scores / self.logit_soft_cap) * self.logit_soft_cap
+        pattern = ops.cast(self.softmax(scores, mask=mask[:, None, None]), scores.dtype)
+        # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
+        return ops.reshape(pattern, (batch, self.num_heads, time, length))
+
+    def mix(self, pattern, value):
+        """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
+        batch, _, time, length = ops.shape(pattern)
+        groups = self.num_heads // self.num_key_value_heads
+        pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups * time, length))
+        mixed = ops.matmul(pattern, ops.transpose(value, (0, 2, 1, 3)))
+        mixed = ops.reshape(mixed, (batch, self.num_heads, time, self.head_dim))
+        return ops.transpose(mixed, (0, 2, 1, 3))
+
+    def attend(self, query, key, value, mask):
+        """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
+
+        That is on a GPU, in half precision and without a soft cap; Keras then chooses cuDNN's flash
+        attention where the shapes allow it.
+        """
+        half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
+        if half and self.logit_soft_cap is None and on_gpu():
+            # All in one dtype, as cuDNN wants them.
+            key, value = (ops.cast(x, query.dtype) for x in (key, value))
+            return ops.dot_product_attention(
+                query, key, value, mask=mask[:, None], scale=self.scale
+            )
+        return self.mix(self.pattern(query, key, mask), value)
+
+    def drop(self, pattern, training):
+        """Apply the block's own dropout to a pattern."""
+        return pattern if self.dropout is None else self.dropout(pattern, training=training)
+
+
+def on_gpu() -> bool:
+    """Tell whether JAX is the backend and runs on a GPU."""
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return jax.default_backend() == "gpu"
+
+
+def _slots(name: str, heads: keras.KerasTensor) -> StateSpec:
+    """Return the spec of an array that keeps one head or more for each token."""
+    shape = (None, None, *heads.shape[2:])
+    return StateSpec(name, shape, heads.dtype, slot_axis=1, head_axis=2)
+
+
+class SelfAttention(_Attention):
+    """Causal self-attention over queries, keys and values that were projected before.
+
+    Call arguments:
+        query: float[batch, time, num_heads, head_dim].
+        key, value: float[batch, time, num_key_value_heads, head_dim].
+        padding_mask: int or bool[batch, time], zero where a token is padding.
+
+    Returns:
+        float[batch, time, num_heads, head_dim], the mix of values for each head. It is zero for
+        a token that sees nothing.
+    """
+
+    def call(self, query, key, value, padding_mask, training=None):
+        pattern = self.pattern(query, key, self.uncached_mask(query, padding_mask))
+        return self.mix(self.drop(pattern, training), value)
+
+    def compute_output_spec(self, query, key, value, padding_mask, training=None):
+        return keras.KerasTensor(query.shape, query.dtype)
+
+    def state_specs(self, query, key, value, padding_mask):
+        return _slots("key", key), _slots("value", value)
+
+    def call_with_state(self, query, key, value, state, cache_update_index, cache_mask):
+        key = write_slots(state["key"], cache_update_index, key)
+        value = write_slots(state["value"], cache_update_index, value)
+        mask = self.cached_mask(query, cache_update_index, cache_mask)
+        return self.attend(query, key, value, mask), {"key": key, "value": value}
+
+
+class AttentionPattern(_Attention):
+    """First half of `SelfAttention`: float[batch, num_heads, queries, keys], rows sum to one."""
+
+    def call(self, query, key, padding_mask, training=None):
+        pattern = self.pattern(query, key, self.uncached_mask(query, padding_mask))
+        return self.drop(pattern, training)
+
+    def compute_output_spec(self, query, key, padding_mask, training=None):
+        batch, time, heads, _ = query.shape
+        return keras.KerasTensor((batch, heads, time, key.shape[1]), query.dtype)
+
+    def state_specs(self, query, key, padding_mask):
+        return (_slots("key", key),)
+
+    def call_with_state(self, query, key, state, cache_update_index, cache_mask):
+        key = write_slots(state["key"], cache_update_index, key)
+        mask = self.cached_mask(query, cache_update_index, cache_mask)
+        return self.pattern(query, key, mask), {"key": key}
+
+
+class AttentionMix(_Attention):
+    """Second half of `SelfAttention`: the values mixed by a pattern."""
+
+    def call(self, pattern, value):
+        return self.mix(pattern, value)
+
+    def compute_output_spec(self, pattern, value):
+        batch, heads, time, _ = pattern.shape
+        return keras.KerasTensor((batch, time, heads, self.head_dim), value.dtype)
+
+    def state_specs(self, pattern, value):
+        return (_slots("value", value),)
+
+    def call_with_state(self, pattern, value, state, cache_update_index):
+        value = write_slots(state["value"], cache_update_index, value)
+        return self.mix(pattern, value), {"value": value}
+
+
+def split(attention: SelfAttention) -> tuple[AttentionPattern, AttentionMix]:
+    """Split an attention layer into its two halves."""
+    settings, policy = attention.settings(), attention.dtype_policy
+    pattern = AttentionPattern(
+        **settings, dropout=attention.dropout, dtype=policy, name=f"{attention.name}_pattern"
+    )
+    return pattern, AttentionMix(**settings, dtype=policy, name=f"{attention.name}_mix")

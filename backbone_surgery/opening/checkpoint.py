@@ -1,0 +1,135 @@
+"""Checkpoints of Keras: whether a file of weights is one of this very model.
+
+Keras files its layers under their class and their order among those of that class. Where a model
+lost a layer, the weights of its neighbour are loaded into the next one without a word; where it
+gained one, loading fails half way. The file also holds the names of the layers, and that is enough
+to tell before anything is loaded.
+"""
+
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+
+from backbone_surgery import graph
+from backbone_surgery.errors import WeightMismatchError
+from backbone_surgery.files import as_path, read_json, reading
+
+_MOST = 2**26
+"""Bytes of the index of a checkpoint in shards."""
+
+
+def check_checkpoint(model: keras.Model, filepath: Any) -> None:
+    """Check that a file of weights was saved from a model with the same layers.
+
+    Args:
+        model: a Functional model, about to load the file.
+        filepath: of the file: `.weights.h5`, `.weights.json` with its shards, or `.keras`.
+
+    Raises:
+        WeightMismatchError: the file has other layers, or the same in another order, or is of
+            another format, in which that cannot be seen.
+    """
+    if not as_path(filepath, "load_weights").exists():
+        return
+    if not str(filepath).endswith((".weights.h5", ".weights.json", ".keras")):
+        raise WeightMismatchError(
+            f"load_weights at '{filepath}': expected a `.weights.h5`, `.weights.json` or `.keras` "
+            "file. Received another, which does not tell its layers apart. Load it into the model "
+            "that it was saved from, and copy with `transfer_weights`."
+        )
+    wanted = _layers_of_model(model)
+    with reading(filepath, "load_weights", "weights that Keras saved", WeightMismatchError):
+        found = _layers_of_file(Path(filepath))
+    if found is None:
+        difference = "one that holds no layers"
+    elif set(found) != set(wanted):
+        difference = f"{_names(found)} where the model has {_names(wanted)}"
+    else:
+        wrong = [
+            f"'{found[key]}' where the model has '{layer.name}'"
+            for key, layer in wanted.items()
+            if found[key] != layer.name and not graph.is_auto_named(layer)
+        ]
+        difference = ", ".join(wrong)
+    if difference:
+        raise WeightMismatchError(
+            f"load_weights at '{filepath}': expected a file saved from a model with the layers of "
+            f"'{model.name}', in their order. Received {difference}. Load it into the model that "
+            "it was saved from, and copy with `transfer_weights`."
+        )
+
+
+def _layers_of_model(model: keras.Model, at: str = "") -> dict[str, keras.Layer]:
+    """Return the layers with weights, those of nested models too, by their places in a file."""
+    counts: Counter[str] = Counter()
+    layers: dict[str, keras.Layer] = {}
+    for layer in model.layers:
+        kind = _snake(type(layer).__name__)
+        key = f"{at}{kind}_{counts[kind]}" if counts[kind] else f"{at}{kind}"
+        counts[kind] += 1
+        if layer.weights:
+            layers[key] = layer
+            if graph.as_functional(layer) is not None:
+                layers.update(_layers_of_model(layer, f"{key}/layers/"))
+    return layers
+
+
+def _layers_of_file(path: Path) -> dict[str, str] | None:
+    """Return the names of the layers with arrays in a file, by what they are filed under."""
+    names: dict[str, str] = {}
+    filled, empty = set(), True
+    for file in _stores(path):
+        for key, group in _groups(file):
+            empty = False
+            # Of the shards that a layer is spread over, one has its name.
+            if "name" in group.get("vars", group).attrs:
+                names[key] = str(group.get("vars", group).attrs["name"])
+            if _has_arrays(group):
+                filled.add(key)
+    return None if empty else {key: names.get(key, key) for key in sorted(filled)}
+
+
+def _groups(group: h5py.Group, at: str = "") -> Iterator[tuple[str, h5py.Group]]:
+    """Walk the groups of layers in a file, those of layers in layers after their own."""
+    for key, inner in group.get("layers", {}).items():
+        yield f"{at}{key}", inner
+        yield from _groups(inner, f"{at}{key}/layers/")
+
+
+def _stores(path: Path) -> Iterator[h5py.File]:
+    """Open the HDF5 files that a file of Keras consists of, one after the other."""
+    if path.suffix == ".keras":
+        with (
+            zipfile.ZipFile(path) as archive,
+            archive.open("model.weights.h5") as inner,
+            h5py.File(inner, "r") as file,
+        ):
+            yield file
+        return
+    shards = [path]
+    if path.suffix == ".json":
+        listed = read_json(path, _MOST)["weight_map"].values()
+        names = {name for x in listed for name in (x if isinstance(x, list) else [x])}
+        shards = [path.with_name(name) for name in sorted(names)]
+    for shard in shards:
+        with h5py.File(shard, "r") as file:
+            yield file
+
+
+def _has_arrays(group: h5py.Group) -> bool:
+    return group.visititems(lambda _, x: True if isinstance(x, h5py.Dataset) else None) is True
+
+
+def _names(layers: Any) -> str:
+    return f"{len(layers)} layers with weights ({', '.join(list(layers)[:12])})"
+
+
+def _snake(name: str) -> str:
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

@@ -1,0 +1,187 @@
+"""What a family is: how one architecture's decoder block and positions are opened.
+
+The families that come with the package are one file each in `families/`. A family of your own is
+one `Family`, given to `register_family`; docs/architecture.md has an example that runs.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.graph.twin import Twin
+from backbone_surgery.opening.site import BlockInput, Site
+
+OpenBlock = Callable[..., keras.KerasTensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: which layer is its decoder block, and how to open it.
+
+    Attributes:
+        name: such as `gpt2`.
+        block: class of the decoder block. A subclass with a `call` of its own is another block.
+        open_block: `(block, hidden_states, padding_mask, positions) -> hidden_states`, on symbolic
+            tensors float[batch, time, hidden], int[batch, time], int32[batch, time]. It calls the
+            block's own sub-layers, and `SelfAttention` for attention, and puts a `Site` at each
+            place but the last.
+        hidden_states: name of the block's argument for the hidden states.
+        padding_mask: name of the block's argument for the padding mask.
+        claims: `(block) -> bool`, for a class that several architectures build their blocks of:
+            whether this block is of this one.
+        position_layers: classes of layers outside of the block that number the tokens by
+            themselves unless they are given `positions=`.
+        pointwise_layers: classes of KerasHub layers of this architecture that work on each token
+            alone; others are probed once, when a graph is rewired.
+        refuse: `(block) -> reason`, or `None` when the block can be opened.
+        sampler: the sampler that KerasHub's own task for this family takes by default.
+        model_types: the names that Hugging Face and llama.cpp have for the architecture.
+        model_type: `(block) -> one of them`; the first by default.
+    """
+
+    name: str
+    block: type[keras.layers.Layer]
+    open_block: OpenBlock
+    hidden_states: str = "x"
+    padding_mask: str = "padding_mask"
+    claims: Callable[[Any], bool] = lambda block: True
+    position_layers: tuple[type[keras.layers.Layer], ...] = ()
+    pointwise_layers: tuple[type[keras.layers.Layer], ...] = ()
+    refuse: Callable[[Any], str | None] = lambda block: None
+    sampler: str = "greedy"
+    model_types: tuple[str, ...] = ()
+    model_type: Callable[[Any], str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise self._wrong("a name that is an identifier", repr(self.name))
+        if not (isinstance(self.block, type) and issubclass(self.block, keras.layers.Layer)):
+            raise self._wrong("`block` to be a class of Keras layers", repr(self.block))
+        functions = ("open_block", "claims", "refuse")
+        for name in (*functions, *(["model_type"] if self.model_type is not None else [])):
+            if not callable(getattr(self, name)):
+                raise self._wrong(f"`{name}` to be a function", repr(getattr(self, name)))
+        parameters = list(inspect.signature(self.block.call).parameters)
+        for name in (self.hidden_states, self.padding_mask):
+            if name not in parameters:
+                received = f"'{name}', where `call` takes {', '.join(parameters[1:])}"
+                raise self._wrong("the names of arguments of the block", received)
+
+    def _wrong(self, rule: str, received: str) -> SurgeryError:
+        return SurgeryError(
+            f"Family at '{self.name}': expected {rule}. Received {received}. Describe the decoder "
+            "block as docs/architecture.md does."
+        )
+
+    def owns(self, layer: Any) -> bool:
+        """Tell whether a layer is a decoder block of this architecture."""
+        if not isinstance(layer, self.block):
+            return False
+        # A twin is a block that was rewritten inside; opening it is refused, with the reason.
+        unchanged = getattr(layer.call, "__func__", None) is self.block.call
+        return (unchanged or isinstance(layer, Twin)) and bool(self.claims(layer))
+
+    def arguments(self, block: keras.layers.Layer, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """Split the call of a block into its hidden states and its padding mask."""
+        reason = self.refuse(block)
+        if reason is not None:
+            raise SurgeryError(f"open at '{block.name}': expected {reason}.")
+        bound = inspect.signature(block.call).bind(*args, **kwargs).arguments
+        hidden_states = bound.pop(self.hidden_states)
+        padding_mask = bound.pop(self.padding_mask, None)
+        plain = {"use_causal_mask": True, "cache_update_index": 0, "training": None}
+        other = {k: v for k, v in bound.items() if v is not None and v is not plain.get(k, None)}
+        if padding_mask is None or other:
+            received = "no mask" if padding_mask is None else ", ".join(sorted(other))
+            raise SurgeryError(
+                f"open at '{block.name}': expected a call with hidden states and "
+                f"`{self.padding_mask}` alone. Received {received}. Call the block as the "
+                "backbone does."
+            )
+        return hidden_states, padding_mask
+
+    def open(
+        self,
+        block: keras.layers.Layer,
+        hidden_states: keras.KerasTensor,
+        padding_mask: keras.KerasTensor,
+        positions: keras.KerasTensor,
+        name: str,
+    ) -> keras.KerasTensor:
+        """Run a decoder block as a nested model of its sub-layers."""
+
+        def build(x: keras.KerasTensor, *others: keras.KerasTensor) -> keras.KerasTensor:
+            return Site("block")(self.open_block(block, BlockInput()(x), *others))
+
+        return graph.nest(name, build, hidden_states, padding_mask, positions)
+
+    def token_embedding(self, model: keras.Model) -> keras.layers.Layer:
+        """Find the layer that embeds token ids, and in reverse gives the logits."""
+        embeddings = list(dict.fromkeys(_embeddings(model)))
+        if len(embeddings) != 1:
+            raise SurgeryError(
+                f"open at '{model.name}': expected one `keras.layers.ReversibleEmbedding` in the "
+                f"graph, to make logits with. Received {len(embeddings)}. Keep the backbone's own "
+                "token embedding in the graph."
+            )
+        return embeddings[0]
+
+    def model_type_of(self, owner: keras.Model) -> str:
+        """Return the name that Hugging Face and llama.cpp have for the architecture of a model."""
+        if self.model_type is None:
+            return next(iter(self.model_types), self.name)
+        layers = (node.operation for node in graph.all_nodes(owner))
+        return self.model_type(next(x for x in layers if self.owns(x)))
+
+    def max_positions(self, model: keras.Model) -> int | None:
+        """Return how many positions the model has learned, or `None` when it has no limit."""
+        limits = [
+            node.operation.sequence_length
+            for node in graph.all_nodes(model)
+            if isinstance(node.operation, self.position_layers)
+        ]
+        return min(limits, default=None)
+
+
+def _embeddings(model: keras.Model) -> list[keras.layers.Layer]:
+    layers = (node.operation for node in graph.all_nodes(model))
+    return [layer for layer in layers if isinstance(layer, keras.layers.ReversibleEmbedding)]
+
+
+_families: dict[str, Family] = {}
+
+
+def register_family(family: Family) -> Family:
+    """Make an architecture known: from now on its backbones can be opened.
+
+    Args:
+        family: describes the architecture.
+
+    Returns:
+        The family.
+
+    Raises:
+        SurgeryError: it is no `Family`, or another one of its name is known.
+    """
+    if not isinstance(family, Family):
+        raise SurgeryError(
+            f"register_family: expected a `backbone_surgery.Family`. Received {family!r} of type "
+            f"{type(family).__name__}. Describe the architecture with one."
+        )
+    if _families.setdefault(family.name, family) is not family:
+        raise SurgeryError(
+            f"register_family at '{family.name}': expected a name that no other family has. "
+            f"Received one that is known already, for {_families[family.name].block.__name__}. "
+            "Give the family another name."
+        )
+    return family
+
+
+def known_families() -> tuple[Family, ...]:
+    """Return the families that were registered, in order."""
+    return tuple(_families.values())

@@ -1,0 +1,204 @@
+"""The model of an opened, perhaps edited, graph.
+
+It is a Functional model over the layers of a backbone, which stays the owner of the weights.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
+from backbone_surgery.files import reading
+from backbone_surgery.opening.checkpoint import check_checkpoint
+from backbone_surgery.opening.training import TrainsOwnLayers
+
+
+class WithControls(keras.Model):
+    """A Functional model on a dict of inputs, some of which, the controls, have defaults."""
+
+    defaults: dict[str, np.ndarray]
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, with the controls filled in."""
+        return super().__call__(self.with_defaults(inputs), *args, **kwargs)
+
+    def stateless_call(
+        self, trainable_variables: Any, non_trainable_variables: Any, inputs: Any, **kwargs: Any
+    ) -> Any:
+        """As upstream, with the controls filled in: `fit` and `predict` come this way on JAX."""
+        inputs = self.with_defaults(inputs)
+        return super().stateless_call(
+            trainable_variables, non_trainable_variables, inputs, **kwargs
+        )
+
+    def with_defaults(self, inputs: Any) -> Any:
+        """Make tensors of the inputs, and add one row of each control for each row of tokens."""
+        if not isinstance(inputs, dict) or "token_ids" not in inputs:
+            return inputs
+        self._check_names(inputs)
+        dtypes = {t.name: t.dtype for t in self.inputs}
+        inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
+        missing = [name for name in self.defaults if name not in inputs]
+        batch = ops.shape(inputs["token_ids"])[0] if missing else None
+        return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
+
+    def _check_names(self, inputs: dict[str, Any]) -> None:
+        """Refuse an input that the graph has not: Keras would leave it out, or mix up the rest."""
+        unknown = [name for name in inputs if name not in self.input]
+        if unknown:
+            raise SurgeryError(
+                f"call of '{self.name}' at input '{unknown[0]}': expected inputs of the model. "
+                f"Received one that it has not. {closest(unknown[0], self.input)}"
+            )
+
+
+class EditedBackbone(TrainsOwnLayers, WithControls):
+    """A Functional model over the layers of a backbone, as `open_backbone` and `operate` make it.
+
+    It is called like the backbone, on `{"token_ids", "padding_mask"}`, and gives the hidden
+    states; with a `Capture` among the rewrites, `{"hidden_states", "captures"}`. Controls, the
+    run-time inputs that rewrites declare, may be given under the names of their inputs; those left
+    out take their defaults.
+
+    The backbone stays the owner of the weights: saving, loading, LoRA and quantisation go through
+    it, and every graph made from it sees the result at once.
+
+    Attributes:
+        owner: the `keras_hub` backbone, or the plain Functional model, that was opened.
+        family: the `Family` that opened it.
+        rewrites: the rewrites that were applied, in order.
+        report: for each rewrite, the site paths at which it fired.
+        defaults: `{input name: default of one row}` of the controls.
+        trained_layers: layers that rewrites brought along to be trained. Where their variables
+            are trainable, the model's own trainable variables are those alone.
+        signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
+            whether a `Condition` is met.
+        made_under: names of the dtype policies of the process that rewrites were applied under;
+            layers that a rewrite makes take these, unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        inputs: dict[str, keras.KerasTensor],
+        outputs: Any,
+        *,
+        owner: keras.Model,
+        family: Any,
+        rewrites: tuple = (),
+        report: tuple = (),
+        defaults: Mapping[str, np.ndarray] | None = None,
+        trained_layers: tuple = (),
+        signals: Mapping[str, keras.KerasTensor] | None = None,
+        made_under: tuple[str, ...] = (),
+        name: str = "edited_backbone",
+    ) -> None:
+        super().__init__(inputs=inputs, outputs=outputs, name=name)
+        remember(
+            self,
+            owner=owner,
+            family=family,
+            rewrites=tuple(rewrites),
+            report=tuple(report),
+            defaults=dict(defaults or {}),
+            trained_layers=tuple(trained_layers),
+            signals=dict(signals or {}),
+            made_under=tuple(made_under),
+        )
+        self.dtype_policy = owner.dtype_policy
+        graph.share(self)
+
+    def also_train(self, layers: Iterable[keras.layers.Layer]) -> None:
+        """Add layers to `trained_layers`, where a rewrite has named any: else all train anyway."""
+        if self.trained_layers:
+            remember(self, trained_layers=(*self.trained_layers, *layers))
+
+    @property
+    def captures(self) -> dict[str, keras.KerasTensor]:
+        """The symbolic tensors that the model captures, by the path of their site."""
+        return self.output["captures"] if isinstance(self.output, dict) else {}
+
+    @staticmethod
+    def hidden_states(outputs: Any) -> Any:
+        """Return the hidden states among the outputs of a call."""
+        return outputs["hidden_states"] if isinstance(outputs, dict) else outputs
+
+    @property
+    def token_embedding(self) -> keras.layers.Layer:
+        """The embedding of token ids, whose reverse gives the logits."""
+        return self.family.token_embedding(self)
+
+    def save_weights(self, filepath: str, **kwargs: Any) -> None:
+        """Save the weights of the owning backbone alone, in its own format.
+
+        What rewrites trained is not among them; `save_recipe` keeps it. Layers that a plain
+        `clone_fn` or `rewrite_nested` brought in are yours to save. A warning says how many
+        trainable weights are left out.
+        """
+        owned = {id(v) for v in self.owner.weights}
+        others = [v for v in self.weights if v.trainable and id(v) not in owned]
+        if others:
+            warnings.warn(
+                f"save_weights at '{self.name}': {len(others)} trainable weights, such as "
+                f"'{others[0].path}', are not the backbone's and are not saved. Keep what rewrites "
+                "trained by `save_recipe`, and layers of your own by themselves.",
+                stacklevel=2,
+            )
+        self.owner.save_weights(filepath, **kwargs)
+
+    def load_weights(self, filepath: str, **kwargs: Any) -> None:
+        """Load a checkpoint of the owning backbone, as if nothing had been edited.
+
+        Raises:
+            WeightMismatchError: the file was saved from a model with other layers. Keras finds
+                layers by their order alone, and would load the weights of one into another.
+        """
+        check_checkpoint(self.owner, filepath)
+        with reading(filepath, "load_weights", "weights that Keras saved", WeightMismatchError):
+            self.owner.load_weights(filepath, **kwargs)
+
+    def enable_lora(self, rank: int, **kwargs: Any) -> None:
+        """Enable LoRA on the owning backbone; see `keras_hub.models.Backbone.enable_lora`."""
+        if not hasattr(self.owner, "enable_lora"):
+            raise SurgeryError(
+                f"enable_lora at '{self.owner.name}': expected the owner of the weights to be a "
+                f"keras_hub Backbone. Received {type(self.owner).__name__}. Call `enable_lora` on "
+                "the backbone that the graph was cloned from."
+            )
+        self.owner.enable_lora(rank, **kwargs)
+
+    def quantize(self, mode: str, **kwargs: Any) -> None:
+        """Quantise the owning backbone; see `keras.Model.quantize`."""
+        self.owner.quantize(mode, **kwargs)
+
+    def get_config(self) -> dict:
+        """Refuse: an edit is kept as data, not as a graph."""
+        raise SurgeryError(
+            f"get_config at '{self.name}': expected a model whose layers can be rebuilt from a "
+            "config. Received an edited graph, which shares the layers of its backbone. Keep the "
+            "rewrites and apply them again with `backbone_surgery.operate`."
+        )
+
+
+def remember(model: keras.Model, **facts: Any) -> None:
+    """Set attributes without tracking: another model named there is no sub-layer of this one."""
+    for name, value in facts.items():
+        object.__setattr__(model, name, value)
+
+
+def _tensors(value: Any, dtype: str | None) -> Any:
+    """Make tensors of a structure of arrays and numbers; symbolic tensors stay."""
+
+    def convert(x: Any) -> Any:
+        return x if isinstance(x, keras.KerasTensor) else ops.convert_to_tensor(x, dtype=dtype)
+
+    return tree.map_structure(convert, value)
+
+
+def _rows(default: np.ndarray, batch: Any) -> Any:
+    tensor = ops.convert_to_tensor(default)
+    return ops.broadcast_to(tensor[None], (batch, *default.shape))

@@ -1,0 +1,157 @@
+"""Pass 1, open: turn each decoder block of a backbone into a nested model of its own sub-layers."""
+
+from typing import Any
+
+import keras
+from keras import tree
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, UnknownArchitectureError, shown
+from backbone_surgery.graph.twin import Twin
+from backbone_surgery.opening import site
+from backbone_surgery.opening.family import Family, known_families
+from backbone_surgery.opening.layers import TokenPositions
+from backbone_surgery.opening.model import EditedBackbone
+
+
+@graph.building()
+def open_backbone(backbone: keras.Model) -> EditedBackbone:
+    """Open a backbone: the same function of the same variables, with its insides in the graph.
+
+    Every decoder block becomes a nested Functional named after the block, made of the block's own
+    sub-layers and of a `Site` at each place that a rewrite can touch. What else is in the graph
+    stays: a layer that was put after a block is still there.
+
+    Args:
+        backbone: a `keras_hub` backbone, a Functional model cloned from one, or a model that was
+            opened before (which is returned as it is).
+
+    Returns:
+        A new model on `token_ids` int[batch, time] and `padding_mask` int[batch, time], which
+        gives hidden states float[batch, time, hidden_dim]. Padding may be on either side.
+
+    Raises:
+        UnknownArchitectureError: no family knows the decoder blocks of the graph.
+        SurgeryError: the graph is not that of a backbone.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> bs.sites(bs.open_backbone(backbone))[:3]
+        ['embeddings', 'blocks.0.attention_norm', 'blocks.0.query']
+    """
+    if isinstance(backbone, EditedBackbone):
+        return backbone
+    family = find_family(backbone)
+    graph.share(backbone)
+    inputs = _inputs(backbone)
+    if len(tree.flatten(backbone.output)) != 1:
+        raise SurgeryError(
+            f"open at '{backbone.name}': expected one output, the hidden states. Received "
+            f"{len(tree.flatten(backbone.output))}. Build the model with that output alone, and "
+            "hand out other tensors by a rewrite."
+        )
+    positions = TokenPositions(name="positions")(inputs["token_ids"], inputs["padding_mask"])
+    opener = _Opener(family, positions)
+    mapping = {id(t): t for t in inputs.values()}
+    outputs, _ = graph.replay(backbone.output, mapping, opener.visit, per_use=True)
+    outputs = tree.flatten(outputs)[0]
+    return EditedBackbone(
+        inputs,
+        site.Site("final_norm")(outputs),
+        owner=backbone,
+        family=family,
+        name=f"opened_{backbone.name}",
+    )
+
+
+def sites(model: keras.Model) -> list[str]:
+    """List the site paths of a model, in the order in which they run.
+
+    Args:
+        model: a backbone, or what `open_backbone`, `operate` or `rewire` made of one.
+
+    Returns:
+        Paths such as `embeddings`, `blocks.3.attention_output` and `blocks.3`, the residual
+        stream after block 3. The blocks are counted in the graph as it is.
+    """
+    opened = open_backbone(getattr(model, "source", model))  # of a cached graph
+    return [place.path for place in site.places(opened)]
+
+
+def find_family(model: keras.Model) -> Family:
+    """Find the family of a model by the decoder blocks in its graph.
+
+    Raises:
+        UnknownArchitectureError: there is none, with the list of those known.
+    """
+    if not isinstance(model, keras.Model):
+        raise SurgeryError(
+            f"open: expected a backbone or another Functional model. Received {shown(model)} of "
+            f"type {type(model).__name__}. Pass `causal_lm.backbone`, say."
+        )
+    if hasattr(model, "backbone") and hasattr(model, "preprocessor"):
+        raise SurgeryError(
+            f"open at '{model.name}': expected a backbone. Received the task "
+            f"{type(model).__name__}. Pass its `.backbone`."
+        )
+    layers = [node.operation for node in graph.all_nodes(model)]
+    families = [f for f in known_families() if any(f.owns(layer) for layer in layers)]
+    if len(families) > 1:
+        raise SurgeryError(
+            f"open at '{model.name}': expected decoder blocks of one architecture. Received "
+            f"blocks that {' and '.join(f.name for f in families)} claim. Give the families a "
+            "`claims` that tells their blocks apart, or take the other blocks out of the graph."
+        )
+    if families:
+        return families[0]
+    classes = sorted({type(layer).__name__ for layer in layers if isinstance(layer, keras.Layer)})
+    known = ", ".join(f"{f.name} ({f.block.__name__})" for f in known_families())
+    raise UnknownArchitectureError(
+        f"open at '{model.name}': expected a graph with decoder blocks of a known architecture: "
+        f"{known}. Received the architecture of {type(model).__name__}, with layers "
+        f"{', '.join(classes)}. To add an architecture, describe it with "
+        "`backbone_surgery.register_family`; see docs/architecture.md."
+    )
+
+
+class _Opener:
+    """The callback of the opening pass."""
+
+    def __init__(self, family: Family, positions: keras.KerasTensor) -> None:
+        self.family, self.positions = family, positions
+        self.names: dict[str, int] = {}
+
+    def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.family.owns(layer):
+            if isinstance(layer, Twin):
+                raise SurgeryError(
+                    f"open at '{layer.name}': expected a decoder block as it was made. Received "
+                    "one that `rewrite_nested` rewrote inside, which opening would pass by. Open "
+                    "the backbone first, and rewrite its nodes with a clone_fn in `operate`."
+                )
+            x, padding_mask = self.family.arguments(layer, args, kwargs)
+            if not self.names:
+                x = site.Site("embeddings")(x)
+            name = self._unique(layer.name)
+            return self.family.open(layer, x, padding_mask, self.positions, name)
+        if isinstance(layer, self.family.position_layers) and "positions" not in kwargs:
+            return layer(*args, positions=self.positions, **kwargs)
+        return graph.KEEP
+
+    def _unique(self, name: str) -> str:
+        count = self.names.get(name, 0)
+        self.names[name] = count + 1
+        return f"{name}_use_{count}" if count else name
+
+
+def _inputs(model: keras.Model) -> dict[str, keras.KerasTensor]:
+    """Return the inputs of a backbone's graph by name."""
+    inputs = {t.name: t for t in tree.flatten(model.input)}
+    missing = [name for name in ("token_ids", "padding_mask") if name not in inputs]
+    if missing:
+        raise SurgeryError(
+            f"open at '{model.name}': expected inputs named `token_ids` and `padding_mask`. "
+            f"Received {sorted(inputs)}. Keep the inputs of the backbone."
+        )
+    return inputs

@@ -1,0 +1,183 @@
+"""Sites: the named places of an opened graph, and the selectors that pick some of them.
+
+A site is a `Site` layer, an identity that the opened graph carries at each place a user may want
+to touch. Being a node of the graph it survives every clone, and a rewrite at a site is nothing
+more than another node put before it.
+
+The attention pattern is a site too, but one without a node of its own: it is inside `SelfAttention`
+until a rewrite asks for it, and only then is that layer split in two.
+
+Paths are read off the graph as it is: a nested model that holds a `Site("block")` is a decoder
+block, and blocks are counted in the order in which they run.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SelectorError, closest, shown
+from backbone_surgery.opening.attention import SelfAttention
+
+BLOCK = "block"
+"""Role of the site at the output of a decoder block: its path is the block's own."""
+
+_NUMBER = r"-?\d{1,9}"
+_SELECTOR = re.compile(
+    rf"blocks\.(?P<blocks>\*|{_NUMBER}|({_NUMBER})?:({_NUMBER})?)(?:\.(?P<role>[a-z_*]+))?"
+)
+
+
+class Identity(keras.layers.Layer):
+    """A node that hands its input on: it costs nothing once compiled."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
+
+    def call(self, inputs):
+        return inputs
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class Site(Identity):
+    """Mark a place in an opened graph.
+
+    Args:
+        role: what the tensor is, such as `attention_output`; see `backbone_surgery.site`.
+    """
+
+    def __init__(self, role: str, **kwargs) -> None:
+        kwargs.setdefault("name", f"site_{role}")
+        super().__init__(**kwargs)
+        self.role = role
+
+    def get_config(self):
+        return {"role": self.role, "name": self.name}
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+class BlockInput(Identity):
+    """Mark the hidden states that an opened block was given. No site: they are that of a block."""
+
+    def __init__(self, **kwargs) -> None:
+        kwargs.setdefault("name", "block_input")
+        super().__init__(**kwargs)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A site of one graph: its path, and its node, after the nested models that it is in."""
+
+    path: str
+    nodes: tuple[Any, ...]
+
+    @property
+    def tensor(self) -> keras.KerasTensor:
+        """The tensor of the node that holds the site."""
+        return self.nodes[-1].outputs[0]
+
+    @property
+    def block(self) -> int | None:
+        """Index of the decoder block the site is in; `None` outside of the blocks."""
+        parts = self.path.split(".")
+        return int(parts[1]) if parts[0] == "blocks" else None
+
+
+def places(model: keras.Model) -> list[Place]:
+    """List the sites of an opened graph, in the order in which they run."""
+    blocks = iter(range(10**9))
+    return list(_walk(model, "", blocks, ()))
+
+
+def _walk(
+    model: keras.Model, prefix: str, blocks: Iterator[int], around: tuple[Any, ...]
+) -> Iterator[Place]:
+    for node in graph.graph_nodes(model):
+        layer = node.operation
+        nested = graph.as_functional(layer)
+        if isinstance(layer, Site):
+            path = prefix.rstrip(".") if layer.role == BLOCK else prefix + layer.role
+            yield Place(path, (*around, node))
+        elif isinstance(layer, SelfAttention):
+            yield Place(f"{prefix}attention_pattern", (*around, node))
+        elif nested is not None:
+            inner = f"blocks.{next(blocks)}." if is_block(nested) else prefix
+            yield from _walk(nested, inner, blocks, (*around, node))
+
+
+def is_block(nested: Any) -> bool:
+    """Tell whether a layer is an opened decoder block."""
+    functional = graph.as_functional(nested)
+    operations = functional.operations if functional is not None else ()
+    return any(isinstance(op, Site) and op.role == BLOCK for op in operations)
+
+
+def stream_index(block: keras.Model) -> int | None:
+    """Return which input of an opened block is its hidden states; `None` if it uses none."""
+    inputs = {id(t): i for i, t in enumerate(block.inputs)}
+    for node in graph.graph_nodes(block):
+        if isinstance(node.operation, BlockInput):
+            return inputs.get(id(node.input_tensors[0]))
+    return None
+
+
+def select(selector: str, paths: list[str]) -> list[str]:
+    """Return the paths that a selector picks, in graph order.
+
+    Selectors are paths with a choice of blocks: `blocks.3`, `blocks.-1.query`,
+    `blocks.*.head_outputs`, `blocks.4:8.mlp_output`, `embeddings`. A colon selects as Python slices
+    do; a `*` in the last part matches any of the roles.
+
+    Raises:
+        SelectorError: the selector is malformed or matches nothing.
+    """
+    if not isinstance(selector, str):
+        raise SelectorError(
+            f"select: expected a site selector such as 'blocks.*.head_outputs'. Received "
+            f"{shown(selector)} of type {type(selector).__name__}. Pass a string."
+        )
+    match = _SELECTOR.fullmatch(selector)
+    count = 1 + max((int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1)
+    chosen = _blocks(match["blocks"], count) & set(range(count)) if match else set()
+    if match is None:
+        found = [p for p in paths if p == selector]
+    else:
+        found = [p for p in paths if _matches(p, chosen, match["role"])]
+    if not found:
+        patterns = [re.sub(r"^blocks\.\d+", "blocks.*", p) for p in paths]
+        hint = closest(selector, dict.fromkeys(patterns))
+        if match and count and not chosen:
+            hint = f"The blocks are blocks.0 ... blocks.{count - 1}."
+        raise SelectorError(
+            f"select at '{selector}': expected a selector that matches a site. Received one that "
+            f"matches nothing among {len(paths)} sites. {hint}"
+        )
+    return found
+
+
+def _blocks(text: str, count: int) -> set[int]:
+    if text == "*":
+        return set(range(count))
+    if ":" in text:
+        start, stop = (int(part) if part else None for part in text.split(":"))
+        return set(range(count)[start:stop])
+    index = int(text)
+    return {index + count if index < 0 else index}
+
+
+def _matches(path: str, blocks: set[int], role: str | None) -> bool:
+    parts = path.split(".")
+    if parts[0] != "blocks" or int(parts[1]) not in blocks:
+        return False
+    own = parts[2] if len(parts) == 3 else None
+    if role is None or own is None:
+        return role == own
+    return fnmatch.fnmatchcase(own, role)

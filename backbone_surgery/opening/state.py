@@ -1,0 +1,216 @@
+"""State: what a layer keeps from one run of tokens to the next, declared by the layer itself.
+
+A text is run in pieces: the prompt at once, or in chunks, then token by token. A layer that works
+on each token alone needs nothing for that. Any other layer keeps something of the tokens before:
+attention its keys and values, a convolution its last inputs, a recurrence its state. It says so by
+two methods, those of `Stateful`; rewiring, caches, generation and pictures read nothing else.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import keras
+import ml_dtypes
+import numpy as np
+from keras import ops
+
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.numbers import is_int, read_number
+
+RUNTIME_INPUTS = ("cache_update_index", "cache_mask", "positions", "padding_mask")
+"""What `call_with_state` may ask for by name, besides `state` and the arguments of `call`."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One array of a layer's state.
+
+    Rows are the first axis of every array, so that rows can be repeated, reordered and replaced.
+    An axis that counts slots has one entry for each token that a row can have; it grows with the
+    text. An array without one keeps its size.
+
+    Attributes:
+        name: of the array, among those of its layer.
+        shape: of the array; `None` for the rows and for the slots.
+        dtype: of the array.
+        slot_axis: which axis counts slots; `None` if none does.
+        head_axis: which axis counts attention heads, along which devices may share the array.
+        initial: the number that the array is filled with before the first token.
+    """
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+    slot_axis: int | None = None
+    head_axis: int | None = None
+    initial: float = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise self._refuse("a name that is an identifier", repr(self.name))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        open_axes = {i for i, size in enumerate(self.shape) if size is None}
+        sizes = [size for size in self.shape if size is not None]
+        if not all(is_int(size) and size >= 0 for size in sizes):
+            raise self._refuse("a shape of ints, and `None` for rows and slots", str(self.shape))
+        if self.slot_axis == 0 or open_axes != {0, self.slot_axis} - {None}:
+            raise self._refuse(
+                "`None` at axis 0, for the rows, and at `slot_axis` alone",
+                f"shape {self.shape} and slot_axis {self.slot_axis!r}",
+            )
+        if self.head_axis is not None and (
+            self.head_axis in open_axes or self.head_axis not in range(len(self.shape))
+        ):
+            raise self._refuse("`head_axis` to be an axis of fixed size", repr(self.head_axis))
+        if not isinstance(self.initial, bool) and read_number(self.initial) is None:
+            raise self._refuse("`initial` to be a number", repr(self.initial))
+        try:
+            object.__setattr__(self, "dtype", keras.backend.standardize_dtype(self.dtype))
+        except ValueError as error:
+            raise self._refuse("the name of a dtype", repr(self.dtype)) from error
+
+    def sizes(self, rows: Any, slots: Any) -> tuple[Any, ...]:
+        """Return the shape of the array for some rows and slots."""
+        return tuple(
+            slots if i == self.slot_axis else rows if i == 0 else size
+            for i, size in enumerate(self.shape)
+        )
+
+    def initial_array(self, rows: int, slots: int) -> Any:
+        """Make the array as it is before the first token."""
+        return ops.full(self.sizes(rows, slots), self.initial, self.dtype)
+
+    def nbytes(self, rows: int, slots: int) -> int:
+        """Return how much memory the array takes, in bytes."""
+        itemsize = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
+        return math.prod(self.sizes(rows, slots)) * itemsize
+
+    def pack(self, array: Any) -> Any:
+        """Drop the dimensions of size one, but for the one that counts slots.
+
+        With them, XLA on a CPU writes a token into two copies of a cache: one for the products,
+        which it computes without these dimensions, and one for the state of the loop.
+        """
+        return pack(array, self.slot_axis)
+
+    def unpack(self, array: Any, rows: int) -> Any:
+        """Give a packed array its dimensions back."""
+        axis = self.packed_slot_axis(rows)
+        slots = None if axis is None else ops.shape(array)[axis]
+        return ops.reshape(array, self.sizes(rows, slots))
+
+    def packed_slot_axis(self, rows: int) -> int | None:
+        """Return which dimension of a packed array counts the slots, if any."""
+        if self.slot_axis is None:
+            return None
+        return sum(size != 1 for size in self.sizes(rows, None)[: self.slot_axis])
+
+    def _refuse(self, rule: str, received: str) -> SurgeryError:
+        return SurgeryError(
+            f"StateSpec at '{self.name}': expected {rule}. Received {received}. Declare an array "
+            "such as `StateSpec('inputs', (None, 3, 64), 'float32')`."
+        )
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A layer that can be run in pieces, by keeping state.
+
+    Any `keras.layers.Layer` with these two methods takes part; it need not name this class.
+    Its `call` is the layer over whole rows. `docs/state.md` has an example that runs.
+    """
+
+    def state_specs(self, *args: Any, **kwargs: Any) -> Sequence[StateSpec]:
+        """Return the arrays of the state.
+
+        Args:
+            *args: what the layer is called with in the graph, symbolic tensors among it.
+            **kwargs: likewise.
+        """
+
+    def call_with_state(self, *, state: Mapping[str, Any], **kwargs: Any) -> tuple[Any, Any]:
+        """Run the next tokens of each row.
+
+        What it names among its parameters it is given: any argument of `call`, for the tokens being
+        run alone, and any of the run-time inputs:
+
+        * `cache_update_index` int32[], the slot of the first of these tokens;
+        * `cache_mask` bool[batch, length], false where a slot holds padding;
+        * `positions` int32[batch, time], the number of each token within its row;
+        * `padding_mask` int32[batch, time], zero where a token is padding.
+
+        Padding comes before the first token of a row. It must leave a state without slots as it is.
+
+        Args:
+            state: `{name: array}`, as the last run left it.
+            **kwargs: what it named.
+
+        Returns:
+            What `call` would return for these tokens, and the state after them:
+            `{name: array}`, with the names, shapes and dtypes of `state`.
+        """
+
+
+def specs_by_name(layer: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, StateSpec]:
+    """Return the specs of the state of a `Stateful` layer at one call, by name."""
+    specs = layer.state_specs(*args, **kwargs)
+    named = isinstance(specs, Sequence) and all(isinstance(spec, StateSpec) for spec in specs)
+    if not named or len({spec.name for spec in specs}) != len(specs):
+        raise SurgeryError(
+            f"rewire at '{layer.name}': expected `state_specs` to return a list of `StateSpec`s of "
+            f"different names. Received {specs!r}. Name each array of the state once."
+        )
+    return {spec.name: spec for spec in specs}
+
+
+def wanted_inputs(
+    layer: Any, args: tuple, kwargs: Mapping[str, Any], runtime: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the `call_with_state` of a layer asks for by name.
+
+    Args:
+        layer: a `Stateful` layer.
+        args: what the layer is called with.
+        kwargs: likewise.
+        runtime: the run-time inputs, by name.
+
+    Raises:
+        SurgeryError: it asks for something else, or takes no `state`.
+    """
+    arguments = inspect.signature(layer.call).bind(*args, **kwargs).arguments
+    known = {**runtime, **arguments}
+    parameters = dict(inspect.signature(layer.call_with_state).parameters)
+    wanted: dict[str, Any] = {}
+    unknown = [] if parameters.pop("state", None) else ["no `state`"]
+    for name, parameter in parameters.items():
+        if name in known:
+            wanted[name] = known[name]
+        elif parameter.default is parameter.empty:
+            unknown.append(f"'{name}'")
+    if unknown:
+        raise SurgeryError(
+            f"rewire at '{layer.name}': expected `call_with_state` to take `state`, and else "
+            f"arguments of `call` and some of {', '.join(RUNTIME_INPUTS)}. Received one with "
+            f"{', '.join(unknown)}. Name what the layer needs."
+        )
+    return wanted
+
+
+def pack(array: Any, slot_axis: int | None = 1) -> Any:
+    """Drop the dimensions of size one, but for `slot_axis`; see `StateSpec.pack`."""
+    kept = [i for i, size in enumerate(array.shape) if i == slot_axis or size != 1]
+    if len(kept) == len(array.shape):
+        return array
+    shape = ops.shape(array)
+    return ops.reshape(array, [shape[i] for i in kept])
+
+
+def write_slots(array: Any, cache_update_index: Any, update: Any) -> Any:
+    """Write the entries of new tokens into an array whose axis 1 counts slots, from a slot on."""
+    index = ops.cast(cache_update_index, "int32")
+    start = [index if i == 1 else 0 for i, size in enumerate(array.shape) if i == 1 or size != 1]
+    written = ops.slice_update(pack(array), start, pack(ops.cast(update, array.dtype)))
+    return ops.reshape(written, ops.shape(array))

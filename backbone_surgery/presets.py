@@ -1,0 +1,130 @@
+"""Presets: find the backbone and preprocessor behind a name or a folder."""
+
+import contextlib
+import os
+import tomllib
+import weakref
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+
+from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.files import as_path
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+_names: weakref.WeakKeyDictionary[keras.Model, str] = weakref.WeakKeyDictionary()
+
+
+def bundled_models() -> dict[str, Path]:
+    """Return the folder of each bundled model, by name."""
+    folder = models_folder(Path(__file__).resolve().parent)
+    inner = sorted(folder.iterdir()) if folder is not None else []
+    return {path.name: path for path in inner if (path / "config.json").is_file()}
+
+
+def models_folder(package: Path) -> Path | None:
+    """Return the folder of bundled models: in an installed package, or beside one in a checkout.
+
+    Args:
+        package: the folder of the package. What lies beside it counts only where that is a checkout
+            of this project: beside an installed package lie other people's.
+    """
+    if (package / "models").is_dir():
+        return package / "models"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        project = tomllib.loads((package.parent / "pyproject.toml").read_text(encoding="utf-8"))
+        if (
+            project["project"]["name"] == "backbone-surgery"
+            and (package.parent / "models").is_dir()
+        ):
+            return package.parent / "models"
+    return None
+
+
+def preset_path(preset: str | os.PathLike[str]) -> str:
+    """Return where a preset is: the folder of a bundled model, or else what was given.
+
+    Names of bundled models come before paths; `./tiny_gpt2` is the folder of that name.
+
+    Raises:
+        SurgeryError: it is no name and no path.
+    """
+    as_path(preset, "from_preset")
+    return str(bundled_models().get(os.fspath(preset), os.fspath(preset)))
+
+
+def find_vector(preset: str, name: str) -> Path:
+    """Return the file of a control vector that comes with a model, in its folder's `vectors`."""
+    folder = Path(preset_path(preset)) / "vectors"
+    files = sorted(folder.glob("*.gguf")) + sorted(folder.glob("*.safetensors"))
+    for path in files:
+        if path.stem == name:
+            return path
+    raise SurgeryError(
+        f"control vector '{name}' of '{preset}': expected one of the vectors that come with the "
+        f"model. {closest(name, dict.fromkeys(p.stem for p in files))} Name one of these, or load "
+        "a file."
+    )
+
+
+def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[keras.Model, Any]:
+    """Load a backbone and its preprocessor.
+
+    Args:
+        preset: see `CachedCausalLM.from_preset`.
+        load_weights: whether to load the weights.
+        **kwargs: for the backbone, such as `dtype`.
+
+    Returns:
+        The backbone, and the preprocessor, or `None` where a folder has no tokenizer.
+
+    Raises:
+        SurgeryError: there is no such folder, or it lacks `config.json` or a tokenizer file.
+    """
+    path = preset_path(preset)
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise SurgeryError(
+                f"from_preset at '{preset}': expected a folder in KerasHub or Hugging Face layout. "
+                "Received one without `config.json`. Save one with `save_to_preset` or "
+                "`save_pretrained`."
+            )
+        has_tokenizer = any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
+    elif path.startswith((".", "/", "~")):
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected a folder that exists. Received a path where "
+            f"there is none. Bundled models: {', '.join(bundled_models()) or '(none)'}."
+        )
+    else:
+        has_tokenizer = True
+    preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
+    return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
+
+
+def load_backbone(preset: str, **kwargs: Any) -> keras.Model:
+    """Load a backbone alone, and remember the name of the preset it came from."""
+    backbone = keras_hub.models.Backbone.from_preset(preset_path(preset), **kwargs)
+    if preset in bundled_models() or not Path(preset).is_dir():
+        _names[backbone] = preset
+    return backbone
+
+
+def preset_of(backbone: keras.Model) -> str | None:
+    """Return the name of the preset a backbone was loaded from, if it has one and came this way."""
+    return _names.get(backbone)
+
+
+def _load_preprocessor(preset: str, path: str) -> Any:
+    try:
+        return keras_hub.models.CausalLMPreprocessor.from_preset(path)
+    except FileNotFoundError as error:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected the tokenizer files that KerasHub reads for this "
+            f"architecture. Received a folder where {error} Recent `transformers` save only "
+            "`tokenizer.json`. For GPT-2, `tokenizer.backend_tokenizer.model.save(folder)` writes "
+            "the other files; for Gemma, copy the original `tokenizer.model`. To go without a "
+            "preprocessor, remove the tokenizer files."
+        ) from error

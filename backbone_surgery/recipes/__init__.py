@@ -1,0 +1,1 @@
+"""Recipes: an edit kept on disk as data."""

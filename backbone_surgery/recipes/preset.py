@@ -1,0 +1,71 @@
+"""Presets of edited models: a KerasHub preset of the base, with the recipe of the edit inside."""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+from backbone_surgery.errors import RecipeError, SurgeryError
+from backbone_surgery.files import as_path, read_json
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.recipes.folder import new_folder
+from backbone_surgery.recipes.recipe import save_recipe
+from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora, quantization
+
+FOLDER = "recipe"
+_OURS = re.compile(
+    r"(config|metadata|task|preprocessor|tokenizer)\.json|(model|task)(_\d+)?\.weights\.(h5|json)"
+    r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)"
+    rf"|{FOLDER}/(recipe\.json|deltas-[0-9a-f]{{16}}\.safetensors)"
+)
+
+
+def save_preset(
+    edited: EditedBackbone, preprocessor: Any, preset_dir: Any, max_shard_size: float | None
+) -> None:
+    """Write base, preprocessor and recipe to a folder, whole or not at all.
+
+    The base is written without LoRA, as it is before the recipe is applied. KerasHub can load it,
+    and does not look at the recipe.
+
+    Raises:
+        SurgeryError: the base is no keras_hub Backbone or is quantised, the edit has no
+            description, or the folder holds anything but a KerasHub preset.
+    """
+    path, owner = as_path(preset_dir, "save_to_preset"), edited.owner
+    check_backbone(owner, "save_to_preset")
+    if quantization(owner):
+        raise SurgeryError(
+            f"save_to_preset at '{path}': expected a backbone that is not quantised, since "
+            "KerasHub loads no preset of one that is. Received one quantised to int8. Use "
+            "`save_recipe`, which holds the quantisation as a part of the edit."
+        )
+    replaceable = _is_preset(path)
+    with new_folder(path, lambda name: replaceable and _OURS.fullmatch(name)) as folder:
+        tuned = lora(owner)
+        if edited.rewrites or tuned:
+            save_recipe(edited, folder / FOLDER)
+        base = copy_backbone(owner) if tuned else owner
+        base.save_to_preset(str(folder), max_shard_size=max_shard_size)
+        if preprocessor is not None:
+            preprocessor.save_to_preset(str(folder))
+
+
+def _is_preset(path: Path) -> bool:
+    """Tell whether a folder bears the marks of a KerasHub preset."""
+    with contextlib.suppress(OSError, ValueError):
+        config = read_json(path / "config.json", 2**20)
+        named = isinstance(config, dict) and "registered_name" in config
+        return named and (path / "metadata.json").is_file()
+    return False
+
+
+def recipe_in(folder: Path) -> Path | None:
+    """Return the recipe in the folder of a preset, if there is one; a link is refused."""
+    recipe = folder / FOLDER
+    if recipe.is_symlink():
+        raise RecipeError(
+            f"from_preset at '{recipe}': expected the folder of a recipe. Received a link, which "
+            "is not followed. Copy the folder itself."
+        )
+    return recipe if recipe.is_dir() else None

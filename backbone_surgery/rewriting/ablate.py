@@ -1,0 +1,252 @@
+"""Ablate: knock out heads, or whole sites, by zero, by a mean or by activations of other texts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import is_int, read_finite, read_int32
+from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.site import Place
+from backbone_surgery.rewriting.amounts import bind_amounts
+from backbone_surgery.rewriting.fields import Fields
+from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
+from backbone_surgery.rewriting.site_layer import SiteLayer
+
+_PATTERN = "attention_pattern"
+_FURTHEST = 2**30
+"""Where resampling may start: the position of a token can be added without leaving int32."""
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+@dataclass(frozen=True, eq=False)
+class Ablate(ControlledRewrite):
+    """Ablate sites, or some attention heads of them.
+
+    Which heads are ablated is a control, row by row. A number or float[batch] acts on the heads
+    named here: 1 ablates them, 0 leaves them. float[batch, sites, heads] says it for each head,
+    where a site without heads counts as one. What is not ablated stays bit-equal.
+
+    What stands in for an ablated activation:
+        `to="zero"`: zeros.
+        `to="mean"`: the mean over a reference set of texts, as `GeneratedActivations.mean()` gives
+        it.
+        `to="resample"`: the activations of reference texts. The token at position p takes entry
+        (start + p) of `values`, counted in a circle. `controls={name: {"start": int[batch]}}`
+        gives each row its `start`, so a row does not depend on the rest of its batch.
+
+    Attributes:
+        at: site selector. Heads are counted at `query`, `key`, `value`, `head_outputs` and
+            `attention_pattern`. Patterns can be ablated to zero only.
+        heads: a head or a list of heads; `None` means all, or the whole site.
+        to: `"zero"`, `"mean"` or `"resample"`.
+        values: for a mean `{site path: float[...]}`, with the shape of one token at the site; for
+            resampling `{site path: float[entries, ...]}`.
+        name: name of the control.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> bs.operate(backbone, [bs.Ablate("blocks.*.head_outputs", heads=[1])]).report[0].sites
+        ('blocks.0.head_outputs', 'blocks.1.head_outputs')
+    """
+
+    at: str
+    heads: Any = None
+    to: Literal["zero", "mean", "resample"] = "zero"
+    values: Mapping[str, Any] | None = None
+    name: str = "ablate"
+
+    def __post_init__(self) -> None:
+        fields = Fields(self)
+        fields.selector()
+        fields.name()
+        fields.choice("to", ("zero", "mean", "resample"))
+        if self.heads is not None:
+            fields.keep("heads", _read_heads(self.heads, fields))
+        if (self.values is None) != (self.to == "zero"):
+            raise SurgeryError(
+                f"{fields.where}: expected to='zero' without `values`, or 'mean' or 'resample' "
+                f"with them. Received {self.to!r} and {'no ' if self.values is None else ''}"
+                "values. `GeneratedActivations.mean()` gives means."
+            )
+        if self.values is not None:
+            fields.keep("values", _read_values(self.values, fields))
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Declare the controls, then visit the sites."""
+        places = self.choose(surgery)
+        units = {place.path: _units(place) for place in places}
+        if len(set(units.values())) > 1:
+            raise SurgeryError(
+                f"Ablate at '{self.at}': expected sites with as many heads each. Received {units}. "
+                "Use one Ablate for each kind of site."
+            )
+        mask = np.zeros((len(places), units[places[0].path]), "float32")
+        mask[:, self._columns(places[0], mask.shape[1], surgery)] = 1
+        surgery.control(f"{self.name}_heads", mask)
+        if self.to == "resample":
+            surgery.control(f"{self.name}_start", np.int32(0))
+        return super().visitor(surgery)
+
+    def _columns(self, place: Place, count: int, surgery: Surgery) -> Any:
+        """Return which columns of the mask the heads are."""
+        if self.heads is None:
+            return slice(None)
+        has_heads = _has_heads(place)
+        if not has_heads or max(self.heads) >= count:
+            rule = f"heads from 0 to {count - 1}" if has_heads else "no heads, since it has none"
+            block = place.block or 0
+            near = [p.path for p in surgery.places if p.block == block and _has_heads(p)]
+            raise SurgeryError(
+                f"Ablate at '{place.path}': expected {rule}. Received {shown(self.heads)}. Pass "
+                f"`heads=None` for the whole site; sites with heads are {', '.join(near)}."
+            )
+        return list(self.heads)
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Put an ablating layer at the site."""
+        axis = 1 if place.path.endswith(_PATTERN) else 2
+        layer = Ablating(surgery.index, axis, self._pool(place), name=self.layer_name(place))
+        mask = surgery.inputs[f"{self.name}_heads"]
+        if self.to == "zero":
+            return layer(x, mask)
+        if self.to == "mean":
+            return layer(x, mask, surgery.positions)
+        return layer(x, mask, surgery.positions, surgery.inputs[f"{self.name}_start"])
+
+    def _pool(self, place: Place) -> np.ndarray | None:
+        """Return what may stand in at a site, float32[entries, ...]."""
+        if self.values is None:
+            return None
+        shape = tuple(place.tensor.shape[2:])
+        value = self.values.get(place.path, np.zeros(0))
+        pool = value[None] if self.to == "mean" else value
+        if place.path.endswith(_PATTERN) or pool.shape[1:] != shape or not len(pool):
+            rule = "zero" if place.path.endswith(_PATTERN) else list(shape)
+            raise SurgeryError(
+                f"Ablate at '{place.path}': expected values of shape {rule} for {self.to!r}, "
+                f"with entries first to resample. Received {list(value.shape)} among values for "
+                f"{sorted(self.values)}. Take them from captures of the same site."
+            )
+        return pool
+
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Bind which heads are ablated, and where resampling starts; see the class."""
+        control = value if isinstance(value, Mapping) else {"heads": value}
+        where = f"controls at '{self.name}'"
+        keys = ["heads", "start"] if self.to == "resample" else ["heads"]
+        if not set(control) <= set(keys):
+            raise SurgeryError(
+                f"{where}: expected {' or '.join(keys)}. Received {shown(list(control))}. See "
+                "`Ablate`."
+            )
+        bound = {}
+        heads, start = control.get("heads"), control.get("start")
+        if heads is not None:
+            bound[f"{self.name}_heads"] = self._bind_heads(heads, where, rows)
+        if start is not None:
+            starts = read_int32(start, -_FURTHEST, _FURTHEST)
+            if starts is None or starts.shape not in ((), (1,), (rows.batch,)):
+                raise SurgeryError(
+                    f"{where}: expected a whole number as `start`, or [{rows.batch}] (one for each "
+                    f"row), up to {_FURTHEST} in size. Received {shown(start)}. Pass integers."
+                )
+            bound[f"{self.name}_start"] = np.broadcast_to(starts, rows.batch)
+        return bound
+
+    def _bind_heads(self, heads: Any, where: str, rows: Rows) -> np.ndarray:
+        name = f"{self.name}_heads"
+        mask = bind_amounts(heads, where, rows.batch, rows.shapes[name])
+        if not np.isin(mask, (0, 1)).all():
+            raise SurgeryError(
+                f"{where}: expected 1 to ablate a head, 0 to leave it. Received {shown(heads)}. "
+                "Pass whole numbers; nothing is ablated in part."
+            )
+        by_head = np.ndim(heads) == 3
+        return mask if by_head else mask * rows.defaults[name]
+
+
+def _read_heads(heads: Any, fields: Fields) -> tuple[int, ...]:
+    listed = [heads] if is_int(heads) else heads
+    array = read_int32(listed, smallest=0)
+    if array is None or array.ndim != 1 or not len(array):
+        raise fields.refuse(
+            "`heads` to be a head, counted from 0, or a list of them", heads, "Pass `[0, 2]`, say."
+        )
+    return tuple(array.tolist())
+
+
+def _read_values(values: Any, fields: Fields) -> dict[str, np.ndarray]:
+    read = {k: read_finite(v) for k, v in values.items()} if isinstance(values, Mapping) else {}
+    arrays = {path: x for path, x in read.items() if x is not None and isinstance(path, str)}
+    if not read or len(arrays) < len(read):
+        raise fields.refuse(
+            "`values` to be {site path: array of finite numbers}",
+            values,
+            "Take them from captures of the same site.",
+        )
+    return arrays
+
+
+def _has_heads(place: Place) -> bool:
+    return place.path.endswith(_PATTERN) or len(place.tensor.shape) == 4
+
+
+def _units(place: Place) -> int:
+    """How many heads a site has; one for a site without."""
+    shape = place.tensor.shape
+    if place.path.endswith(_PATTERN):
+        whole = isinstance(graph.node_of(place.tensor).operation, SelfAttention)
+        return shape[2] if whole else shape[1]
+    return shape[2] if len(shape) == 4 else 1
+
+
+class Ablating(SiteLayer):
+    """Ablate one site.
+
+    Args:
+        index: which of the ablated sites this is.
+        axis: which axis of `x` counts heads, if any does.
+        pool: what may stand in, float32[entries, ...]; `None` for zeros.
+
+    Call arguments:
+        x: float[batch, time, ...], or a pattern float[batch, heads, time, keys].
+        mask: float32[batch, sites, heads]: 1 ablates the head, 0 leaves it.
+        positions: int32[batch, time], the number of each token.
+        start: int32[batch], the entry for the token at position 0; zero by default.
+    """
+
+    def __init__(self, index: int, axis: int, pool: np.ndarray | None, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.index, self.axis, self.pool = index, axis, None
+        if pool is not None:
+            self.pool = self.add_weight(
+                name="pool",
+                shape=pool.shape,
+                dtype="float32",
+                initializer="zeros",
+                trainable=False,
+                autocast=False,
+            )
+            self.pool.assign(pool)
+
+    def call(self, x, mask, positions=None, start=None):
+        """Replace what is ablated; leave all else exactly as it is."""
+        mask = ops.not_equal(mask[:, self.index], 0)
+        if len(x.shape) == 3:
+            mask = mask[:, None]
+        else:
+            mask = mask[:, :, None, None] if self.axis == 1 else mask[:, None, :, None]
+        if self.pool is None:
+            other = ops.zeros_like(x)
+        else:
+            offset = 0 if start is None else start[:, None]
+            entries = ops.mod(positions + offset, self.pool.shape[0])
+            other = ops.cast(ops.take(self.pool, entries, axis=0), x.dtype)
+        return ops.where(mask, other, x)

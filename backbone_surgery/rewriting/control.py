@@ -1,0 +1,206 @@
+"""What a call may set of a steering rewrite: strength, directions and tokens, as arrays of rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import is_int, read_finite, read_number
+from backbone_surgery.rewriting.amounts import bind_amounts
+from backbone_surgery.rewriting.directions import check_directions
+
+LAST = np.iinfo(np.int32).max
+"""A position after every token."""
+
+SCHEDULE_STEPS = 64
+"""Schedules up to this many steps share one compiled program; each doubling takes another."""
+
+_MOST_STEPS = 2**20
+
+Tokens = str | tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A strength that changes from one generated token to the next.
+
+    Step i is the i-th generated token; after the last value the last one holds.
+
+    Attributes:
+        values: the strength at each step, at least one.
+        prompt: the strength over the prompt; `None` takes the first of `values`.
+
+    Example:
+        >>> import backbone_surgery as bs
+        >>> bs.Schedule.linear(2.0, 0.0, steps=5).values
+        (2.0, 1.5, 1.0, 0.5, 0.0)
+    """
+
+    values: Sequence[float]
+    prompt: float | None = None
+
+    def __post_init__(self) -> None:
+        values = read_finite(self.values)
+        prompt = None if self.prompt is None else read_number(self.prompt)
+        if (
+            values is None
+            or values.ndim != 1
+            or len(values) > _MOST_STEPS
+            or (prompt is None and self.prompt is not None)
+        ):
+            raise SurgeryError(
+                "Schedule: expected a list of finite strengths, one for each generated token, at "
+                f"most {_MOST_STEPS}. Received values {shown(self.values)} and prompt "
+                f"{shown(self.prompt)}. Pass numbers."
+            )
+        object.__setattr__(self, "values", tuple(values.tolist()))
+        object.__setattr__(self, "prompt", prompt)
+
+    @classmethod
+    def linear(cls, start: float, stop: float, steps: int, prompt: float | None = None):
+        """Go from one strength to another in equal steps."""
+        first, last = read_number(start), read_number(stop)
+        counted = is_int(steps) and 1 <= steps <= _MOST_STEPS
+        if first is None or last is None or not counted:
+            raise SurgeryError(
+                f"Schedule.linear: expected two finite strengths, and from 1 to {_MOST_STEPS} "
+                f"steps. Received {shown(start)}, {shown(stop)} and {shown(steps)}. Pass numbers."
+            )
+        return cls(np.linspace(first, last, int(steps)).tolist(), prompt)
+
+    def table(self) -> np.ndarray:
+        """Return the strength over the prompt, then that of each step: float32[1 + steps]."""
+        prompt = self.values[0] if self.prompt is None else self.prompt
+        return np.array([prompt, *self.values], "float32")
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a call may change of a `Steer`; `None` leaves it as the rewrite was built.
+
+    Attributes:
+        strength: a number, [batch], [batch, blocks], a `Schedule`, or a list of a number or a
+            `Schedule` for each row.
+        directions: a vector for all rows (a `ControlVector` or `{block: array}`), a list of one
+            for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
+            steered; blocks that the rewrite does not steer are an error.
+        tokens: as of `Steer`, for all rows, or a list of one for each row.
+
+    Example:
+        >>> import backbone_surgery as bs
+        >>> control = bs.Control(strength=[1.0, -1.0], tokens=["prompt", (0, 12)])
+    """
+
+    strength: Any = None
+    directions: Any = None
+    tokens: Any = None
+
+    def __post_init__(self) -> None:
+        # How many rows and blocks there are is not known yet; what could never be used is.
+        if self.strength is not None:
+            _check_strength(self.strength, "Control")
+        if self.directions is not None:
+            check_directions(self.directions, "Control")
+        if self.tokens is not None:
+            for tokens in _listed(self.tokens, 1):
+                read_tokens(tokens, "Control")
+
+
+def read_tokens(tokens: Any, where: str) -> Tokens:
+    """Read which tokens to act on: a word, or a range of positions as a tuple.
+
+    Args:
+        tokens: `"all"`, `"prompt"`, `"generated"`, or `(start, stop)`, where `None` is open; a
+            list or an array of two is taken as the tuple is.
+        where: for the error.
+    """
+    if isinstance(tokens, str) and tokens in _ranges(0):
+        return tokens
+    if _is_pair(tokens):
+        start, stop = (None if x is None else int(x) for x in tokens)
+        if 0 <= (start or 0) < (LAST if stop is None else stop) <= LAST:
+            return start, stop
+    raise SurgeryError(
+        f"{where}: expected tokens 'all', 'prompt', 'generated' or (start, stop) with 0 <= start < "
+        f"stop <= {LAST}. Received {shown(tokens)}. Choose one of them."
+    )
+
+
+def default_tokens(tokens: Tokens) -> np.ndarray:
+    """Return a row of `token_rows` for a run of the graph alone, where all tokens are a prompt."""
+    return np.array([*_range(tokens, LAST), LAST], np.int32)
+
+
+def token_rows(tokens: Any, prompt_lengths: np.ndarray, where: str) -> np.ndarray:
+    """Return int32[batch, 3]: first position, the one after the last, and the prompt's length."""
+    lengths = prompt_lengths.tolist()
+    listed = _listed(tokens, len(lengths))
+    if len(listed) != len(lengths):
+        raise SurgeryError(
+            f"{where}: expected tokens for {len(lengths)} rows. Received {len(listed)}. Pass one "
+            "choice for all rows, or a list of one for each."
+        )
+    choices = [read_tokens(tokens, where) for tokens in listed]
+    rows = [(*_range(t, n), n) for t, n in zip(choices, lengths, strict=True)]
+    return np.array(rows, np.int32)
+
+
+def strength_rows(value: Any, batch: int, blocks: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return strengths float32[batch, blocks] and schedules float32[batch, 1 + steps].
+
+    The strength at a token is the product of the two.
+    """
+    rows = [value] * batch if isinstance(value, Schedule) else value
+    if not _holds_schedule(rows):
+        ones = np.ones((batch, 1 + SCHEDULE_STEPS), "float32")
+        return bind_amounts(value, where, batch, (blocks,), ", or a Schedule"), ones
+    numbers = [1.0 if isinstance(r, Schedule) else r for r in rows]
+    tables = [r.table() if isinstance(r, Schedule) else np.ones(2, "float32") for r in rows]
+    steps = max(SCHEDULE_STEPS, *(len(t) - 1 for t in tables))
+    width = 1 + (1 << (steps - 1).bit_length())
+    padded = [np.pad(t, (0, width - len(t)), mode="edge") for t in tables]
+    strengths = bind_amounts(numbers, where, batch, (blocks,), ", or a Schedule")
+    return strengths, np.broadcast_to(np.stack(padded), (batch, width))
+
+
+def _check_strength(value: Any, where: str) -> None:
+    """Refuse what is a strength for no number of rows and blocks."""
+    rows = value if _holds_schedule(value) else [value]
+    for numbers in (row for row in rows if not isinstance(row, Schedule)):
+        array = read_finite(numbers)
+        if array is None or array.ndim > 2:
+            raise SurgeryError(
+                f"{where}: expected a finite strength, one for each row, or a Schedule. Received "
+                f"{shown(value)}. Pass one of these."
+            )
+
+
+def _holds_schedule(rows: Any) -> bool:
+    return isinstance(rows, list | tuple) and any(isinstance(r, Schedule) for r in rows)
+
+
+def _ranges(prompt_length: int) -> dict[str, tuple[int, int]]:
+    return {"all": (0, LAST), "prompt": (0, prompt_length), "generated": (prompt_length, LAST)}
+
+
+def _range(tokens: Tokens, prompt_length: int) -> tuple[int, int]:
+    """Return the positions `(start, stop)` that a choice of tokens means for one row."""
+    if isinstance(tokens, str):
+        return _ranges(prompt_length)[tokens]
+    return tokens[0] or 0, LAST if tokens[1] is None else tokens[1]
+
+
+def _is_pair(tokens: Any) -> bool:
+    """Tell whether two integers were passed, either of which may be open."""
+    if isinstance(tokens, np.ndarray):
+        return tokens.shape == (2,) and tokens.dtype.kind in "iu"
+    listed = isinstance(tokens, tuple | list) and len(tokens) == 2
+    return listed and all(x is None or is_int(x) for x in tokens)
+
+
+def _listed(tokens: Any, batch: int) -> list[Any]:
+    """Return a choice of tokens for each row; a list of two integers is one choice for all."""
+    by_row = isinstance(tokens, list) or (isinstance(tokens, np.ndarray) and tokens.ndim == 2)
+    return list(tokens) if by_row and not _is_pair(tokens) else [tokens] * batch

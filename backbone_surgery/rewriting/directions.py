@@ -1,0 +1,106 @@
+"""Directions: control vectors as arrays, one direction for each block."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import is_int, read_finite, read_float32
+
+_LAST_BLOCK = 999_999
+"""What files of control vectors have names for."""
+
+
+def read_directions(vector: Any, where: str) -> dict[int, np.ndarray]:
+    """Read a control vector as `{block: float32[hidden_dim]}`: finite, and all of one size.
+
+    Args:
+        vector: a `ControlVector`, or `{block: array}`.
+        where: for the error.
+
+    Returns:
+        New arrays, in the order of the blocks.
+    """
+    directions = getattr(vector, "directions", vector)
+    if not isinstance(directions, Mapping) or not directions:
+        raise SurgeryError(
+            f"{where}: expected a vector that maps blocks to directions. Received {shown(vector)}. "
+            "Pass a ControlVector or {block: array}."
+        )
+    wrong = [block for block in directions if not is_int(block) or not 0 <= block <= _LAST_BLOCK]
+    if wrong:
+        raise SurgeryError(
+            f"{where}: expected blocks counted from 0, each an integer of at most {_LAST_BLOCK}. "
+            f"Received {shown(wrong)}. Count from the first block."
+        )
+    arrays = {int(block): read_float32(x) for block, x in directions.items()}
+    shapes = {"no numbers" if x is None else str(list(x.shape)) for x in arrays.values()}
+    checked = {block: x.copy() for block, x in sorted(arrays.items()) if x is not None and x.size}
+    if len(shapes) > 1 or len(checked) < len(arrays) or next(iter(checked.values())).ndim != 1:
+        raise SurgeryError(
+            f"{where}: expected a vector that maps blocks to directions float[hidden_dim], all of "
+            f"one size. Received shapes {', '.join(sorted(shapes))}. Pass {{block: array}}."
+        )
+    broken = [block for block, x in checked.items() if not np.isfinite(x).all()]
+    if broken:
+        raise SurgeryError(
+            f"{where}: expected finite directions. Received NaN or Inf in those of blocks "
+            f"{broken}. Train the vector again."
+        )
+    return checked
+
+
+def direction_rows(
+    value: Any, batch: int, blocks: Sequence[int], hidden_dim: int, where: str
+) -> np.ndarray:
+    """Return directions float32[batch, blocks, hidden_dim]."""
+    check_directions(value, where)
+    wanted = (batch, len(blocks), hidden_dim)
+    if _is_vector(value):
+        return np.broadcast_to(_one_vector(value, blocks, hidden_dim, where), wanted)
+    if isinstance(value, list | tuple) and len(value) == batch:
+        return np.stack([_one_vector(v, blocks, hidden_dim, where) for v in value])
+    array = None if isinstance(value, list | tuple) else read_float32(value)
+    if array is not None and array.shape in (wanted, wanted[1:]):
+        return np.broadcast_to(array, wanted)
+    raise SurgeryError(
+        f"{where}: expected directions as a control vector, a list of {batch} (one for each row), "
+        f"or finite float{list(wanted)}. Received {shown(value)}. Pass one of these."
+    )
+
+
+def check_directions(value: Any, where: str) -> None:
+    """Refuse what holds directions for no number of rows and blocks."""
+    if _is_vector(value):
+        read_directions(value, where)
+    elif isinstance(value, list | tuple) and value:
+        for vector in value:
+            read_directions(vector, where)
+    else:
+        array = read_finite(value)
+        if array is None or array.ndim not in (2, 3):
+            raise SurgeryError(
+                f"{where}: expected directions as a control vector, a list of one for each row, or "
+                f"finite float[batch, blocks, hidden_dim]. Received {shown(value)}. Pass one of "
+                "these."
+            )
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, Mapping) or hasattr(value, "directions")
+
+
+def _one_vector(value: Any, blocks: Sequence[int], hidden_dim: int, where: str) -> np.ndarray:
+    """Return the directions of some blocks, zero for those that the vector leaves out."""
+    directions = read_directions(value, where)
+    size = len(next(iter(directions.values())))
+    extra = sorted(set(directions) - set(blocks))
+    if extra or size != hidden_dim:
+        raise SurgeryError(
+            f"{where}: expected directions of size {hidden_dim} for the steered blocks "
+            f"{list(blocks)}. Received size {size}, for blocks {list(directions)}. Use a vector "
+            "made for this model, and drop the other blocks."
+        )
+    zero = np.zeros(hidden_dim, "float32")
+    return np.stack([directions.get(block, zero) for block in blocks])

@@ -1,0 +1,206 @@
+"""Patch: replace the activations at some positions by other values, row by row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.numbers import read_float32, read_int32
+from backbone_surgery.opening.site import Place
+from backbone_surgery.rewriting.fields import Fields
+from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
+from backbone_surgery.rewriting.site_layer import SiteLayer
+
+UNUSED = -1
+"""A position that is none: nothing is patched there."""
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+@dataclass(frozen=True)
+class Patch(ControlledRewrite):
+    """Patch activations: causal tracing, path patching, interchange interventions.
+
+    Positions and values are run-time inputs, `generate(controls={name: {"positions": ...,
+    "values": ...}})`. `positions` is int[n], int[batch, n] or int[batch, sites, n]: the numbers of
+    tokens within their row, -1 for none. `values` is `{site path: float[n, ...] or float[batch, n,
+    ...]}`, or the array alone if there is one site. Without the control nothing is patched. Other
+    positions and values compile nothing; another n does.
+
+    The inputs of the graph are `<name>_positions` int32[batch, sites, n] and, for the i-th site,
+    `<name>_value_<i>` float32[batch, n, ...]. The default of a value is NaN throughout, which
+    patches nothing.
+
+    Attributes:
+        at: site selector; any site that has a value for each token, that is any but a pattern.
+        positions: `"control"`, or a tuple of positions for every row. A call then passes values
+            alone.
+        name: name of the control.
+
+    Example:
+        >>> import backbone_surgery as bs, keras_hub, numpy as np
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> edited = bs.operate(backbone, [bs.Patch("blocks.0")])
+        >>> ids = np.ones((1, 3), "int32")
+        >>> patch = {"patch_positions": np.array([[[2]]]), "patch_value_0": np.ones((1, 1, 8))}
+        >>> tuple(edited({"token_ids": ids, "padding_mask": ids, **patch}).shape)
+        (1, 3, 8)
+    """
+
+    at: str
+    positions: str | tuple[int, ...] = "control"
+    name: str = "patch"
+
+    def __post_init__(self) -> None:
+        fields = Fields(self)
+        fields.selector()
+        fields.name()
+        if not isinstance(self.positions, str) or self.positions != "control":
+            positions = _read_positions(self.positions, 1, 1, fields.where)
+            fields.keep("positions", tuple(positions[0, 0].tolist()))
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Declare the controls, then visit the sites."""
+        places = self.choose(surgery)
+        for place in places:
+            if place.path.endswith("attention_pattern"):
+                raise SurgeryError(
+                    f"Patch at '{place.path}': expected sites with a value for each token. "
+                    "Received attention patterns, whose columns are other tokens. Patch `query`, "
+                    "`key` or `head_outputs`, or take heads out with `Ablate`."
+                )
+        fixed = (UNUSED,) if self.positions == "control" else self.positions
+        default = np.tile(np.array(fixed, "int32"), (len(places), 1))
+        surgery.control(f"{self.name}_positions", default, (len(places), None))
+        for i, place in enumerate(places):
+            shape = place.tensor.shape[2:]
+            none = np.broadcast_to(np.float32("nan"), (default.shape[-1], *shape))
+            surgery.control(f"{self.name}_value_{i}", none, (None, *shape))
+        return super().visitor(surgery)
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Put a patching layer at the site."""
+        inputs = surgery.inputs
+        layer = Patching(surgery.index, name=self.layer_name(place))
+        value = inputs[f"{self.name}_value_{surgery.index}"]
+        return layer(x, surgery.positions, inputs[f"{self.name}_positions"], value)
+
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Bind positions and values; see the class."""
+        if value is None:
+            return {}
+        where = f"controls at '{self.name}'"
+        keys = ["values"] if self.positions != "control" else ["positions", "values"]
+        if not isinstance(value, Mapping) or set(value) != set(keys):
+            received = shown(list(value)) if isinstance(value, Mapping) else type(value).__name__
+            raise SurgeryError(
+                f"{where}: expected a dict of {' and '.join(keys)}. Received {received}. Pass both "
+                "together; see `Patch`."
+            )
+        positions = value.get("positions", self.positions)
+        positions = _read_positions(positions, rows.batch, len(rows.sites), where)
+        values = value["values"]
+        if not isinstance(values, Mapping) and len(rows.sites) == 1:
+            values = {rows.sites[0]: values}
+        bound = {f"{self.name}_positions": positions}
+        _check_paths(values, rows.sites, where)
+        for i, path in enumerate(rows.sites):
+            name = f"{self.name}_value_{i}"
+            shape = (*positions[:, i].shape, *rows.shapes[name][1:])
+            bound[name] = _read_values(values[path], positions[:, i], shape, f"{where}, '{path}'")
+        return bound
+
+
+def _read_positions(value: Any, batch: int, sites: int, where: str) -> np.ndarray:
+    """Read positions as int32[batch, sites, n]."""
+    array = read_int32(value, smallest=UNUSED)
+    if array is not None and array.ndim in (1, 2):
+        array = array[None, None] if array.ndim == 1 else array[:, None]
+    if (
+        array is None
+        or array.ndim != 3
+        or array.shape[0] not in (1, batch)
+        or array.shape[1] not in (1, sites)
+        or not array.size
+        or _repeats(array)
+    ):
+        raise SurgeryError(
+            f"{where}: expected positions int[n], int[{batch}, n] or int[{batch}, {sites}, n], "
+            f"from 0 on or -1 for none, each once in a row. Received {shown(value)}. Count tokens "
+            "from the first of the row."
+        )
+    return np.broadcast_to(array, (batch, sites, array.shape[-1]))
+
+
+def _repeats(positions: np.ndarray) -> bool:
+    """Tell whether a position is there twice in a row, which would leave its value open."""
+    ordered = np.sort(positions, axis=-1)
+    return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
+
+
+def _check_paths(values: Any, sites: tuple[str, ...], where: str) -> None:
+    paths = list(values) if isinstance(values, Mapping) else [type(values).__name__]
+    unknown = [path for path in paths if path not in sites]
+    wrong = unknown or [path for path in sites if path not in paths]
+    if wrong:
+        raise SurgeryError(
+            f"{where}: expected values for exactly the patched sites. Received {shown(paths)}; "
+            f"{shown(wrong[0])} is amiss. {closest(wrong[0], sites)}"
+        )
+
+
+def _read_values(
+    value: Any, positions: np.ndarray, shape: tuple[int, ...], where: str
+) -> np.ndarray:
+    """Read the values of one site as float32[batch, n, ...]; they count where it is patched."""
+    array = read_float32(value)
+    if array is None or array.shape not in (shape, shape[1:], (1, *shape[1:])):
+        received = shown(value) if array is None else str(list(array.shape))
+        raise SurgeryError(
+            f"{where}: expected an array of shape {list(shape)}, or {list(shape[1:])} for all "
+            f"rows. Received {received}. Pass one value for each position."
+        )
+    array = np.broadcast_to(array, shape)
+    if not np.isfinite(array[positions != UNUSED]).all():
+        raise SurgeryError(
+            f"{where}: expected finite values. Received NaN or Inf at a position to patch. Pass "
+            "-1 as the position of what is not patched."
+        )
+    return array
+
+
+class Patching(SiteLayer):
+    """Patch one site.
+
+    Args:
+        index: which of the patched sites this is.
+
+    Call arguments:
+        x: float[batch, time, ...].
+        positions: int32[batch, time], the number of each token.
+        patched: int32[batch, sites, n], the positions to patch.
+        value: float32[batch, n, ...]; NaN throughout where there is none.
+    """
+
+    def __init__(self, index: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.index = index
+
+    def call(self, x, positions, patched, value):
+        """Take the value where a position is to be patched; leave all else exactly as it is."""
+        # One gather out of both, and no `where`: that would be compiled together with what makes x,
+        # and round differently.
+        match = ops.equal(patched[:, self.index, :, None], positions[:, None, :])
+        missing = ops.all(ops.isnan(value), axis=tuple(range(2, len(value.shape))))
+        match = ops.logical_and(match, ops.logical_not(missing)[:, :, None])
+        time = ops.shape(x)[1]
+        which = time + ops.cast(ops.argmax(ops.cast(match, "int32"), axis=1), "int32")
+        own = ops.arange(time, dtype="int32")[None]
+        source = ops.where(ops.any(match, axis=1), which, own)
+        source = ops.reshape(source, (*ops.shape(source), *[1] * (len(x.shape) - 2)))
+        both = ops.concatenate([x, ops.cast(value, x.dtype)], axis=1)
+        return ops.take_along_axis(both, source, axis=1)

@@ -1,0 +1,32 @@
+"""The layers that rewrites put at sites: what they share."""
+
+import keras
+from keras import ops
+
+
+class SiteLayer(keras.layers.Layer):
+    """A layer whose output has the shape and dtype of its first argument.
+
+    Its other arguments are inputs of the graph. No autocast touches them.
+    """
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+
+    def compute_output_spec(self, x, *others):
+        """Keep the shape and dtype of `x`."""
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def interpolate(x, other, amount):
+    """Go from `x` to `other`, row by row; an amount of 0 or 1 gives exactly one of them.
+
+    Args:
+        x: float[batch, time, ...].
+        other: the same shape, in any float dtype.
+        amount: float32[batch].
+    """
+    amount = ops.reshape(amount, (-1, *[1] * (len(x.shape) - 1)))
+    start, end = ops.cast(x, "float32"), ops.cast(other, "float32")
+    mixed = ops.where(ops.equal(amount, 1), end, start + amount * (end - start))
+    return ops.where(ops.equal(amount, 0), x, ops.cast(mixed, x.dtype))

@@ -1,0 +1,59 @@
+"""The backbone that owns the weights: a copy of it, its LoRA and its quantisation."""
+
+from typing import Any
+
+import keras
+import keras_hub
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.weights.paths import is_lora
+from backbone_surgery.weights.transfer import transfer_weights
+
+
+def check_backbone(model: keras.Model, operation: str) -> None:
+    """Refuse a model that is no keras_hub Backbone, which its config would describe."""
+    if not isinstance(model, keras_hub.models.Backbone):
+        raise SurgeryError(
+            f"{operation} at '{model.name}': expected an edit of a keras_hub Backbone. Received "
+            f"one of a {type(model).__name__}. Edit the backbone itself by `operate`."
+        )
+
+
+def copy_backbone(backbone: keras.Model) -> keras.Model:
+    """Make another backbone of the same config and weights, without LoRA."""
+    copy = type(backbone).from_config(backbone.get_config())
+    transfer_weights(copy, backbone, rename=lambda path: None if is_lora(path) else path)
+    return copy
+
+
+def lora(owner: keras.Model) -> dict[str, Any] | None:
+    """Return rank and layer names of a backbone's LoRA, which must be as `enable_lora` makes it."""
+    layers = [x for x in graph.layers_within(owner) if getattr(x, "lora_enabled", False)]
+    if not layers:
+        return None
+    kinds = {(x.lora_rank, x.lora_alpha) for x in layers}
+    names = sorted({x.name for x in layers})
+    same_name = [x for x in graph.layers_within(owner) if x.name in names]
+    rank, alpha = next(iter(kinds))
+    if len(kinds) > 1 or rank != alpha or len(same_name) > len(layers):
+        raise SurgeryError(
+            f"save_recipe at '{owner.name}': expected LoRA of one rank, with alpha equal to it, on "
+            "all layers of a name, as `enable_lora` of the backbone makes it. Received "
+            f"(rank, alpha) {sorted(kinds)} on {len(layers)} layers. Enable LoRA through the "
+            "backbone."
+        )
+    return {"rank": rank, "layers": names}
+
+
+def quantization(owner: keras.Model) -> str | None:
+    """Return how a backbone is quantised; a recipe can hold int8 alone."""
+    modes = {getattr(layer, "quantization_mode", None) for layer in graph.layers_within(owner)}
+    modes.discard(None)
+    if modes - {"int8"}:
+        raise SurgeryError(
+            f"recipe at '{owner.name}': expected a backbone that is not quantised, or to int8. "
+            f"Received one quantised to {', '.join(sorted(map(str, modes)))}. Make the recipe "
+            "before quantising."
+        )
+    return "int8" if modes else None

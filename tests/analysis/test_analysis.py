@@ -1,0 +1,209 @@
+"""Patching grid, logit lens and attribution equal one pass for each number they give."""
+
+import keras
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.conftest import FAMILIES, make_gpt2, relative
+from tests.numpy_models import Model, weights_of
+
+CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]
+
+
+@pytest.fixture(scope="module", params=["gpt2", "gemma2"])
+def lm(request):
+    return bs.CachedCausalLM(FAMILIES[request.param](num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """One model for all tests that change nothing of it."""
+    return bs.CachedCausalLM(make_gpt2())
+
+
+def unembed(lm, hidden):
+    logits = hidden @ weights_of(lm.backbone.token_embedding)[0].T
+    cap = getattr(lm.backbone, "final_logit_soft_cap", None)
+    return np.tanh(logits / cap) * cap if cap else logits
+
+
+def logits_of(lm, model, ids):
+    return unembed(lm, model(np.array([ids])))
+
+
+def test_patch_grid_is_one_patched_pass_for_each_cell(lm):
+    got = bs.patch_grid(lm, CLEAN, CORRUPTED, metric=(7, 8), batch_size=4)
+    assert got.sites == ["blocks.0", "blocks.1"]
+    assert got.tokens == [str(i) for i in CORRUPTED]
+    reference = Model(lm.backbone)
+
+    def metric(model, ids):
+        last = logits_of(lm, model, ids)[0, -1]
+        return last[7] - last[8]
+
+    clean = metric(reference, CLEAN)
+    states = reference.captures()
+    assert abs(got.clean - clean) <= 1e-4
+    assert abs(got.corrupted - metric(reference, CORRUPTED)) <= 1e-4
+    for s, site in enumerate(got.sites):
+        for t in range(5):
+            model = Model(lm.backbone)
+
+            def put(x, _, t=t, site=site):
+                x = x.copy()
+                x[0, t] = states[site][0, t]
+                return x
+
+            model.blocks[s].at("block", put)
+            assert abs(got.values[s, t] - metric(model, CORRUPTED)) <= 1e-4, (site, t)
+    assert (got.values[:, :2] == np.float32(got.corrupted)).all()
+    assert np.allclose(got.recovered[-1, -1], 1, atol=1e-4)
+
+
+def test_patch_grid_of_other_sites_and_metrics(lm):
+    seen = []
+
+    def metric(logits):
+        seen.append(np.shape(logits))
+        return logits[:, 7]
+
+    got = bs.patch_grid(lm, CLEAN, CORRUPTED, metric, at="blocks.*.head_outputs", batch_size=100)
+    wanted = bs.patch_grid(lm, CLEAN, CORRUPTED, 7, at="blocks.*.head_outputs")
+    assert np.allclose(got.values, wanted.values, atol=1e-5)
+    assert seen[-1] == (10, 60)
+
+
+def test_logit_lens_reads_each_block_by_the_final_norm(lm):
+    got = bs.logit_lens(lm, CLEAN)
+    reference = Model(lm.backbone)
+    final = logits_of(lm, reference, CLEAN)
+    norm = keras.Sequential([lm.backbone.layer_norm])
+    for i, site in enumerate(got.sites):
+        x = np.asarray(reference.captures()[site], "float32")
+        logits = unembed(lm, np.asarray(norm(x), "float64"))
+        exp = np.exp(logits - logits.max(-1, keepdims=True))[0]
+        p = exp / exp.sum(-1, keepdims=True)
+        assert np.array_equal(got.token_ids[i], p.argmax(-1))
+        assert relative(got.probabilities[i], p.max(-1)) <= 1e-4
+        assert relative(got.entropies[i], -(p * np.log(p + 1e-300)).sum(-1)) <= 1e-3
+    assert np.array_equal(got.token_ids[-1], final[0].argmax(-1))
+    assert got.labels[0] == [str(i) for i in got.token_ids[0]]
+
+
+def test_attribution_is_gradient_times_activation(lm):
+    got = bs.attribution(lm, CLEAN, target=7, at="blocks.*")
+    reference = Model(lm.backbone)
+    assert abs(got.metric - logits_of(lm, reference, CLEAN)[0, -1, 7]) <= 1e-4
+    for site in range(2):
+        for token in (2, 4):
+            values = []
+            for step in (1e-4, -1e-4):
+                model = Model(lm.backbone)
+
+                def scale(x, _, token=token, step=step):
+                    x = x.copy()
+                    x[0, token] *= 1 + step
+                    return x
+
+                model.blocks[site].at("block", scale)
+                values.append(logits_of(lm, model, CLEAN)[0, -1, 7])
+            slope = (values[0] - values[1]) / 2e-4
+            assert abs(got.values[site, token] - slope) <= 1e-3 * max(abs(slope), 1)
+    assert not got.values[1, :4].any()
+    last = bs.attribution(lm, CLEAN, target=7, at="final_norm")
+    assert abs(last.values[0, -1] - last.metric) <= 1e-4
+
+
+def test_controls_reach_the_analyses():
+    backbone = make_gpt2()
+    vector = np.random.default_rng(1).normal(size=32)
+    steered = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {2: vector})]))
+    plain = bs.CachedCausalLM(backbone)
+    zero, one = ({"mood": s} for s in (0.0, 1.0))
+    wanted = bs.attribution(plain, CLEAN, target=7)
+    assert np.allclose(
+        bs.attribution(steered, CLEAN, 7, controls=zero).values, wanted.values, atol=1e-5
+    )
+    assert not np.allclose(bs.attribution(steered, CLEAN, 7, controls=one).values, wanted.values)
+    lens = bs.logit_lens(plain, CLEAN)
+    assert np.allclose(bs.logit_lens(steered, CLEAN, controls=zero).entropies, lens.entropies)
+    assert not np.allclose(bs.logit_lens(steered, CLEAN, controls=one).entropies, lens.entropies)
+
+
+def test_nothing_is_left_behind(lm):
+    before = [np.asarray(v).copy() for v in lm.backbone.variables]
+    picture = bs.to_mermaid(lm.opened, expand_nested=True)
+    bs.patch_grid(lm, CLEAN, CORRUPTED, 7)
+    bs.logit_lens(lm, CLEAN)
+    assert bs.to_mermaid(lm.opened, expand_nested=True) == picture
+    for old, new in zip(before, lm.backbone.variables, strict=True):
+        assert np.array_equal(old, new)
+
+
+def test_figures(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Capture("blocks.0.attention_pattern")]))
+    lm.compile(sampler="greedy")
+    prompt = {"token_ids": np.array([CLEAN]), "padding_mask": np.ones((1, 5))}
+    options = {"max_new_tokens": 3, "stop_token_ids": None, "return_captures": True}
+    _, captures = lm.generate(prompt, **options)
+    grid = bs.patch_grid(lm, CLEAN, CORRUPTED, 7)
+    lens = bs.logit_lens(lm, CLEAN)
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    clean, corrupted = [str(i) for i in CLEAN], [str(i) for i in CORRUPTED]
+    seen = [str(i) for i in captures.token_ids[0]]
+    assert seen[:5] == clean
+    assert len(seen) == 7
+    pattern = bs.plot_attention(captures, "blocks.0.attention_pattern", head=1)
+    for name, ax, rows, across in (
+        ("grid", bs.plot_grid(grid), blocks, corrupted),
+        ("attribution", bs.plot_grid(bs.attribution(lm, CLEAN, 7)), blocks, clean),
+        ("lens", bs.plot_lens(lens), blocks, clean),
+        ("attention", pattern, seen, seen),
+    ):
+        ax.figure.savefig(tmp_path / f"{name}.png")
+        assert [t.get_text() for t in ax.get_xticklabels()] == across
+        assert [t.get_text() for t in ax.get_yticklabels()] == rows
+        assert np.shape(ax.images[0].get_array()) == (len(rows), len(across))
+        pyplot.close(ax.figure)
+    with pytest.raises(bs.SurgeryError, match="plot_grid: expected a `PatchGrid`"):
+        bs.plot_grid(lens)
+    with pytest.raises(bs.SurgeryError, match="plot_lens: expected a `LogitLens`"):
+        bs.plot_lens(grid)
+    with pytest.raises(bs.SurgeryError, match="a head from 0 to 3"):
+        bs.plot_attention(captures, "blocks.0.attention_pattern", head=9)
+    with pytest.raises(bs.SurgeryError, match=r"a row from 0 to 0. Received 9"):
+        bs.plot_attention(captures, "blocks.0.attention_pattern", row=9)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 2, 3], 7), "two different texts of as many"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 2], 7), "two different texts of as many"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 99), "an id from 0 to 59"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], (1, 2, 3)), "a pair"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, at="blocks.0.*"), "attention_pattern"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], lambda x: x[0, 0]), r"shape \[\]. Index"),
+        (lambda lm: bs.attribution(lm, [1, 2], lambda x: x), r"shape \[1, 60\]. Index"),
+        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, batch_size=0), "1 or more. Received 0"),
+        (
+            lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], lambda x: 0 * x[:, 0]).recovered,
+            "tells the texts apart. Received 0.0",
+        ),
+        (lambda lm: bs.logit_lens(lm, [[1, 2], [1, 3]]), "expected one text. Received 2"),
+        (lambda lm: bs.logit_lens(lm, [1], at="blocks.0.query"), "'blocks.0.query': expected a"),
+        (lambda lm: bs.attribution(lm, [1, 2], "dog"), "at token 'dog'"),
+        (
+            lambda lm: bs.attribution(lm, [1], 7, at="blocks.0.attention_pattern"),
+            "with a value for",
+        ),
+    ],
+)
+def test_errors(plain, call, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        call(plain)

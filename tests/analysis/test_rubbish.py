@@ -1,0 +1,95 @@
+"""Whatever is passed to an analysis or to `rewrite_nested` is used or refused in words."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.rubbish import complaints, with_rubbish
+
+
+@pytest.fixture(scope="module")
+def lm():
+    backbone = keras_hub.models.GPT2Backbone(20, 2, 2, 8, 16, max_sequence_length=16)
+    return bs.CachedCausalLM(backbone)
+
+
+def without_used(calls, *used):
+    """Leave out what is meant to run: it compiles, and other tests compare what comes out."""
+    return {name: f for name, f in calls.items() if not name.startswith(used)}
+
+
+def test_patch_grid(lm):
+    arguments = {
+        "lm": lambda: lm,
+        "clean": lambda: [1, 2],
+        "corrupted": lambda: [1, 3],
+        "metric": lambda: 7,
+        "at": lambda: "blocks.0",
+        "batch_size": lambda: 2,
+    }
+    calls = with_rubbish(bs.patch_grid, arguments)
+    used = ("metric=0", "clean=dict of mixed", "corrupted=dict of mixed")
+    assert not complaints(without_used(calls, *used))
+
+
+def test_logit_lens_and_attribution(lm):
+    texts = {"lm": lambda: lm, "text": lambda: [1, 2], "at": lambda: "blocks.0"}
+    lens = with_rubbish(bs.logit_lens, texts)
+    attribution = with_rubbish(bs.attribution, {**texts, "target": lambda: 7})
+    assert not complaints(without_used(lens, "text=0", "text=range", "text=dict of mixed"))
+    used = ("text=0", "text=range", "text=dict of mixed", "target=0")
+    assert not complaints(without_used(attribution, *used))
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (int, "Received one that fails with"),
+        (lambda logits: logits["text"], "Received one that fails with"),
+        (lambda logits: logits[:, 0] > 0, r"Received bool of shape \[1\]"),
+        (lambda logits: None, "fails with"),
+    ],
+)
+def test_metrics_that_give_no_number_are_refused(lm, metric, words):
+    for call in (
+        lambda: bs.patch_grid(lm, [1, 2], [1, 3], metric),
+        lambda: bs.attribution(lm, [1, 2], metric),
+    ):
+        with pytest.raises(bs.SurgeryError, match=f"at 'metric': expected .*{words}"):
+            call()
+    with pytest.raises(bs.SurgeryError, match=r"expected a function that returns floats"):
+        bs.attribution(lm, [1, 2], lambda logits: keras.ops.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("ids", [[1, 2**32 + 5], [1, True], [1, 2.0], [[1], [2, 3]], [1, -1], []])
+def test_token_ids_are_neither_wrapped_nor_guessed(lm, ids):
+    for call in (
+        lambda: bs.logit_lens(lm, ids),
+        lambda: bs.ControlVector.train(lm, [(ids, [1])], "mean_diff", verbose=0),
+    ):
+        with pytest.raises(bs.SurgeryError, match=r"expected (token ids|two texts)"):
+            call()
+
+
+def test_rewrite_nested():
+    x = keras.Input((4,))
+    dense = keras.layers.Dense(4, name="dense")
+    model = keras.Model(x, dense(x))
+    arguments = {
+        "model": lambda: model,
+        "path": lambda: "dense",
+        "clone_fn": lambda: lambda layer, *args, **kwargs: layer(*args, **kwargs),
+    }
+    calls = with_rubbish(bs.rewrite_nested, arguments)
+    del calls["clone_fn=function"]  # One that returns no tensors: a `TypeError`, as upstream.
+    assert not complaints(calls)
+
+
+def test_a_batch_size_of_numpy_is_that_of_python(lm):
+    grids = [
+        bs.patch_grid(lm, [1, 2], [1, 3], 7, at="blocks.0", batch_size=size)
+        for size in (2, np.int64(2))
+    ]
+    assert np.array_equal(grids[0].values, grids[1].values)

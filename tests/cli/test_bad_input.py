@@ -1,0 +1,95 @@
+"""Bad input gives a message and exit code 2, never a traceback."""
+
+import json
+
+import pytest
+
+from tests.cli.conftest import PROMPT
+
+GENERATE, STEER = ["generate", PROMPT], ["steer", PROMPT, "--vector"]
+SWEEP = ["sweep", PROMPT, "--vector", "mood"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([*GENERATE, "--max-new-tokens", "900"], "tokens in a row"),
+        ([*GENERATE, "--max-new-tokens", "-1"], "--max-new-tokens"),
+        ([*GENERATE, "--seed", str(2**40)], "seed"),
+        ([*GENERATE, "--seed", "x"], "--seed"),
+        ([*GENERATE, "--sampler", "best"], "--sampler"),
+        ([*GENERATE, "--control", "mood"], "expected NAME=STRENGTH"),
+        ([*GENERATE, "--control", "=1"], "expected NAME=STRENGTH"),
+        ([*GENERATE, "--control", "mood=nan"], "expected NAME=STRENGTH"),
+        ([*GENERATE, "-c", "mood=1", "-c", "mood=2"], "expected one strength"),
+        ([*GENERATE, "-v", "mood", "-v", "mood"], "expected one vector of each name"),
+        ([*GENERATE, "-v", "a b=mood"], "a b"),
+        ([*GENERATE, "-v", "=mood"], "''"),
+        ([*GENERATE, "-v", "mood="], "control vector ''"),
+        (["generate"], "prompts"),
+        (["inspect", "--model", "./nowhere"], "expected a folder that exists"),
+        (["inspect", "--model", "README.md"], "README.md"),
+        (["inspect", "--model", "docs"], "without `config.json`"),
+        (["inspect", "--model", ""], "from_preset"),
+        (["plot", "missing/x.mmd"], "FileNotFoundError"),
+        (["plot", "x"], "ending in one of .png"),
+        (["plot", "missing/x.png"], "a folder that exists"),
+        ([*STEER, "moot"], "Did you mean 'mood'"),
+        ([*STEER, "no.gguf"], "expected a file"),
+        ([*STEER, "mood", "--strengths", "1,x"], "numbers separated by"),
+        ([*STEER, "mood", "--strengths", ""], "numbers separated by"),
+        ([*STEER, "mood", "--strengths", "1,inf"], "numbers separated by"),
+        ([*STEER, "mood", "--strengths", "1e300"], "mood"),
+        ([*SWEEP, "--plot", "x.png"], "Name words to count"),
+        ([*SWEEP, "--words", "a", "--plot", "missing/x.png"], "a folder that exists"),
+        ([*SWEEP, "--batch-size", "0"], "--batch-size"),
+        (["sweep", "", "--vector", "mood"], "at least one prompt"),
+        (["train-vector", "pyproject.toml", "v.gguf"], "pyproject.toml:1: expected"),
+        (["train-vector", "missing.jsonl", "v.gguf"], "FileNotFoundError"),
+        (["train-vector", "models", "v.gguf"], "IsADirectoryError"),
+        (["train-vector", "README.md", "v.npz"], "ends in .gguf or .safetensors"),
+        (["train-vector", "README.md", "missing/v.gguf"], "a folder that exists"),
+        (["paint"], "paint"),
+    ],
+    ids=str,
+)
+def test_arguments(run, args, words):
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert not isinstance(result.exception, Exception)
+
+
+FILES = {
+    "pairs.jsonl": (b"", "pair"),
+    "latin.jsonl": ('["caf\xe9", "x"]'.encode("latin-1"), "utf-8"),
+    "deep.jsonl": (b"[" * 100_000, "deep.jsonl:1"),
+    "numbers.jsonl": (b"[1, 2]", "numbers.jsonl:1"),
+    "short.jsonl": (b'["a"]', "short.jsonl:1"),
+}
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_files_of_pairs(run, tmp_path, name):
+    content, words = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    result = run("train-vector", tmp_path / name, tmp_path / "v.gguf")
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
+
+
+def test_a_token_that_no_text_has(run, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps(["a happy girl", "a sad girl"]))
+    result = run("train-vector", pairs, tmp_path / "v.gguf", "--token", "1000")
+    assert result.exit_code == 2, result.output
+    assert "1000" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["v.gguf", "v.safetensors"])
+def test_damaged_vectors(run, tmp_path, name):
+    (tmp_path / name).write_bytes(b"GGUF but no more")
+    result = run(*STEER, tmp_path / name)
+    assert result.exit_code == 2, result.output
+    assert name in result.stderr

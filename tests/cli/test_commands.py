@@ -1,0 +1,103 @@
+"""The command line, run as a user does."""
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from tests.cli.conftest import PROMPT
+
+
+def test_generate_prints_one_text_for_each_prompt(run):
+    result = run("generate", PROMPT, "Tom had a red ball.", "--max-new-tokens", "12")
+    assert result.exit_code == 0
+    lines = result.stdout.strip().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(PROMPT)
+    assert len(lines[0]) > len(PROMPT) + 10
+
+
+def test_stream_prints_the_same_text(run):
+    options = ["generate", PROMPT, "--max-new-tokens", "12", "--sampler", "top_p", "--seed", "4"]
+    assert run(*options, "--stream").stdout.strip() == run(*options).stdout.strip()
+
+
+def test_inspect_shows_sites_parameters_and_cache(run):
+    result = run("inspect", "--model", "tiny_gemma")
+    assert result.exit_code == 0
+    for word in (
+        "gemma",
+        "1,019,008",
+        "bytes per token",
+        "blocks.*.attention_pattern",
+        "final_norm",
+    ):
+        assert word in result.stdout
+
+
+def test_plot_writes_a_picture_and_mermaid(run, tmp_path):
+    for name in ("model.mmd", "model.svg"):
+        assert run("plot", str(tmp_path / name), "--expand").exit_code == 0
+    assert (tmp_path / "model.mmd").read_text().startswith("flowchart TD")
+    assert "cached_self_attention" in (tmp_path / "model.svg").read_text()
+
+
+PAIRS = [
+    {"positive": "Lily felt glad and smiled.", "negative": "Lily felt sad and cried."},
+    {"positive": "Tom was a happy boy.", "negative": "Tom was an unhappy boy."},
+    ["Mia laughed.", "Mia cried."],
+]
+
+
+def test_train_then_steer_with_the_file(run, tmp_path):
+    pairs, vector = tmp_path / "pairs.jsonl", tmp_path / "feeling.gguf"
+    pairs.write_text("\n".join(json.dumps(p) for p in PAIRS))
+    result = run("train-vector", str(pairs), str(vector), "--method", "mean_diff")
+    assert result.exit_code == 0, result.output
+    assert f"wrote {vector}: 3 pairs, mean_diff" in result.stdout.replace("\n", "")
+    assert "block 0 is left out" in result.stderr.replace("\n", " ")
+    options = ["--max-new-tokens", "20"]
+    result = run("steer", PROMPT, "--vector", str(vector), "--strengths", "-3,0,3", *options)
+    assert result.exit_code == 0, result.output
+    for word in ("feeling at", "-3", " 0 ", "+3"):
+        assert word in result.stdout
+    plain = run("generate", PROMPT, *options).stdout
+    same = run("generate", PROMPT, "--vector", str(vector), "-c", "feeling=0", *options).stdout
+    other = run("generate", PROMPT, "-v", f"x={vector}", "-c", "x=4", *options).stdout
+    assert plain == same != other
+
+
+def test_bundled_vectors_by_name(run):
+    options = ["generate", PROMPT, "--max-new-tokens", "30"]
+    texts = {s: run(*options, "--control", f"mood={s}").stdout for s in (-2, 0, 2)}
+    assert len(set(texts.values())) == 3
+    assert texts[0] == run(*options).stdout
+
+
+def test_sweep_counts_words_and_plots(run, tmp_path):
+    prompts, picture = tmp_path / "prompts.txt", tmp_path / "out.png"
+    prompts.write_text(f"{PROMPT}\n\nLong ago there lived a boy named Tom.\n")
+    args = ["sweep", str(prompts), "--vector", "mood", "--strengths", "-1,1"]
+    args += ["--max-new-tokens", "40", "--words", "happy,smiled,happily", "--plot", str(picture)]
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    assert "4 texts" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_console_script_needs_no_configuration(tmp_path):
+    """As on a fresh machine: no backend chosen, no Keras settings, and nothing else on screen."""
+    script = Path(sysconfig.get_path("scripts")) / "backbone-surgery"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KERAS", "TF_"))}
+    result = subprocess.run(
+        [script, "generate", PROMPT, "--max-new-tokens", "5"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**environment, "HOME": str(tmp_path)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(PROMPT)
+    assert result.stderr == ""

@@ -1,0 +1,185 @@
+"""Families: which backbones they claim, and one brought from outside."""
+
+from dataclasses import replace
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import backbone_surgery as bs
+from backbone_surgery.families.gpt2 import GPT2
+from backbone_surgery.opening import family
+from backbone_surgery.opening.open import find_family
+from tests.conftest import make_gemma, make_gpt2, ragged, relative
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Families that a test registers are forgotten after it."""
+    monkeypatch.setattr(family, "_families", dict(family._families))
+
+
+class OwnBlock(layers.Layer):
+    """x + attention(x), then x * sigmoid(gate(norm(x))): like no block of KerasHub."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.project = {
+            name: layers.EinsumDense("btd,dhk->bthk", (None, heads, 4), name=name)
+            for name, heads in (("query", 4), ("key", 2), ("value", 2))
+        }
+        self.mix = layers.EinsumDense("bthk,hkd->btd", (None, 16), name="mix")
+        self.norm = layers.RMSNormalization(name="norm")
+        self.gate = layers.Dense(16, activation="sigmoid", name="gate")
+
+    def call(self, stream, keep):
+        query, key, value = (self.project[n](stream) for n in ("query", "key", "value"))
+        key, value = (ops.repeat(x, 2, axis=2) for x in (key, value))
+        scores = ops.einsum("bqhd,bkhd->bhqk", query, key) * 0.3
+        time = ops.arange(ops.shape(stream)[1])
+        seen = ops.logical_and(
+            (time[:, None] >= time[None])[None], ops.cast(keep, "bool")[:, None, :]
+        )
+        pattern = ops.softmax(ops.where(seen[:, None], scores, -1e9), axis=-1)
+        x = stream + self.mix(ops.einsum("bhqk,bkhd->bqhd", pattern, value))
+        return x * self.gate(self.norm(x))
+
+
+def open_own(block, hidden_states, padding_mask, positions):
+    query, key, value = (
+        bs.Site(n)(block.project[n](hidden_states)) for n in ("query", "key", "value")
+    )
+    x = bs.SelfAttention(4, 2, 4, 0.3, name="self_attention")(query, key, value, padding_mask)
+    x = layers.Add(name="attention_residual")(
+        [hidden_states, block.mix(bs.Site("head_outputs")(x))]
+    )
+    x = bs.Site("residual_mid")(x)
+    return layers.Multiply(name="gated")([x, block.gate(block.norm(x))])
+
+
+OWN = bs.Family("own", OwnBlock, open_own, hidden_states="stream", padding_mask="keep")
+
+
+def make_own(block=OwnBlock):
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    mask = keras.Input((None,), dtype="int32", name="padding_mask")
+    x = layers.ReversibleEmbedding(60, 16, name="token_embedding")(ids)
+    for i in range(2):
+        x = block(name=f"block_{i}")(x, mask)
+    model = keras.Model({"token_ids": ids, "padding_mask": mask}, x)
+    rng = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        variable.assign(rng.normal(0, 0.5, variable.shape))
+    return model
+
+
+def test_a_family_from_outside_works_as_those_of_the_package(rng):
+    backbone = make_own()
+    with pytest.raises(bs.UnknownArchitectureError):
+        bs.open_backbone(backbone)
+    assert bs.register_family(OWN) is bs.register_family(OWN) is OWN
+    opened = bs.open_backbone(backbone)
+    assert opened.family is OWN
+    assert "blocks.1.head_outputs" in bs.sites(opened)
+    inputs = ragged(rng, (9, 5), 9)
+    inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
+    real = inputs["padding_mask"].astype(bool)
+    wanted = np.asarray(backbone.predict_on_batch(inputs))
+    assert relative(opened.predict_on_batch(inputs), wanted, real) <= 5e-6
+    edits = [
+        bs.Ablate("blocks.0.head_outputs", heads=[1]),
+        bs.Steer("mood", {1: rng.normal(size=16)}),
+        bs.Repeat("blocks.1"),
+    ]
+    assert max(bs.check(bs.operate(backbone, edits[:2])).errors.values()) <= 5e-6
+    assert len(bs.rewire(bs.operate(backbone, edits[2:])).output["cache"]) == 3
+
+
+def test_generation_with_a_family_from_outside_equals_uncached(rng):
+    bs.register_family(OWN)
+    backbone = make_own()
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    inputs = ragged(rng, (6, 3), 6)
+    got = lm.generate(inputs, max_new_tokens=6, stop_token_ids=None)["token_ids"]
+    table = np.asarray(lm.opened.token_embedding.embeddings)
+    for i, length in enumerate((6, 3)):
+        ids = np.zeros((1, 12), "int32")
+        ids[0, :length] = inputs["token_ids"][i, :length]
+        for end in range(length, length + 6):
+            mask = (np.arange(12)[None] < end).astype("int32")
+            hidden = backbone.predict_on_batch({"token_ids": ids, "padding_mask": mask})
+            ids[0, end] = (np.asarray(hidden)[0, end - 1] @ table.T).argmax()
+        assert np.array_equal(got[i, : length + 6], ids[0, : length + 6])
+
+
+def test_opt_is_unknown_though_its_blocks_are_of_the_class_of_gpt2():
+    backbone = keras_hub.models.OPTBackbone(50, 2, 2, 8, 16)
+    assert type(backbone.transformer_layers[0]) is GPT2.block
+    with pytest.raises(bs.UnknownArchitectureError, match="Received the architecture of OPTBackb"):
+        bs.open_backbone(backbone)
+
+
+def without_positions(layer, *args, **kwargs):
+    return args[0] if layer.name == "position_embedding" else layer(*args, **kwargs)
+
+
+def with_a_layer_between(layer, *args, **kwargs):
+    result = layer(*args, **kwargs)
+    return layers.Dropout(0.1)(result) if layer.name == "transformer_layer_0" else result
+
+
+@pytest.mark.parametrize("clone_fn", [None, without_positions, with_a_layer_between])
+def test_gpt2_is_known_however_it_was_cloned(clone_fn):
+    backbone = make_gpt2(num_layers=2)
+    outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+    clone = keras.Model(backbone.input, outputs)
+    assert find_family(clone) is find_family(backbone) is GPT2
+
+
+def test_a_block_with_a_call_of_its_own_is_another_block():
+    bs.register_family(OWN)
+
+    class Noisy(OwnBlock):
+        def call(self, stream, keep):
+            return super().call(stream, keep) + 1
+
+    class Named(OwnBlock):
+        pass
+
+    assert find_family(make_own(Named)) is OWN
+    with pytest.raises(bs.UnknownArchitectureError, match="Noisy"):
+        bs.open_backbone(make_own(Noisy))
+
+
+def test_two_families_that_claim_one_graph_are_refused():
+    bs.register_family(replace(GPT2, name="other", claims=lambda block: True))
+    with pytest.raises(bs.SurgeryError, match="blocks that gpt2 and other claim"):
+        bs.open_backbone(make_gpt2(num_layers=1))
+    assert find_family(make_gemma(num_layers=1)).name == "gemma"
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(bs.SurgeryError, match=r"expected a `backbone_surgery.Family`. Received 3"):
+        bs.register_family(3)
+    with pytest.raises(bs.SurgeryError, match=r"a name that no other family has.*TransformerDecod"):
+        bs.register_family(replace(OWN, name="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": "my family"}, "a name that is an identifier"),
+        ({"block": OwnBlock()}, "`block` to be a class of Keras layers"),
+        ({"block": int}, "`block` to be a class of Keras layers"),
+        ({"open_block": None}, "`open_block` to be a function"),
+        ({"claims": True}, "`claims` to be a function"),
+        ({"hidden_states": "x"}, "arguments of the block. Received 'x', where `call` takes stream"),
+        ({"padding_mask": "mask"}, "the names of arguments of the block. Received 'mask'"),
+    ],
+)
+def test_wrong_fields_of_a_family(fields, words):
+    with pytest.raises(bs.SurgeryError, match=f"Family at .*expected .*{words}"):
+        replace(OWN, **fields)

@@ -1,0 +1,206 @@
+"""Logits and greedy text equal those of Hugging Face `transformers`.
+
+The models and the expected values were made by `scripts/make_hf_fixtures.py`; nothing here needs
+`transformers` or PyTorch.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.conftest import relative
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FOLDERS = ("hf_gpt2", "hf_gemma", "hf_gemma2")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+EXACT = 5e-6
+"""Of the largest logit. Seen: 1.7e-6 for GPT-2, 2.2e-6 for Gemma, 2.6e-6 for Gemma 2."""
+
+# KerasHub leaves the file of a SentencePiece model to the garbage collector to close.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in.*tokenizer\.model:pytest.PytestUnraisableExceptionWarning"
+)
+
+
+class Case(NamedTuple):
+    lm: bs.CachedCausalLM
+    arrays: dict
+    texts: list
+    new_tokens: int
+
+    @property
+    def mask(self):
+        lengths = self.arrays["lengths"]
+        return np.arange(lengths.max())[None] < lengths[:, None]
+
+    @property
+    def prompts(self):
+        return [ids[:n] for ids, n in zip(*self.batch, strict=True)]
+
+    @property
+    def batch(self):
+        return self.arrays["token_ids"], self.arrays["lengths"]
+
+
+def load(folder):
+    lm = bs.CachedCausalLM.from_preset(str(folder))
+    lm.compile(sampler="greedy")
+    arrays = dict(np.load(folder / "expected.npz"))
+    expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
+    return Case(lm, arrays, expected["texts"], expected["max_new_tokens"])
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def case(request):
+    return load(FIXTURES / request.param)
+
+
+@pytest.fixture
+def lm(case, monkeypatch):
+    """The model without its preprocessor, for arrays."""
+    monkeypatch.setattr(case.lm, "preprocessor", None)
+    return case.lm
+
+
+def copy(name, tmp_path, without=()):
+    folder = tmp_path / name
+    shutil.copytree(FIXTURES / name, folder, ignore=lambda *_: without)
+    return folder
+
+
+def run_whole(case):
+    inputs = {"token_ids": case.arrays["token_ids"], "padding_mask": case.mask.astype("int32")}
+    return np.asarray(case.lm(inputs))
+
+
+def run_token_by_token(case):
+    """Run the prompts padded on the left, one token of each row at a time."""
+    longest, lengths = case.mask.shape[1], case.arrays["lengths"]
+    rolled = [np.roll(ids, longest - n) for ids, n in zip(*case.batch, strict=True)]
+    mask = case.mask[:, ::-1]
+    positions = np.maximum(np.arange(longest)[None] - (longest - lengths)[:, None], 0)
+    cache = bs.new_cache(case.lm.backbone_with_cache, len(lengths), longest)
+    step = jax.jit(lambda *args: case.lm.call_with_cache(*args))
+    columns = []
+    for slot in range(longest):
+        now = slice(slot, slot + 1)
+        ids = np.stack(rolled)[:, now]
+        logits, _, cache = step(ids, cache, np.int32(slot), positions[:, now], mask)
+        columns.append(np.asarray(logits))
+    logits = np.concatenate(columns, axis=1)
+    return np.stack([np.roll(row, n, axis=0) for row, n in zip(logits, lengths, strict=True)])
+
+
+def pack(prompts):
+    longest = max(map(len, prompts))
+    ids = np.stack([np.pad(p, (0, longest - len(p))) for p in prompts])
+    mask = np.arange(longest)[None] < np.array([len(p) for p in prompts])[:, None]
+    return {"token_ids": ids, "padding_mask": mask}
+
+
+def generate(lm, prompts, max_new_tokens, stop_token_ids=None):
+    """Return the new tokens of each row."""
+    result = lm.generate(
+        pack(prompts),
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        strip_prompt=True,
+    )
+    pairs = zip(result["token_ids"], result["padding_mask"], strict=True)
+    return [ids[mask.astype(bool)].tolist() for ids, mask in pairs]
+
+
+@pytest.mark.parametrize("run", [run_whole, run_token_by_token])
+def test_logits_of_a_ragged_batch(case, run):
+    logits, expected = run(case), case.arrays["logits"]
+    assert relative(logits, expected, case.mask) <= EXACT
+    np.testing.assert_array_equal(logits.argmax(-1)[case.mask], expected.argmax(-1)[case.mask])
+
+
+def test_greedy_of_a_ragged_batch(case, lm):
+    new = generate(lm, case.prompts, case.new_tokens)
+    assert new == case.arrays["greedy"].tolist()
+
+
+def test_greedy_of_each_prompt_alone(case, lm):
+    for prompt, expected in zip(case.prompts, case.arrays["greedy"].tolist(), strict=True):
+        assert generate(lm, [prompt], case.new_tokens) == [expected]
+
+
+def test_stop_token_ends_each_row_where_it_does_there(case, lm):
+    stop, lengths = int(case.arrays["stop_token_id"]), case.arrays["stopped_lengths"]
+    expected = [row[:n] for row, n in zip(case.arrays["greedy"].tolist(), lengths, strict=True)]
+    new = generate(lm, case.prompts, case.new_tokens, (stop,))
+    assert new == expected
+    assert {row[-1] == stop for row in new} == {True, False}
+
+
+def test_text_becomes_the_same_tokens(case):
+    for text in case.texts:
+        expected = text["token_ids"][: -text["new_tokens"]]
+        packed = case.lm.preprocessor.generate_preprocess([text["prompt"]], len(expected))
+        assert np.asarray(packed["token_ids"]).tolist() == [expected]
+
+
+def test_text_in_gives_the_text_out(case):
+    prompts = [t["prompt"] for t in case.texts]
+    expected = [t["text"] for t in case.texts]
+    assert case.lm.generate(prompts, max_new_tokens=case.new_tokens) == expected
+    assert case.lm.generate(prompts[0], max_new_tokens=case.new_tokens) == expected[0]
+
+
+def test_streamed_text_joins_to_the_same(case):
+    text = case.texts[1]
+    pieces = list(case.lm.stream(text["prompt"], max_new_tokens=case.new_tokens, chunk_size=3))
+    assert len(pieces) > 1
+    assert "".join(pieces) == text["text"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", 9),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+    ],
+)
+def test_another_config_gives_other_logits(key, value, tmp_path):
+    folder = copy("hf_gemma2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    case = load(folder)
+    assert relative(run_whole(case), case.arrays["logits"], case.mask) > 1000 * EXACT
+
+
+def test_folder_without_tokenizer_takes_and_gives_arrays(tmp_path):
+    case = load(copy("hf_gpt2", tmp_path, without=TOKENIZER_FILES))
+    assert case.lm.preprocessor is None
+    assert generate(case.lm, case.prompts, 5) == case.arrays["greedy"][:, :5].tolist()
+    with pytest.raises(bs.SurgeryError, match="expected a dict of arrays `token_ids`"):
+        case.lm.generate("text", max_new_tokens=5)
+
+
+def test_folder_without_config_is_refused(tmp_path):
+    folder = copy("hf_gpt2", tmp_path, without=["config.json"])
+    with pytest.raises(bs.SurgeryError, match=r"Received one without `config\.json`"):
+        bs.CachedCausalLM.from_preset(str(folder))
+
+
+def test_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(bs.SurgeryError, match="expected a folder that exists"):
+        bs.CachedCausalLM.from_preset(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("hf_gpt2", "merges.txt"), ("hf_gemma", "tokenizer.model")]
+)
+def test_folder_with_half_a_tokenizer_is_refused(name, file, tmp_path):
+    folder = copy(name, tmp_path, without=[file])
+    with pytest.raises(bs.SurgeryError, match=rf"Received a folder where `{file}` doesn't exist"):
+        bs.CachedCausalLM.from_preset(str(folder))

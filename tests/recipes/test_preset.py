@@ -1,0 +1,176 @@
+"""Presets hold base and edit: KerasHub loads the one, this library both; a save is whole."""
+
+from pathlib import Path
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.conftest import FAMILIES, TASKS, make_gpt2
+from tests.recipes.edits import make, outputs
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return make_gpt2()
+
+
+@pytest.fixture(scope="module")
+def preset(gpt2, tmp_path_factory):
+    """The folder of a steered model that no test changes."""
+    path = tmp_path_factory.mktemp("preset") / "p"
+    edited = bs.operate(gpt2, [bs.Steer("mood", {1: np.ones(32)})])
+    bs.CachedCausalLM(edited).save_to_preset(path)
+    return path
+
+
+def files(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "dtype"),
+    [
+        ("gpt2", "layered", "float32"),
+        ("gpt2", "lora", "bfloat16"),
+        pytest.param("gemma2", "layered", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gemma2", "lora", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_preset_holds_base_and_edit(name, case, dtype, tmp_path, monkeypatch):
+    """In its own dtype, and also from inside of its folder, whose name is then a dot."""
+    edited = make(name, case, dtype)
+    bs.CachedCausalLM(edited).save_to_preset(tmp_path / "p")
+    monkeypatch.chdir(tmp_path / "p")
+    before = files(tmp_path)
+    loaded = bs.CachedCausalLM.from_preset(".").backbone
+    assert loaded.owner.dtype_policy.name == dtype
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+    task = TASKS[name].from_preset(".", preprocessor=None, dtype=dtype)
+    for a, b in zip(task.backbone.weights, FAMILIES[name](dtype=dtype).weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert files(tmp_path) == before
+
+
+def test_what_a_preset_is_loaded_with_must_fit_its_edit(preset):
+    with pytest.raises(bs.SurgeryError, match="expected `load_weights=True`"):
+        bs.CachedCausalLM.from_preset(str(preset), load_weights=False)
+    with pytest.raises(bs.RecipeError, match=r"with dtype float32\. Received bfloat16"):
+        bs.CachedCausalLM.from_preset(str(preset), dtype="bfloat16")
+
+
+def test_a_preset_with_text(tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    direction = np.random.default_rng(0).normal(0, 1, lm.backbone.hidden_dim)
+    edited = bs.operate(lm.backbone, [bs.Steer("mood", {1: direction})])
+    for _ in range(2):
+        bs.CachedCausalLM(edited, lm.preprocessor).save_to_preset(tmp_path / "p")
+    loaded = bs.CachedCausalLM.from_preset(tmp_path / "p")
+    np.testing.assert_array_equal(outputs(loaded.opened), outputs(edited))
+    text = "Once upon a time"
+    tokens = loaded.preprocessor.generate_preprocess(text)["token_ids"]
+    np.testing.assert_array_equal(tokens, lm.preprocessor.generate_preprocess(text)["token_ids"])
+    task = keras_hub.models.CausalLM.from_preset(str(tmp_path / "p"))
+    assert type(task).__name__ == "GPT2CausalLM"
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
+def test_a_preset_with_a_tokenizer_is_replaced(tmp_path, name):
+    lm = bs.CachedCausalLM.from_preset(name)
+    for _ in range(2):
+        lm.save_to_preset(tmp_path / "p", max_shard_size=5e-4)
+    assert bs.CachedCausalLM.from_preset(str(tmp_path / "p")).preprocessor is not None
+
+
+def test_a_preset_of_an_unedited_model_has_no_recipe(gpt2, tmp_path):
+    bs.CachedCausalLM(gpt2).save_to_preset(tmp_path / "p")
+    assert not (tmp_path / "p" / "recipe").exists()
+    loaded = bs.CachedCausalLM.from_preset(str(tmp_path / "p"))
+    assert bs.weights_digest(loaded) == bs.weights_digest(gpt2)
+
+
+def clone_fn(layer, *args, **kwargs):
+    x = layer(*args, **kwargs)
+    return keras.layers.Dense(32)(x) if layer.name == "transformer_layer_0" else x
+
+
+def quantised():
+    backbone = make_gpt2(num_layers=1)
+    edited = bs.operate(backbone, [])
+    backbone.quantize("int8")
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda b: bs.operate(b, [clone_fn]), "Received the function 'clone_fn'"),
+        (
+            lambda b: keras.Model(b.input, bs.clone_layer_graph(b.input, b.output, clone_fn)),
+            "expected an edit of a keras_hub Backbone",
+        ),
+        (lambda b: quantised(), r"quantised to int8\. Use `save_recipe`"),
+    ],
+)
+def test_presets_that_cannot_be_saved(gpt2, tmp_path, make, words):
+    lm = bs.CachedCausalLM(make(gpt2))
+    with pytest.raises(bs.SurgeryError, match=words):
+        lm.save_to_preset(tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, 3, ""])
+def test_paths_that_are_none(gpt2, path):
+    with pytest.raises(bs.SurgeryError, match="save_to_preset: expected a path"):
+        bs.CachedCausalLM(gpt2).save_to_preset(path)
+    with pytest.raises(bs.SurgeryError, match="from_preset: expected a path"):
+        bs.CachedCausalLM.from_preset(path)
+
+
+def test_a_link_in_place_of_the_recipe(gpt2, preset, tmp_path):
+    bs.CachedCausalLM(gpt2).save_to_preset(tmp_path / "p")
+    (tmp_path / "p" / "recipe").symlink_to(preset / "recipe")
+    with pytest.raises(bs.RecipeError, match="Received a link"):
+        bs.CachedCausalLM.from_preset(str(tmp_path / "p"))
+
+
+def test_what_is_no_part_of_a_preset_is_never_replaced(gpt2, tmp_path):
+    lm = bs.CachedCausalLM(bs.operate(gpt2, [bs.Steer("mood", {1: np.ones(32)})]))
+    lm.save_to_preset(tmp_path / "p")
+    for name in ("package.json", "assets/mine.png", "recipe/notes.txt", "assets/empty/", "a.h5"):
+        file = tmp_path / "p" / name
+        file.parent.mkdir(exist_ok=True)
+        file.mkdir(parents=True) if name.endswith("/") else file.write_text("mine")
+        with pytest.raises(bs.SurgeryError, match=rf"holds \['{name.rstrip('/')}'\], which would"):
+            lm.save_to_preset(tmp_path / "p")
+        file.rmdir() if name.endswith("/") else file.unlink()
+        if name.startswith("assets"):
+            (tmp_path / "p" / "assets").rmdir()
+
+
+@pytest.mark.parametrize(
+    "names", [["config.json"], ["config.json", "metadata.json"], ["task.json"]]
+)
+def test_a_folder_that_only_looks_like_a_preset_is_never_replaced(gpt2, tmp_path, names):
+    for name in names:
+        Path(tmp_path, name).write_text("{}")
+    with pytest.raises(bs.SurgeryError, match="which would be lost"):
+        bs.CachedCausalLM(gpt2).save_to_preset(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_an_error_while_it_saves_leaves_the_old_one(gpt2, tmp_path, monkeypatch):
+    lm = bs.CachedCausalLM(gpt2)
+    lm.save_to_preset(tmp_path / "p")
+    before = files(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(type(gpt2), "save_weights", fail)
+    with pytest.raises(OSError, match="no space left"):
+        lm.save_to_preset(tmp_path / "p")
+    assert files(tmp_path) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]

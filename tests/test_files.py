@@ -1,0 +1,173 @@
+"""Files: whatever is in them, what reads them says so in words; what writes them writes all."""
+
+import json
+import random
+import re
+
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import backbone_surgery as bs
+from backbone_surgery.files import as_path, read_json, reading, replace_file
+from tests.conftest import make_gpt2
+
+
+def damaged(data, rng, count):
+    """Yield copies of a file: cut short, with other bits or bytes, and files of other kinds."""
+    yield from (b"", b"\0" * 64, b"{}", b"[]", b"null", b"\xff" * 200, data[:-1], data + data)
+    for _ in range(count):
+        copy = bytearray(data)
+        where = rng.randrange(len(copy))
+        kind = rng.randrange(3)
+        if kind == 0:
+            yield bytes(copy[:where])
+        elif kind == 1:
+            copy[where] ^= 1 << rng.randrange(8)
+            yield bytes(copy)
+        else:
+            copy[where : where + 8] = rng.randbytes(8)
+            yield bytes(copy)
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return make_gpt2()
+
+
+def read_all(load, path, copies):
+    """Load every copy: an error in words, or a file that is as good as it was."""
+    errors = []
+    for copy in copies:
+        path.write_bytes(copy)
+        try:
+            load()
+        except bs.SurgeryError as error:
+            errors.append(str(error))
+    assert all(re.search(r"expected .*Received ", error, re.S) for error in errors)
+    return len(errors)
+
+
+@pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
+def test_damaged_control_vectors(tmp_path, suffix):
+    path = tmp_path / f"v.{suffix}"
+    bs.ControlVector({1: np.ones(8), 2: np.arange(8)}, {"method": "none"}).save(path)
+    copies = damaged(path.read_bytes(), random.Random(0), 300)
+    assert read_all(lambda: bs.ControlVector.load(path), path, copies) > 250
+
+
+@pytest.mark.parametrize("name", ["cfg.json", "sae.safetensors"])
+def test_damaged_autoencoders(tmp_path, name, backbone):
+    weights = {
+        "encoder.weight": np.ones((12, 32), "float32"),
+        "encoder.bias": np.ones(12, "float32"),
+        "W_dec": np.ones((12, 32), "float32"),
+        "b_dec": np.ones(32, "float32"),
+    }
+    save_file(weights, tmp_path / "sae.safetensors")
+    (tmp_path / "cfg.json").write_text(json.dumps({"k": 3, "activation": "topk", "signed": False}))
+    rewrite = bs.SparseAutoencoder("blocks.1", str(tmp_path), feature=1)
+    copies = [*damaged((tmp_path / name).read_bytes(), random.Random(1), 40)]
+    copies += [b'{"k": "3"}', b'{"k": true}', b'{"k": 1.5}', b'{"k": NaN}', b'{"k": [3]}', b'"k"']
+    copies += [b" " * 2**21, b"[" * 10**5]
+    load = lambda: bs.operate(backbone, [rewrite])  # noqa: E731
+    assert read_all(load, tmp_path / name, copies) > 16
+
+
+@pytest.mark.parametrize("suffix", ["weights.h5", "weights.json", "keras"])
+def test_damaged_checkpoints(tmp_path, suffix, backbone):
+    path = tmp_path / f"c.{suffix}"
+    if suffix == "keras":
+        backbone.save(path)
+    else:
+        shards = {"max_shard_size": 1e-4} if suffix == "weights.json" else {}
+        backbone.save_weights(path, **shards)
+    edited = bs.operate(make_gpt2(1), [bs.Remove("blocks.1")])
+    edited.load_weights(path)
+    assert bs.weights_digest(edited) == bs.weights_digest(backbone)
+    copies = [*damaged(path.read_bytes(), random.Random(2), 12)]
+    copies += [b'{"weight_map": 3}', b'{"weight_map": {"a": "../x"}}', b'{"weight_map": {"a": 1}}']
+    assert read_all(lambda: edited.load_weights(path), path, copies) >= 8
+
+
+def test_an_index_of_a_checkpoint_is_read_within_bounds(tmp_path, backbone, monkeypatch):
+    monkeypatch.setattr("backbone_surgery.opening.checkpoint._MOST", 100)
+    backbone.save_weights(tmp_path / "c.weights.json", max_shard_size=1e-4)
+    with pytest.raises(bs.WeightMismatchError, match="more than 100 bytes"):
+        bs.operate(backbone, []).load_weights(tmp_path / "c.weights.json")
+
+
+def test_folders_in_place_of_files(tmp_path, backbone):
+    edited = bs.operate(backbone, [])
+    for name in ("a.safetensors", "a.weights.h5", "a.keras", "a.gguf"):
+        (tmp_path / name).mkdir()
+    for name in ("a.weights.h5", "a.keras"):
+        with pytest.raises(bs.SurgeryError, match="expected"):
+            edited.load_weights(tmp_path / name)
+    for name in ("a.gguf", "a.safetensors"):
+        with pytest.raises(bs.SurgeryError, match="expected a file"):
+            bs.ControlVector.load(tmp_path / name)
+    with pytest.raises(bs.SurgeryError, match="file that exists"):
+        bs.transfer_weights(backbone, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", ["a"], ""])
+def test_what_is_no_path(backbone, path):
+    with pytest.raises(bs.SurgeryError, match="load_weights: expected a path"):
+        bs.operate(backbone, []).load_weights(path)
+
+
+def test_damaged_safetensors_in_a_transfer(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="d")])
+    path = tmp_path / "w.safetensors"
+    save_file({"d.kernel": np.ones((3, 2), "float32"), "d.bias": np.ones(2, "float32")}, path)
+    copies = damaged(path.read_bytes(), random.Random(3), 99)
+    assert read_all(lambda: bs.transfer_weights(model, path), path, copies) > 50
+    header = json.dumps({"d.kernel": {"dtype": "F8_E5M2", "shape": [3, 2], "data_offsets": [0, 6]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(6))
+    with pytest.raises(bs.SurgeryError, match=r"expected a `\.safetensors` file"):
+        bs.transfer_weights(model, path)
+
+
+# The helpers
+
+
+def test_one_error_for_whatever_is_raised():
+    with pytest.raises(bs.RecipeError, match=r"x at 'y': expected z\. .*\(KeyError: 'k'\)\. Mend"):
+        with reading("y", "x", "z", bs.RecipeError, "Mend it."):
+            raise KeyError("k")
+    with pytest.raises(bs.SelectorError, match="as it is"), reading("y", "x", "z"):
+        raise bs.SelectorError("as it is")
+
+
+def test_json_within_bounds(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1}')
+    assert read_json(path, 8) == {"a": 1}
+    with pytest.raises(ValueError, match="more than 7 bytes"):
+        read_json(path, 7)
+    path.write_text('{"a": Infinity}')
+    with pytest.raises(ValueError, match="Infinity in place of a number"):
+        read_json(path, 99)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.txt"
+    for text in ("one", "two"):
+        replace_file(path, lambda part, text=text: part.write_text(text))
+        assert path.read_text() == text
+
+    def fail(part):
+        part.write_text("thr")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        replace_file(path, fail)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.txt": "two"}
+
+
+def test_paths():
+    assert as_path("a/b", "x").name == "b"
+    with pytest.raises(bs.SurgeryError, match=r"x: expected a path\. Received None"):
+        as_path(None, "x")

@@ -1,0 +1,122 @@
+"""Names of bundled models come before paths, and loading writes nothing."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from backbone_surgery import presets
+from backbone_surgery.presets import bundled_models, models_folder, preset_of
+from tests.conftest import make_gpt2
+
+ROOT = Path(__file__).parents[1]
+
+
+def snapshot(folder):
+    return {p: p.is_file() and p.read_bytes() for p in folder.rglob("*")}
+
+
+def test_bundled_names_come_before_paths_and_loading_never_writes(tmp_path, monkeypatch):
+    """Neither a folder of that name, nor one set aside under it, takes the place of the model."""
+    edited = bs.operate(make_gpt2(), [bs.Steer("mood", {1: np.ones(32)})])
+    for name in ("tiny_gpt2", ".tiny_gpt2.old"):
+        bs.CachedCausalLM(edited).save_to_preset(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    assert lm.opened.rewrites == ()
+    assert preset_of(lm.backbone) == "tiny_gpt2"
+    config = (bundled_models()["tiny_gpt2"] / "config.json").read_text()
+    assert f'"hidden_dim": {lm.backbone.hidden_dim}' in config
+    shutil.rmtree("tiny_gpt2")
+    bs.CachedCausalLM.from_preset("tiny_gpt2")
+    assert snapshot(tmp_path) == {p: b for p, b in before.items() if "tiny_gpt2" not in p.parts}
+
+
+@pytest.mark.parametrize("path", ["./tiny_gpt2", "tiny_gpt2/", Path("tiny_gpt2").absolute])
+def test_a_path_is_the_folder_and_not_the_bundled_model(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    backbone = make_gpt2()
+    edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(32)})])
+    bs.CachedCausalLM(edited).save_to_preset(tmp_path / "tiny_gpt2")
+    lm = bs.CachedCausalLM.from_preset(path() if callable(path) else path)
+    assert [r.name for r in lm.opened.rewrites] == ["mood"]
+    assert bs.weights_digest(lm) == bs.weights_digest(backbone)
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path, monkeypatch):
+    (tmp_path / ".r.old").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(bs.RecipeError, match="expected a regular file"):
+        bs.load_recipe("r", make_gpt2())
+    with pytest.raises(bs.SurgeryError, match="expected a folder that exists"):
+        bs.CachedCausalLM.from_preset("./r")
+    assert [p.name for p in tmp_path.iterdir()] == [".r.old"]
+
+
+@pytest.mark.parametrize("folder", ["/", "..", "."])
+def test_folders_without_a_preset(tmp_path, monkeypatch, folder):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(bs.SurgeryError, match=r"one without `config\.json`"):
+        bs.CachedCausalLM.from_preset(folder)
+
+
+# Where bundled models are
+
+
+def model(folder, name):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("project", "wanted"),
+    [
+        (None, None),
+        ('[project]\nname = "backbone-surgery"', "models"),
+        ('[project]\nname = "another"', None),
+        ('[tool.poetry]\nname = "backbone-surgery"', None),
+        ("not toml at all [", None),
+        ('project = "backbone-surgery"', None),
+    ],
+)
+def test_models_beside_the_package_count_in_a_checkout_alone(tmp_path, project, wanted):
+    (tmp_path / "backbone_surgery").mkdir()
+    model(tmp_path / "models", "stranger")
+    if project is not None:
+        (tmp_path / "pyproject.toml").write_text(project)
+    found = models_folder(tmp_path / "backbone_surgery")
+    assert found == (tmp_path / wanted if wanted else None)
+    model(tmp_path / "backbone_surgery" / "models", "tiny")
+    assert models_folder(tmp_path / "backbone_surgery") == tmp_path / "backbone_surgery" / "models"
+
+
+def test_this_is_a_checkout():
+    assert models_folder(Path(presets.__file__).parent) == ROOT / "models"
+
+
+@pytest.mark.slow
+def test_a_wheel_has_its_own_models_and_no_others(tmp_path):
+    """Installed beside a folder `models` of somebody else, as a package of that name would be."""
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "-q"]
+    subprocess.run([*command, "--no-build-isolation", "-w", str(tmp_path)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site-packages"
+    shutil.unpack_archive(wheel, site, "zip")
+    model(site / "models", "stranger")
+    code = "from backbone_surgery.presets import bundled_models as b; print(*b().values())"
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={"PYTHONPATH": str(site), "PATH": "", "KERAS_BACKEND": "jax", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    inside = site / "backbone_surgery" / "models"
+    assert out.stdout.split() == [str(inside / "tiny_gemma"), str(inside / "tiny_gpt2")]
