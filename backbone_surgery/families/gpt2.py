@@ -64,6 +64,7 @@ GPT2 = Family(
     claims=claims,
     position_layers=(keras_hub.layers.PositionEmbedding,),
     refuse=refuse,
+    embeddings="embeddings_add",
     sampler="top_k",
     model_types=("gpt2",),
 )

@@ -14,13 +14,14 @@ from backbone_surgery import graph
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation import cached_call, request
+from backbone_surgery.generation import cached_call, request, scoring
 from backbone_surgery.generation.captures import pack
 from backbone_surgery.generation.controls import bind_controls, check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
 from backbone_surgery.generation.samplers import get_sampler, make_strategy
+from backbone_surgery.generation.scoring import InterceptFn
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.model import EditedBackbone
@@ -231,7 +232,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
             task = progress.add_task("generating", total=len(prompts.rows))
-            for part in _split(batch, batch_size):
+            for part in batch.split(batch_size):
                 *_, finished = run_batch(self.programs, strategy, part, chunk)
                 rows.extend(finished)
                 progress.advance(task, len(part.rows))
@@ -359,6 +360,51 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         logits = self.programs.head(hidden_states, reverse=True)
         return logits, hidden_states, outputs["cache"]
 
+    def score(
+        self,
+        token_ids: Any,
+        padding_mask: Any = None,
+        scoring_mode: str = "logits",
+        layer_intercept_fn: InterceptFn | None = None,
+        target_ids: Any = None,
+        controls: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Score token ids by the edited graph, uncached; as KerasHub's method of this name.
+
+        It may be differentiated: by `jax.grad`, say, of a function that calls it.
+
+        Args:
+            token_ids: int[batch, time].
+            padding_mask: [batch, length], false at padding; no padding by default.
+            scoring_mode: `"logits"` or `"loss"`.
+            layer_intercept_fn: `(activations, index) -> activations`, float[batch, time,
+                hidden_dim]. It is called on the embeddings with index -1, as KerasHub's own task
+                for the architecture has them, and on what each block gives, with its index in the
+                edited graph. What it returns goes on in their place.
+            target_ids: int[batch, time], the tokens to take the loss against, for mode `"loss"`.
+            controls: `{input name: array[batch, ...]}`; those left out take their defaults.
+
+        Returns:
+            Logits float[batch, time, vocabulary], or the loss of each token float[batch, time].
+
+        Raises:
+            SurgeryError: an argument does not fit.
+        """
+        scoring.check_mode(scoring_mode, target_ids)
+        if not hasattr(self, "interceptable"):
+            object.__setattr__(self, "interceptable", scoring.interceptable(self.opened))
+        ids = scoring.read_ids("token_ids", token_ids, self.programs.head.input_dim)
+        mask = scoring.read_padding(padding_mask, ids)
+        inputs = {**(controls or {}), "token_ids": ids, "padding_mask": mask}
+        with scoring.intercepting(layer_intercept_fn):
+            hidden_states = self.interceptable(inputs)
+        logits = self.programs.head(hidden_states, reverse=True)
+        if scoring_mode == "logits":
+            return logits
+        targets = scoring.read_ids("target_ids", target_ids, self.programs.head.input_dim, ids)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        return loss(targets, logits)
+
     def _prepare(
         self,
         inputs: Any,
@@ -397,19 +443,3 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             stops=Stops(stop_ids, texts, sequences, self.preprocessor),
         )
         return prompts, limits, batch
-
-
-def _split(batch: Batch, batch_size: int | None) -> Iterator[Batch]:
-    """Cut a batch into parts of at most `batch_size` rows."""
-    count = len(batch.rows)
-    step = count if batch_size is None else min(int(batch_size), count)
-    for start in range(0, count, step):
-        part = slice(start, start + step)
-        yield replace(
-            batch,
-            rows=batch.rows[part],
-            budget=batch.budget[part],
-            seeds=batch.seeds[part],
-            controls={name: value[part] for name, value in batch.controls.items()},
-            first_row=start,
-        )

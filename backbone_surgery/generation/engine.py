@@ -1,7 +1,7 @@
 """The engine: run one batch of prompts through the compiled programs, in chunks of steps."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -43,6 +43,21 @@ class Batch:
     stops: Stops
     captures: bool = False
     first_row: int = 0
+
+    def split(self, batch_size: int | None) -> Iterator["Batch"]:
+        """Cut the batch into parts of at most `batch_size` rows; by default it stays whole."""
+        count = len(self.rows)
+        step = count if batch_size is None else min(int(batch_size), count)
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            yield replace(
+                self,
+                rows=self.rows[part],
+                budget=self.budget[part],
+                seeds=self.seeds[part],
+                controls={name: value[part] for name, value in self.controls.items()},
+                first_row=start,
+            )
 
 
 class Row(NamedTuple):

@@ -1,0 +1,128 @@
+"""What `score` runs: the edited graph, with a user's function between its layers."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import read_int32, read_mask
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.site import BLOCK, Identity, Site
+
+InterceptFn = Callable[[Any, int], Any]
+"""Maps activations float[batch, time, hidden_dim] and a layer's index to what takes their place."""
+
+_intercept: contextvars.ContextVar[InterceptFn | None] = contextvars.ContextVar(
+    "intercept", default=None
+)
+
+
+class Intercept(Identity):
+    """A node where the function of the call at hand may change what passes."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(name=f"intercept_{index + 1}")
+        self.index = index
+
+    def call(self, inputs):
+        """Hand on what the function of the call at hand makes of the input."""
+        intercept = _intercept.get()
+        return inputs if intercept is None else intercept(inputs, self.index)
+
+
+@contextlib.contextmanager
+def intercepting(intercept: InterceptFn | None) -> Iterator[None]:
+    """Have a function called at every `Intercept` meanwhile, in this thread."""
+    token = _intercept.set(intercept)
+    try:
+        yield
+    finally:
+        _intercept.reset(token)
+
+
+@graph.building()
+def interceptable(opened: EditedBackbone) -> EditedBackbone:
+    """Put an `Intercept` after the embeddings, with index -1, and after each block, from 0 on."""
+    embeddings = opened.family.embeddings
+    blocks = iter(range(10**9))
+    if not any(node.operation.name == embeddings for node in graph.graph_nodes(opened)):
+        raise SurgeryError(
+            f"score at '{opened.name}': expected the layer '{embeddings}' in the graph, whose "
+            "output `layer_intercept_fn` gets with index -1. Received a graph without it. Keep "
+            "the backbone's own embeddings."
+        )
+
+    def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        is_block = isinstance(layer, Site) and layer.role == BLOCK
+        if not is_block and layer.name != embeddings:
+            return graph.KEEP
+        return Intercept(next(blocks) if is_block else -1)(layer(*args, **kwargs))
+
+    inputs = dict(opened.input)
+    outputs, _ = graph.replay(
+        opened.hidden_states(opened.output),
+        {id(t): t for t in inputs.values()},
+        visit,
+        per_use=True,
+    )
+    return EditedBackbone(
+        inputs,
+        outputs,
+        owner=opened.owner,
+        family=opened.family,
+        defaults=opened.defaults,
+        name=f"interceptable_{opened.name}",
+    )
+
+
+def check_mode(scoring_mode: Any, target_ids: Any) -> None:
+    """Refuse another mode than the two, and a loss without targets, or targets without a loss."""
+    if scoring_mode not in ("logits", "loss"):
+        raise SurgeryError(
+            "score at 'scoring_mode': expected 'logits' or 'loss'. Received "
+            f"{shown(scoring_mode)}. Pass one of them."
+        )
+    if scoring_mode == "loss" and target_ids is None:
+        raise SurgeryError(
+            "score at 'target_ids': expected token ids, to take the loss against. Received None. "
+            "Pass the ids shifted by one, say: `np.roll(token_ids, -1, axis=1)`."
+        )
+
+
+def read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
+    """Read int32[batch, time] of tokens from 0 to below a count; tensors stay as they are.
+
+    Args:
+        name: the argument, for the error.
+        value: what was passed.
+        count: how many tokens the model knows.
+        like: an array whose shape it must have.
+    """
+    is_tensor = ops.is_tensor(value) and keras.backend.is_int_dtype(value.dtype)
+    ids = value if is_tensor else read_int32(value, 0, count - 1)
+    shape = None if ids is None else tuple(ids.shape)
+    if shape is None or len(shape) != 2 or 0 in shape or (like is not None and shape != like.shape):
+        size = "[batch, time]" if like is None else f"{list(like.shape)}, as `token_ids`"
+        raise SurgeryError(
+            f"score at '{name}': expected int{size}, from 0 to {count - 1}. Received "
+            f"{shown(value)}. Pass what `generate` returned, say."
+        )
+    return ids
+
+
+def read_padding(value: Any, token_ids: Any) -> Any:
+    """Read a padding mask of the shape of the tokens; by default nothing is padding."""
+    if value is None:
+        return ops.ones(token_ids.shape, "int32")
+    mask = value if ops.is_tensor(value) else read_mask(value)
+    if mask is None or tuple(mask.shape) != tuple(token_ids.shape):
+        raise SurgeryError(
+            f"score at 'padding_mask': expected bool{list(token_ids.shape)}, as `token_ids`. "
+            f"Received {shown(value)}. Pass one of zeros and ones."
+        )
+    return ops.cast(mask, "int32")

@@ -1,0 +1,119 @@
+"""`score`, against KerasHub's own task: logits, losses, what is intercepted, and edited graphs."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.conftest import ragged, relative
+
+
+@pytest.fixture
+def ids(rng):
+    return ragged(rng, (5, 8, 6), 8)
+
+
+def scored(task, ids, **kwargs):
+    return np.asarray(task.score(ids["token_ids"], ids["padding_mask"], **kwargs))
+
+
+@pytest.mark.parametrize("mode", ["logits", "loss"])
+def test_equals_keras_hub(family, backbone, upstream, ids, mode):
+    """Several rows with padding, with the loss and with what a function sees and puts in."""
+    # KerasHub's Gemma goes on from the embeddings themselves, whatever the function made of them.
+    first = -1 if family == "gpt2" else 0
+    lm = bs.CachedCausalLM(backbone)
+    targets = np.roll(ids["token_ids"], -1, axis=1)
+
+    def run(task):
+        seen = {}
+
+        def intercept(x, index):
+            seen[index] = np.asarray(x)
+            return x * 1.5 + 0.1 * index if index >= first else x
+
+        arguments = {"scoring_mode": mode, "target_ids": targets if mode == "loss" else None}
+        plain = scored(task, ids, **arguments)
+        return plain, scored(task, ids, layer_intercept_fn=intercept, **arguments), seen
+
+    plain, changed, seen = run(lm)
+    expected_plain, expected_changed, expected = run(upstream)
+    mask = ids["padding_mask"]
+    assert list(seen) == list(expected) == [-1, *range(backbone.num_layers)]
+    assert relative(plain, expected_plain, mask) < 2e-6
+    assert relative(changed, expected_changed, mask) < 2e-6
+    assert relative(plain, changed, mask) > 1e-2
+    for index, x in expected.items():
+        assert relative(seen[index], x, mask) < 2e-6
+
+
+def test_without_a_mask_nothing_is_padding(backbone, upstream, ids):
+    lm = bs.CachedCausalLM(backbone)
+    assert relative(lm.score(ids["token_ids"]), upstream.score(ids["token_ids"])) < 2e-6
+
+
+def test_an_edit_is_scored(backbone, ids, rng):
+    """A steered graph equals the plain one with the vector added by the function."""
+    vector = rng.normal(size=backbone.hidden_dim).astype("float32")
+    steered = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {1: vector})]))
+    strengths = np.array([0.0, 1.0, -2.0], "float32")
+    control = next(iter(steered.opened.defaults))
+
+    def add(x, index):
+        return x + strengths[:, None, None] * vector if index == 1 else x
+
+    by_hand = scored(bs.CachedCausalLM(backbone), ids, layer_intercept_fn=add)
+    edited = scored(steered, ids, controls={control: strengths})
+    assert relative(edited, by_hand, ids["padding_mask"]) < 2e-6
+
+
+def test_blocks_count_in_the_edited_graph(backbone, ids):
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Repeat("blocks.0", 2), bs.Capture("blocks.*")]))
+    seen = []
+    scored(lm, ids, layer_intercept_fn=lambda x, index: seen.append(index) or x)
+    assert seen == [-1, *range(backbone.num_layers + 1)]
+
+
+def test_gradients_of_the_embeddings(backbone, ids):
+    """As in KerasHub's own example: how the loss depends on the embeddings."""
+    lm = bs.CachedCausalLM(backbone)
+    seen = {}
+    keep = {"layer_intercept_fn": lambda x, index: seen.setdefault(index, x)}
+    loss = {"scoring_mode": "loss", "target_ids": ids["token_ids"]}
+    value = lm.score(**ids, **loss, **keep).sum()
+
+    def run(embeddings):
+        put = {"layer_intercept_fn": lambda x, index: embeddings if index == -1 else x}
+        return lm.score(**ids, **loss, **put).sum()
+
+    again, gradient = jax.value_and_grad(run)(seen[-1])
+    step = 1e-2 * gradient / keras.ops.norm(gradient)
+    difference = (run(seen[-1] + step) - run(seen[-1] - step)) / 2
+    assert float(again) == pytest.approx(float(value), rel=1e-5)
+    assert float(difference) == pytest.approx(float((gradient * step).sum()), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"scoring_mode": "probability"}, "'scoring_mode': expected 'logits' or 'loss'"),
+        ({"scoring_mode": "loss"}, "'target_ids': expected token ids"),
+        ({"scoring_mode": "loss", "target_ids": [[1, 2]]}, r"'target_ids': expected int\[1, 3\]"),
+        ({"token_ids": [[1, 2**32 + 5]]}, r"'token_ids': expected int\[batch, time\]"),
+        ({"token_ids": [1, 2]}, r"'token_ids': expected int\[batch, time\]"),
+        ({"padding_mask": [[1, 1]]}, r"'padding_mask': expected bool\[1, 3\]"),
+        ({"padding_mask": [[1, 1, 2]]}, r"'padding_mask': expected bool\[1, 3\]"),
+        ({"controls": {"mood": [1.0]}}, "expected inputs of the model"),
+    ],
+)
+def test_bad_input(refusing, arguments, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        refusing.score(**{"token_ids": [[1, 2, 3]], **arguments})
+
+
+@pytest.fixture(scope="module")
+def refusing():
+    from tests.families import make_gpt2
+
+    return bs.CachedCausalLM(make_gpt2())
