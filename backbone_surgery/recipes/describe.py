@@ -177,7 +177,14 @@ class Rebuilder:
         if not _can_hold(cls):
             raise TypeError(f"{type} is no class of rewrites or vectors")
         _check_files(cls, fields, type)
-        return cls.from_config({name: self.value(value) for name, value in fields.items()})
+        values = {name: self.value(value) for name, value in fields.items()}
+        try:
+            return cls.from_config(values)
+        except SurgeryError as error:
+            raise RecipeError(
+                f"load_recipe at '{type}': expected fields that it takes. Received others: {error} "
+                "The recipe is damaged or was changed; get it again."
+            ) from error
 
     def _registered(self, name: str) -> Any:
         registered = keras.saving.get_registered_object(name)

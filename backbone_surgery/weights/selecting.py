@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from backbone_surgery import graph
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import is_block, places, select
 
@@ -84,7 +84,7 @@ def _by_rules(rules: Any, *paths: Iterable[str]) -> Callable[[str], str | None]:
     if unused or not known:
         raise SurgeryError(
             "transfer_weights at rename: expected rules for paths of the source, or a function of "
-            f"a path. Received {unused!r}, which fit none. Look at the paths with `weight_tree`."
+            f"a path. Received {shown(unused)}, which fit none. Look at the paths with `weight_tree`."
         )
 
     def rename(path: str) -> str | None:

@@ -214,5 +214,5 @@ def test_an_input_that_a_user_adds_is_a_control(rng):
     assert not np.array_equal(mixed[1], zero[1])
     with pytest.raises(bs.SurgeryError, match="'strength': expected a value"):
         lm.generate(inputs, **OPTIONS)
-    with pytest.raises(bs.SurgeryError, match="expected an array that broadcasts to"):
+    with pytest.raises(bs.SurgeryError, match="numbers that broadcast to"):
         lm.generate(inputs, controls={"strength": np.ones(3)}, **OPTIONS)

@@ -636,7 +636,7 @@ def test_miss_in_a_large_model_lists_what_is_near():
 @pytest.mark.parametrize(
     ("clone_fn", "error", "words"),
     [
-        ("double", bs.SurgeryError, "expected a `clone_fn"),
+        ("double", bs.SurgeryError, "and a `clone_fn.*Received 'double'"),
         (lambda layer, x: layers.Dense(3)(layer(x)), bs.SurgeryError, "makes no layers.* made den"),
         (lambda layer, x: None, TypeError, r"expected 1 tensor\(s\).*Received None"),
         (lambda layer, x: [layer(x), x], TypeError, r"expected 1 tensor\(s\).*2 value\(s\)"),
