@@ -220,17 +220,17 @@ def warm_up(
     field: list[Contender], work: Work, first_only: bool, stop: tuple[int, ...]
 ) -> tuple[tuple[int, ...], dict[str, dict[str, Any]]]:
     """Let every contender compile what it will run, and note the time and the tokens."""
-    found: dict[str, dict[str, Any]] = {}
+    first_runs: dict[str, dict[str, Any]] = {}
     for contender in field:
         calls: list[tuple[float, np.ndarray]] = []
         peak = peak_extra_bytes(partial(_call, calls, contender, work, stop), contender.on_jax)
         seconds, tokens = calls[0]
-        found[contender.name] = {"first_call_s": seconds, "tokens": tokens, "peak": peak}
+        first_runs[contender.name] = {"first_call_s": seconds, "tokens": tokens, "peak": peak}
     if not first_only:
-        stop = tuple(int(i) for i in np.unique([f["tokens"][:, 0] for f in found.values()]))
+        stop = tuple(int(i) for i in np.unique([f["tokens"][:, 0] for f in first_runs.values()]))
         for contender in field:
             timed(contender, work, stop)
-    return stop, found
+    return stop, first_runs
 
 
 def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
@@ -238,8 +238,8 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
     ours_and_peers, notes = field(row.model, row.dtype, row.kind, only_keras)
     work, first_only = make_work(row), row.kind == "first_token"
     stop = first_tokens(model(row.model, row.dtype), work) if first_only else ()
-    stop, found = warm_up(ours_and_peers, work, first_only, stop)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    stop, first_runs = warm_up(ours_and_peers, work, first_only, stop)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in first_runs}
     bandwidths = []
     for _ in range(runs):
         bandwidths.append(read_bandwidth())
@@ -252,7 +252,7 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
         "bytes_per_step": bytes_per_step(row, ours_and_peers[0]),
     }
     result["contenders"] = [
-        _summary(name, row, result, found, rounds) for name in (c.name for c in ours_and_peers)
+        _summary(name, row, result, first_runs, rounds) for name in (c.name for c in ours_and_peers)
     ]
     return result
 
@@ -268,23 +268,23 @@ def _summary(
     name: str,
     row: Row,
     shared: dict[str, Any],
-    found: dict[str, dict[str, Any]],
+    first_runs: dict[str, dict[str, Any]],
     rounds: dict[str, list[dict[str, float]]],
 ) -> dict[str, Any]:
     mine, ours = rounds[name], next(iter(rounds.values()))
     totals, firsts = ([r[key] for r in mine] for key in ("total", "first"))
     total, first = statistics.median(totals), statistics.median(firsts)
-    reference, tokens = next(iter(found.values()))["tokens"], found[name]["tokens"]
+    reference, tokens = next(iter(first_runs.values()))["tokens"], first_runs[name]["tokens"]
     summary = {
         "name": name,
         "total_s": total,
         "spread_s": [min(totals), max(totals)],
         "first_token_s": first,
-        "compile_s": found[name]["first_call_s"] - total,
+        "compile_s": first_runs[name]["first_call_s"] - total,
         "ours_over_it": statistics.median(
             r["total"] / o["total"] for r, o in zip(mine, ours, strict=True)
         ),
-        "peak_extra_bytes": found[name]["peak"],
+        "peak_extra_bytes": first_runs[name]["peak"],
         "distinct_tokens": len(np.unique(tokens)),
         "differs_from": None if row.kind == "overhead" else differs_from(reference, tokens),
     }

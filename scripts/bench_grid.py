@@ -52,13 +52,13 @@ def loop(backbone: keras.Model, clean: np.ndarray, corrupted: np.ndarray) -> Gri
     patching = bs.operate(backbone, [bs.Patch("blocks.*")])
     capturing = bs.operate(backbone, [bs.Capture("blocks.*")])
     mask = np.ones((1, len(clean)), "int32")
-    given = {"token_ids": corrupted[None], "padding_mask": mask}
+    inputs = {"token_ids": corrupted[None], "padding_mask": mask}
 
     def cell(values: list[np.ndarray], block: int, token: int) -> float:
         positions = np.full((1, len(values), 1), -1)
         positions[0, block] = token
         patch = {f"patch_value_{i}": v[:, token : token + 1] for i, v in enumerate(values)}
-        hidden = patching.predict_on_batch({**given, **patch, "patch_positions": positions})
+        hidden = patching.predict_on_batch({**inputs, **patch, "patch_positions": positions})
         logits = np.asarray(backbone.token_embedding(hidden[:, -1], reverse=True))
         return float(logits[0, TOKENS[0]] - logits[0, TOKENS[1]])
 
@@ -112,17 +112,17 @@ def contenders(backbone: keras.Model, length: int) -> tuple[dict[str, Grid], lis
     corrupted = clean.copy()
     corrupted[0] = 99
     texts = backbone, clean, corrupted
-    found = {"patch_grid": ours(*texts), "a loop": loop(*texts)}
+    grids = {"patch_grid": ours(*texts), "a loop": loop(*texts)}
     try:
-        return {**found, "TransformerLens": transformer_lens(*texts)}, []
+        return {**grids, "TransformerLens": transformer_lens(*texts)}, []
     except ImportError as error:
-        return found, [f"TransformerLens: left out, {error}"]
+        return grids, [f"TransformerLens: left out, {error}"]
 
 
 def measure(grids: dict[str, Grid], runs: int) -> dict[str, Any]:
     """Let all take turns; the first turn compiles, and is where the grids are compared."""
-    made = {name: grid() for name, grid in grids.items()}
-    wanted = made["patch_grid"]
+    values = {name: grid() for name, grid in grids.items()}
+    wanted = values["patch_grid"]
     seconds: dict[str, list[float]] = {name: [] for name in grids}
     for _ in range(runs):
         for name, grid in grids.items():
@@ -136,7 +136,7 @@ def measure(grids: dict[str, Grid], runs: int) -> dict[str, Any]:
             "ours_over_it": statistics.median(
                 t / o for t, o in zip(times, seconds["patch_grid"], strict=True)
             ),
-            "difference": float(np.abs(made[name] - wanted).max() / np.abs(wanted).max()),
+            "difference": float(np.abs(values[name] - wanted).max() / np.abs(wanted).max()),
         }
         for name, times in seconds.items()
     }
@@ -156,14 +156,14 @@ def main(
     grids, notes = contenders(backbone, length)
     results = measure(grids, runs)
     table = Table("grid", "seconds (least, most)", "ours is faster by", "difference")
-    for name, found in results.items():
-        low, high = found["spread"]
-        shown = f"{found['seconds']:.2f} ({low:.2f}, {high:.2f})"
-        table.add_row(name, shown, f"{found['ours_over_it']:.2f}", f"{found['difference']:.1e}")
+    for name, result in results.items():
+        low, high = result["spread"]
+        shown = f"{result['seconds']:.2f} ({low:.2f}, {high:.2f})"
+        table.add_row(name, shown, f"{result['ours_over_it']:.2f}", f"{result['difference']:.1e}")
     console.print(table, *notes)
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": machine, "grids": results}, indent=1))
-    if any(found["difference"] > 1e-4 for found in results.values()):
+    if any(result["difference"] > 1e-4 for result in results.values()):
         raise typer.Exit(1)
 
 

@@ -222,20 +222,20 @@ def contenders(
         "capture": lambda: [Ours(backbone, "capturing", "ours_capturing"), Ours(backbone)],
         "stream": lambda: [Streaming(backbone, name="ours_streaming"), Ours(backbone)],
     }
-    found = ours.get(kind, lambda: [Ours(backbone), KerasHub(backbone)])()
+    on_keras = ours.get(kind, lambda: [Ours(backbone), KerasHub(backbone)])()
     if kind in ("overhead", "stream"):
-        return found, []
+        return on_keras, []
     if only_keras:
-        return found, ["transformers: left out"]
+        return on_keras, ["transformers: left out"]
     try:
         model = convert(backbone)
         if kind == "steered":
-            return [*found, Repeng(model)], []
+            return [*on_keras, Repeng(model)], []
         if kind == "capture":
-            return [*found, HuggingFace(model, capturing=True)], []
-        return [*found, HuggingFace(model), HuggingFace(model, static=True)], []
+            return [*on_keras, HuggingFace(model, capturing=True)], []
+        return [*on_keras, HuggingFace(model), HuggingFace(model, static=True)], []
     except ImportError as error:
-        return found, [f"transformers or repeng: left out, {error}"]
+        return on_keras, [f"transformers or repeng: left out, {error}"]
 
 
 def backbone_of(config: dict[str, Any], family: str, dtype: str, seed: int = 0) -> keras.Model:

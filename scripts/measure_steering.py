@@ -63,7 +63,7 @@ def measure_effect(model: str, count: int, new_tokens: int) -> dict[str, Any]:
         attribute: lambda text, a=attribute: classify(text, a) == ATTRIBUTES[a][0]
         for attribute in ATTRIBUTES
     }
-    found = {}
+    effects = {}
     for attribute in ATTRIBUTES:
         strengths = [-1.0, 0.0, 1.0]
         seeds = np.repeat(np.arange(count), len(strengths)).tolist()
@@ -80,13 +80,13 @@ def measure_effect(model: str, count: int, new_tokens: int) -> dict[str, Any]:
             for name, share in shares.items()
             if name != attribute
         }
-        found[attribute] = {
+        effects[attribute] = {
             "share": shares[attribute],
             "well formed": [float(good / total) for good, total in formed],
             "others move": max(moved.values()),
             "moved most": max(moved, key=moved.get),
         }
-    return found
+    return effects
 
 
 def tokens_per_second(

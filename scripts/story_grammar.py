@@ -183,8 +183,8 @@ def well_formed(text: str) -> tuple[int, int]:
         >>> well_formed("Lily had a red ball. Ball a had Lily red. Lily")
         (1, 2)
     """
-    found = split_sentences(text)
-    return sum(bool(_parse(sentence)) for sentence in found), len(found)
+    sentences = split_sentences(text)
+    return sum(bool(_parse(sentence)) for sentence in sentences), len(sentences)
 
 
 def recall(text: str) -> tuple[int, int]:
@@ -403,22 +403,22 @@ def _example(slot: str) -> str:
 
 def _pattern_source(template: str, gender: str) -> str:
     """Write one template as a regular expression; roles become groups, repeats must agree."""
-    seen: set[str] = set()
+    used: set[str] = set()
 
     def slot_source(match: re.Match[str]) -> str:
         slot = match[1]
-        if slot in seen:
+        if slot in used:
             return f"(?P={slot})"
-        seen.add(slot)
+        used.add(slot)
         if slot in GENDERED[gender]:
-            seen.discard(slot)
+            used.discard(slot)
             return GENDERED[gender][slot]
-        return _group_source(slot, gender, seen)
+        return _group_source(slot, gender, used)
 
     return _SLOT.sub(slot_source, template.replace(".", r"\."))
 
 
-def _group_source(slot: str, gender: str, seen: set[str]) -> str:
+def _group_source(slot: str, gender: str, used: set[str]) -> str:
     if slot in FILLERS:
         words = "|".join(word for fillers in FILLERS[slot][1] for word in fillers)
         return f"(?P<{slot}>{words})" if slot in STORY_FILLERS else f"(?:{words})"
@@ -426,5 +426,5 @@ def _group_source(slot: str, gender: str, seen: set[str]) -> str:
         return f"(?P<{slot}>(?:{'|'.join(COLOURS)}) (?:{'|'.join(THINGS)}))"
     names = NAMES[gender] if slot == "A" else [n for group in NAMES.values() for n in group]
     # A child is never their own friend.
-    other = r"(?!(?P=A)\b)" if slot == "B" and "A" in seen else ""
+    other = r"(?!(?P=A)\b)" if slot == "B" and "A" in used else ""
     return f"{other}(?P<{slot}>{'|'.join(names)})"

@@ -93,11 +93,11 @@ def main(
     """Train the control vectors of the bundled models."""
     for name in RECIPES:
         lm = bs.CachedCausalLM.from_preset(str(models / name))
-        found = {attribute: train(lm, attribute) for attribute in ATTRIBUTES}
+        vectors = {attribute: train(lm, attribute) for attribute in ATTRIBUTES}
         (models / name / "vectors").mkdir(exist_ok=True)
         for attribute, (first, second) in ATTRIBUTES.items():
-            others = [found[other] for other in ATTRIBUTES if other != attribute]
-            vector = apart(found[attribute], others, BLOCKS[name]).relative_to(lm)
+            others = [vectors[other] for other in ATTRIBUTES if other != attribute]
+            vector = apart(vectors[attribute], others, BLOCKS[name]).relative_to(lm)
             scaled = LENGTHS[name][attribute] * vector
             scaled.save(models / name / "vectors" / f"{attribute}.gguf")
             typer.echo(f"{name} {attribute}: from {second} to {first}")

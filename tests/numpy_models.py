@@ -37,17 +37,17 @@ def rotate(x):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attend(query, key, value, scale, site, soft_cap=None, window=None):
+def attend(query, key, value, scale, site, logit_soft_cap=None, sliding_window_size=None):
     """Causal attention; key and value heads are shared by groups of query heads."""
     groups = query.shape[2] // key.shape[2]
     key, value = np.repeat(key, groups, axis=2), np.repeat(value, groups, axis=2)
     scores = np.einsum("bthd,bshd->bhts", query, key) * scale
-    if soft_cap:
-        scores = np.tanh(scores / soft_cap) * soft_cap
+    if logit_soft_cap:
+        scores = np.tanh(scores / logit_soft_cap) * logit_soft_cap
     time = scores.shape[-1]
     distance = np.arange(time)[:, None] - np.arange(time)[None]
-    seen = (distance >= 0) & (distance < (window or time))
-    exp = np.exp(scores - scores.max(-1, keepdims=True)) * seen
+    mask = (distance >= 0) & (distance < (sliding_window_size or time))
+    exp = np.exp(scores - scores.max(-1, keepdims=True)) * mask
     pattern = site("attention_pattern", exp / exp.sum(-1, keepdims=True))
     return np.einsum("bhts,bshd->bthd", pattern, value)
 
@@ -118,10 +118,10 @@ def gemma_block(layer, x, site):
         site(n, np.einsum("btd,ndh->btnh", x, weights_of(getattr(attention, f"{n}_dense"))[0]), x)
         for n in ("query", "key", "value")
     )
-    window = attention.sliding_window_size if attention.use_sliding_window_attention else None
+    size = attention.sliding_window_size if attention.use_sliding_window_attention else None
     scale = q.shape[-1] ** -0.5
     cap = attention.logit_soft_cap
-    mixed = site("head_outputs", attend(rotate(q), rotate(k), v, scale, site, cap, window))
+    mixed = site("head_outputs", attend(rotate(q), rotate(k), v, scale, site, cap, size))
     out = np.einsum("btnh,nhd->btd", mixed, weights_of(attention.output_dense)[0])
     if layer.use_post_attention_norm:
         out = rms_norm(layer.post_attention_norm, out)

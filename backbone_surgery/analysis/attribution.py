@@ -128,7 +128,7 @@ class _Nudge(SiteRewrite):
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         for i, place in enumerate(self.choose(surgery)):
-            if place.path.endswith("attention_pattern"):
+            if place.is_pattern:
                 raise SurgeryError(
                     f"attribution at '{place.path}': expected sites with a value for each token. "
                     "Received an attention pattern. Choose `head_outputs`, say."

@@ -88,9 +88,9 @@ class Probe:
         held = graph.sublayers(operation) if isinstance(operation, keras.Layer) else []
         names = {operation.name, *(layer.name for layer in held)}
         ids = {id(operation), *map(id, held)}
-        found = [i for i, t in enumerate(self.trust) if id(t) in ids or t in names]
-        self.used.update(found)
-        return bool(found)
+        matches = [i for i, t in enumerate(self.trust) if id(t) in ids or t in names]
+        self.used.update(matches)
+        return bool(matches)
 
 
 def _kind_of_call(args: tuple, kwargs: dict[str, Any]) -> str:

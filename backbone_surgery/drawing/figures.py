@@ -8,6 +8,7 @@ from backbone_surgery.analysis import Attribution, LogitLens, PatchGrid
 from backbone_surgery.drawing.extras import import_extra
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import GeneratedActivations
+from backbone_surgery.opening.site import is_pattern
 
 _CELL = 0.42
 """Inches for one row or column of a grid."""
@@ -114,7 +115,7 @@ def plot_attention(
     labels = [str(i) for i in captures.token_ids[row]] if tokens is None else tokens
     labels = labels[: len(pattern[0])]
     heads = pattern.shape[0]
-    right = site.endswith("attention_pattern") and (head is None or 0 <= head < heads)
+    right = is_pattern(site) and (head is None or 0 <= head < heads)
     if not right or len(labels) != pattern.shape[-1]:
         raise SurgeryError(
             f"plot_attention at '{site}': expected a captured attention pattern, a head from 0 to "

@@ -90,14 +90,14 @@ def _attention(block, x, padding_mask, positions):
             stacklevel=2,
         )
     scaled_by = attention.head_dim if attention.query_head_dim_normalize else width
-    window = attention.sliding_window_size if attention.use_sliding_window_attention else None
+    window_size = attention.sliding_window_size if attention.use_sliding_window_attention else None
     x = SelfAttention(
         num_heads=attention.num_query_heads,
         num_key_value_heads=attention.num_key_value_heads,
         head_dim=attention.head_dim,
         scale=float(1 / np.sqrt(scaled_by)),
         logit_soft_cap=attention.logit_soft_cap,
-        sliding_window_size=window,
+        sliding_window_size=window_size,
         dropout=attention.dropout_layer if attention.dropout > 0 else None,
         dtype=policy,
         name="self_attention",

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, closest
-
-_PATTERN = "attention_pattern"
+from backbone_surgery.opening.site import is_pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ class GeneratedActivations:
 
 def time_axis(name: str) -> int:
     """Return which axis of a captured array counts tokens, rows being axis 0."""
-    return 2 if name.endswith(_PATTERN) else 1
+    return 2 if is_pattern(name) else 1
 
 
 def cut(name: str, row: np.ndarray, tokens: slice) -> np.ndarray:

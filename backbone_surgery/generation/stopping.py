@@ -36,19 +36,19 @@ class Stops:
         end = int(ends[0]) + 1 if len(ends) else len(new)
         stopped = bool(len(ends))
         for sequence in self.sequences:
-            found = _find(new[:end], sequence)
-            if found is not None:
-                end, stopped = found, True
+            sequence_end = _first_end(new[:end], sequence)
+            if sequence_end is not None:
+                end, stopped = sequence_end, True
         if self.texts:
-            found = self._first_text(prompt, new[:end])
-            if found is not None:
-                end, stopped = found, True
+            text_end = self._first_text(prompt, new[:end])
+            if text_end is not None:
+                end, stopped = text_end, True
         return new[:end], stopped
 
     def render(self, prompt: np.ndarray, new: np.ndarray, strip_prompt: bool = False) -> str:
         """Turn a row into text, cut right after the first stop sequence in its new part."""
         text, start = self._text(prompt, new)
-        ends = [found + len(s) for s in self.texts if (found := text.find(s, start)) >= 0]
+        ends = [at + len(s) for s in self.texts if (at := text.find(s, start)) >= 0]
         surplus = len(text) - min(ends, default=len(text))
         shown = to_text([new], self.preprocessor)[0] if strip_prompt else text
         return shown[: len(shown) - surplus]
@@ -72,10 +72,10 @@ class Stops:
         return bisect.bisect_left(range(len(new)), True, key=holds)
 
 
-def _find(row: np.ndarray, sequence: np.ndarray) -> int | None:
+def _first_end(row: np.ndarray, sequence: np.ndarray) -> int | None:
     """Return where the first occurrence of a sequence in a row ends."""
     if len(row) < len(sequence):
         return None
     windows = np.lib.stride_tricks.sliding_window_view(row, len(sequence))
-    found = np.flatnonzero((windows == sequence).all(axis=1))
-    return int(found[0]) + len(sequence) if len(found) else None
+    starts = np.flatnonzero((windows == sequence).all(axis=1))
+    return int(starts[0]) + len(sequence) if len(starts) else None

@@ -23,14 +23,14 @@ def topological_nodes(outputs: Iterable[Any], stop: Container[int] = ()) -> list
         stop: ids of tensors above which the walk does not go.
     """
     ordered: list[Node] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [(node_of(t), False) for t in reversed(list(outputs)) if id(t) not in stop]
     while stack:
         node, ready = stack.pop()
         if ready:
             ordered.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
+        elif id(node) not in visited:
+            visited.add(id(node))
             stack.append((node, True))
             parents = reversed(node.input_tensors)
             stack.extend((node_of(t), False) for t in parents if id(t) not in stop)
@@ -62,9 +62,11 @@ def is_plain_call(result: Any, layer: Any, args: tuple, kwargs: dict) -> bool:
     flat = tree.flatten(result)
     if not flat or not all(isinstance(t, keras.KerasTensor) for t in flat):
         return False
-    given = [id(t) for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
+    arguments = [id(t) for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
     nodes = [node_of(t) for t in flat]
-    return all(n.operation is layer and given == [id(t) for t in n.input_tensors] for n in nodes)
+    return all(
+        n.operation is layer and arguments == [id(t) for t in n.input_tensors] for n in nodes
+    )
 
 
 def as_functional(layer: Any) -> Functional | None:

@@ -125,9 +125,9 @@ def _make(layer: keras.Layer, members: dict[str, Any]) -> keras.Layer:
     bases = (kind,) if issubclass(kind, Twin) else (Twin, kind)
     namespace = {"__module__": kind.__module__, **{name: kept(name) for name in own}, **members}
     subclass = types.new_class(kind.__name__, bases, {}, lambda body: body.update(namespace))
-    made: Any = object.__new__(subclass)
-    object.__setattr__(made, "__dict__", vars(layer))
-    return made
+    result: Any = object.__new__(subclass)
+    object.__setattr__(result, "__dict__", vars(layer))
+    return result
 
 
 def _held(layer: keras.Layer) -> dict[str, Any]:

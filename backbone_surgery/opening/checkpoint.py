@@ -45,16 +45,16 @@ def check_checkpoint(model: keras.Model, filepath: Any) -> None:
         )
     wanted = _layers_of_model(model)
     with reading(filepath, "load_weights", "weights that Keras saved", WeightMismatchError):
-        found = _layers_of_file(Path(filepath))
-    if found is None:
+        filed = _layers_of_file(Path(filepath))
+    if filed is None:
         difference = "one that holds no layers"
-    elif set(found) != set(wanted):
-        difference = f"{_names(found)} where the model has {_names(wanted)}"
+    elif set(filed) != set(wanted):
+        difference = f"{_names(filed)} where the model has {_names(wanted)}"
     else:
         wrong = [
-            f"'{found[key]}' where the model has '{layer.name}'"
+            f"'{filed[key]}' where the model has '{layer.name}'"
             for key, layer in wanted.items()
-            if found[key] != layer.name and not graph.is_auto_named(layer)
+            if filed[key] != layer.name and not graph.is_auto_named(layer)
         ]
         difference = ", ".join(wrong)
     if difference:

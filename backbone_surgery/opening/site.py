@@ -26,6 +26,9 @@ from backbone_surgery.opening.attention import SelfAttention
 BLOCK = "block"
 """Role of the site at the output of a decoder block: its path is the block's own."""
 
+PATTERN = "attention_pattern"
+"""Role of the attention pattern, float[batch, heads, time, keys]."""
+
 _NUMBER = r"-?\d{1,9}"
 _SELECTOR = re.compile(
     rf"blocks\.(?P<blocks>\*|{_NUMBER}|({_NUMBER})?:({_NUMBER})?)(?:\.(?P<role>[a-z_*]+))?"
@@ -90,6 +93,16 @@ class Place:
         parts = self.path.split(".")
         return int(parts[1]) if parts[0] == "blocks" else None
 
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the site is an attention pattern: its columns are tokens too."""
+        return is_pattern(self.path)
+
+
+def is_pattern(path: str) -> bool:
+    """Tell whether a path, or the name of a capture, is that of an attention pattern."""
+    return re.split("[./]", path)[-1] == PATTERN
+
 
 def places(model: keras.Model) -> list[Place]:
     """List the sites of an opened graph, in the order in which they run."""
@@ -107,7 +120,7 @@ def _walk(
             path = prefix.rstrip(".") if layer.role == BLOCK else prefix + layer.role
             yield Place(path, (*around, node))
         elif isinstance(layer, SelfAttention):
-            yield Place(f"{prefix}attention_pattern", (*around, node))
+            yield Place(prefix + PATTERN, (*around, node))
         elif nested is not None:
             inner = f"blocks.{next(blocks)}." if is_block(nested) else prefix
             yield from _walk(nested, inner, blocks, (*around, node))
@@ -148,10 +161,10 @@ def select(selector: str, paths: list[str]) -> list[str]:
     count = 1 + max((int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1)
     chosen = _blocks(match["blocks"], count) & set(range(count)) if match else set()
     if match is None:
-        found = [p for p in paths if p == selector]
+        picked = [p for p in paths if p == selector]
     else:
-        found = [p for p in paths if _matches(p, chosen, match["role"])]
-    if not found:
+        picked = [p for p in paths if _matches(p, chosen, match["role"])]
+    if not picked:
         patterns = [re.sub(r"^blocks\.\d+", "blocks.*", p) for p in paths]
         hint = closest(selector, dict.fromkeys(patterns))
         if match and count and not chosen:
@@ -160,7 +173,7 @@ def select(selector: str, paths: list[str]) -> list[str]:
             f"select at '{selector}': expected a selector that matches a site. Received one that "
             f"matches nothing among {len(paths)} sites. {hint}"
         )
-    return found
+    return picked
 
 
 def _blocks(text: str, count: int) -> set[int]:

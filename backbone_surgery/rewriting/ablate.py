@@ -18,7 +18,6 @@ from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer
 
-_PATTERN = "attention_pattern"
 _FURTHEST = 2**30
 """Where resampling may start: the position of a token can be added without leaving int32."""
 
@@ -111,7 +110,7 @@ class Ablate(ControlledRewrite):
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an ablating layer at the site."""
-        axis = 1 if place.path.endswith(_PATTERN) else 2
+        axis = 1 if place.is_pattern else 2
         layer = Ablating(surgery.index, axis, self._pool(place), name=self.layer_name(place))
         mask = surgery.inputs[f"{self.name}_heads"]
         if self.to == "zero":
@@ -127,8 +126,8 @@ class Ablate(ControlledRewrite):
         shape = tuple(place.tensor.shape[2:])
         value = self.values.get(place.path, np.zeros(0))
         pool = value[None] if self.to == "mean" else value
-        if place.path.endswith(_PATTERN) or pool.shape[1:] != shape or not len(pool):
-            rule = "zero" if place.path.endswith(_PATTERN) else list(shape)
+        if place.is_pattern or pool.shape[1:] != shape or not len(pool):
+            rule = "zero" if place.is_pattern else list(shape)
             raise SurgeryError(
                 f"Ablate at '{place.path}': expected values of shape {rule} for {self.to!r}, "
                 f"with entries first to resample. Received {list(value.shape)} among values for "
@@ -195,13 +194,13 @@ def _read_values(values: Any, fields: Fields) -> dict[str, np.ndarray]:
 
 
 def _has_heads(place: Place) -> bool:
-    return place.path.endswith(_PATTERN) or len(place.tensor.shape) == 4
+    return place.is_pattern or len(place.tensor.shape) == 4
 
 
 def _units(place: Place) -> int:
     """How many heads a site has; one for a site without."""
     shape = place.tensor.shape
-    if place.path.endswith(_PATTERN):
+    if place.is_pattern:
         whole = isinstance(graph.node_of(place.tensor).operation, SelfAttention)
         return shape[2] if whole else shape[1]
     return shape[2] if len(shape) == 4 else 1

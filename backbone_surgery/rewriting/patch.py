@@ -67,7 +67,7 @@ class Patch(ControlledRewrite):
         """Declare the controls, then visit the sites."""
         places = self.choose(surgery)
         for place in places:
-            if place.path.endswith("attention_pattern"):
+            if place.is_pattern:
                 raise SurgeryError(
                     f"Patch at '{place.path}': expected sites with a value for each token. "
                     "Received attention patterns, whose columns are other tokens. Patch `query`, "

@@ -13,7 +13,7 @@ from backbone_surgery.errors import SelectorError, SurgeryError, closest, shown
 from backbone_surgery.graph.emission import Emitted
 from backbone_surgery.opening.attention import split
 from backbone_surgery.opening.layers import TokenPositions
-from backbone_surgery.opening.site import BlockInput, Place, Site, is_block, select
+from backbone_surgery.opening.site import PATTERN, BlockInput, Place, Site, is_block, select
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class SiteRewrite(Rewrite):
             query, key, value, padding_mask = args
             pattern_layer, mix_layer = split(layer)
             pattern = self._checked(pattern_layer(query, key, padding_mask), place, surgery)
-            return mix_layer(Site("attention_pattern")(pattern), value)
+            return mix_layer(Site(PATTERN)(pattern), value)
 
         return visit
 

@@ -36,7 +36,7 @@ def source_of(
             sources[id(tensor)] = (role, tensor)
         else:
             stack.extend(graph.node_of(tensor).input_tensors)
-    if len(sources) != 1 or place.path.endswith("attention_pattern"):
+    if len(sources) != 1 or place.is_pattern:
         named = " and ".join(sorted(role for role, _ in sources.values())) or "no site"
         raise SurgeryError(
             f"{operation} at '{place.path}': expected a site computed from one other site. "

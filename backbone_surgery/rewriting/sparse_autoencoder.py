@@ -177,16 +177,16 @@ def read_autoencoder(path: str) -> tuple[dict[str, np.ndarray], int]:
             f"SparseAutoencoder at '{path}': expected a top-k autoencoder with `k` in cfg.json, "
             f"neither signed nor a transcoder. Received {str(config)[:200]}. Use another one."
         )
-    found = {name: list(w.shape) for name, w in weights.items()}
-    latents, size = [*found.get("W_dec", []), 0, 0][:2]
+    stored = {name: list(w.shape) for name, w in weights.items()}
+    latents, size = [*stored.get("W_dec", []), 0, 0][:2]
     shapes = ([latents, size], [latents], [latents, size], [size])
     wanted = dict(zip(_KEYS, shapes, strict=True))
     numbers = all(w.dtype in STORABLE and np.isfinite(w).all() for w in weights.values())
-    if found != wanted or not numbers or not 0 < config["k"] <= latents:
+    if stored != wanted or not numbers or not 0 < config["k"] <= latents:
         raise SurgeryError(
             f"SparseAutoencoder at '{path}': expected weights {', '.join(_KEYS)} of shapes "
             f"[latents, size], [latents], [latents, size], [size], and k of at most that many "
-            f"latents. Received {found} and k {config['k']}. Use a file saved by `sparsify`."
+            f"latents. Received {stored} and k {config['k']}. Use a file saved by `sparsify`."
         )
     return {name: weights[name].astype("float32") for name in _KEYS}, int(config["k"])
 

@@ -17,7 +17,6 @@ from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompt
 from backbone_surgery.graph.emission import emit
 from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening import site
-from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.vectors.pairs import listable
@@ -186,16 +185,14 @@ def _measuring(
     padding_mask = inputs["padding_mask"]
     positions = TokenPositions(name="positions")(inputs["token_ids"], padding_mask)
     places = site.places(opened)
-    chosen = set(site.select(at, [p.path for p in places]))
-    upcoming = iter(places)
+    selected = set(site.select(at, [place.path for place in places]))
+    paths = {place.nodes: place.path for place in places if place.path in selected}
 
     def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, TokenPositions):
             return positions
-        if not isinstance(layer, site.Site | SelfAttention):
-            return graph.KEEP
-        path = next(upcoming).path
-        if path not in chosen:
+        path = paths.get(graph.visited_node())
+        if path is None:
             return graph.KEEP
         x = layer(*args, **kwargs)
         if len(x.shape) != 3:

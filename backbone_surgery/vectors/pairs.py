@@ -9,8 +9,6 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import read_array
 
-Pair = tuple[Any, Any]
-
 
 def contrast_pairs(
     template: str, positives: Sequence[str], negatives: Sequence[str], suffixes: Sequence[str]

@@ -84,7 +84,8 @@ def _by_rules(rules: Any, *paths: Iterable[str]) -> Callable[[str], str | None]:
     if unused or not known:
         raise SurgeryError(
             "transfer_weights at rename: expected rules for paths of the source, or a function of "
-            f"a path. Received {shown(unused)}, which fit none. Look at the paths with `weight_tree`."
+            f"a path. Received {shown(unused)}, which fit none. Look at the paths with "
+            "`weight_tree`."
         )
 
     def rename(path: str) -> str | None:
