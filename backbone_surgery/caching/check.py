@@ -12,9 +12,9 @@ from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
 from backbone_surgery.errors import CacheMismatchError
-from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.state import Stateful
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 2e-2}
 _BATCH = 3
@@ -28,16 +28,16 @@ class CheckReport:
         errors: `{way of cutting: largest difference of a hidden state, over the largest one}`.
         tolerance: what each of them must not exceed.
         tokens: number of tokens in a row.
-        attentions: number of caches.
+        caches: number of nodes that keep state.
     """
 
     errors: dict[str, float]
     tolerance: float
     tokens: int
-    attentions: int
+    caches: int
 
     def __str__(self) -> str:
-        lines = [f"cached = uncached over {self.tokens} tokens and {self.attentions} caches"]
+        lines = [f"cached = uncached over {self.tokens} tokens and {self.caches} caches"]
         lines += [
             f"  {way}: {error:.1e} (at most {self.tolerance:.0e})"
             for way, error in self.errors.items()
@@ -115,8 +115,8 @@ def _without_padding(token_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarra
 
 def _length(model: EditedBackbone) -> int:
     """Choose a length that fits the learned positions and, if it can, exceeds the windows."""
-    attentions = [n.operation for n in graph.all_nodes(model)]
-    sizes = [a.sliding_window_size for a in attentions if isinstance(a, SelfAttention)]
+    layers = [n.operation for n in graph.all_nodes(model)]
+    sizes = [getattr(x, "sliding_window_size", None) for x in layers if isinstance(x, Stateful)]
     wanted = min(max([17, *(size + 4 for size in sizes if size)]), 64)
     return min(wanted, model.family.max_positions(model) or wanted)
 

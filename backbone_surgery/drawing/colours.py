@@ -4,7 +4,7 @@ COLOURS = {
     "input": "#57606a",
     "output": "#57606a",
     "cache": "#0969da",
-    "attention": "#bc4c00",
+    "stateful": "#bc4c00",
     "block": "#24292f",
     "inserted": "#1a7f37",
     "layer": "#424a53",

@@ -14,8 +14,9 @@ from keras import tree
 from backbone_surgery import graph
 from backbone_surgery.caching.stateful import WithState
 from backbone_surgery.opening.site import Identity
+from backbone_surgery.opening.state import Stateful
 
-KINDS = ("input", "output", "cache", "attention", "block", "inserted", "layer")
+KINDS = ("input", "output", "cache", "stateful", "block", "inserted", "layer")
 """What a node can be. It decides the colour."""
 
 _OWN = ("keras.src", "keras_hub", "backbone_surgery")
@@ -152,12 +153,12 @@ class _Reader:
 
 
 def _node(layer: Any, kind: str, outputs: list[Any], frame: int | None) -> Node:
-    return Node(layer.name, _class(layer).__name__, kind, _shapes(outputs), frame)
+    return Node(layer.name, type(_without_state(layer)).__name__, kind, _shapes(outputs), frame)
 
 
-def _class(layer: Any) -> type:
-    """Return the class of a layer; of one that runs with its state, that of the layer itself."""
-    return type(layer.layer if isinstance(layer, WithState) else layer)
+def _without_state(layer: Any) -> Any:
+    """Return the layer itself, of one that runs with its state as a node of a cached graph."""
+    return layer.layer if isinstance(layer, WithState) else layer
 
 
 def _cache_node(name: str, entry: dict[str, Any]) -> Node:
@@ -167,10 +168,11 @@ def _cache_node(name: str, entry: dict[str, Any]) -> Node:
 def _kind(layer: Any) -> str:
     if graph.as_functional(layer) is not None:
         return "block"
-    module = _class(layer).__module__
+    layer = _without_state(layer)
+    module = type(layer).__module__
     if not module.startswith(_OWN) or ".rewriting" in module:
         return "inserted"
-    return "attention" if "Attention" in _class(layer).__name__ else "layer"
+    return "stateful" if isinstance(layer, Stateful) else "layer"
 
 
 def _shapes(tensors: Any) -> tuple[str, ...]:

@@ -120,7 +120,9 @@ class Stateful(Protocol):
     """A layer that can be run in pieces, by keeping state.
 
     Any `keras.layers.Layer` with these two methods takes part; it need not name this class.
-    Its `call` is the layer over whole rows. `docs/state.md` has an example that runs.
+    Its `call` is the layer over whole rows. `docs/state.md` has an example that runs. Where a token
+    depends on the latest tokens alone, the layer may say on how many, as `sliding_window_size`:
+    `check` then runs more tokens than that.
     """
 
     def state_specs(self, *args: Any, **kwargs: Any) -> Sequence[StateSpec]:

@@ -8,6 +8,7 @@ from keras import ops
 
 import backbone_surgery as bs
 from backbone_surgery.caching.cache import bytes_per_token, new_packed_cache
+from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.generation import engine
 from tests.conftest import make_gemma2, make_gpt2, ragged, relative
 from tests.reference import run_chunks
@@ -131,6 +132,14 @@ def test_check_passes(make):
     assert max(report.errors.values()) <= EXACT
 
 
+def test_check_runs_past_the_window_that_a_layer_tells():
+    class LooksFar(CausalConv):
+        sliding_window_size = 20
+
+    report = bs.check(bs.operate(make_gpt2(), [bs.Insert("blocks.1", LooksFar(3))]))
+    assert report.tokens == 24
+
+
 def test_check_passes_in_half_precision():
     layers = [CausalConv(4, dtype="bfloat16"), CumulativeMean(name="mean", dtype="bfloat16")]
     edited = bs.operate(
@@ -156,6 +165,30 @@ def test_left_padded_rows_equal_each_row_alone(lm, rng):
         logits = np.asarray(hidden) @ np.asarray(lm.opened.token_embedding.embeddings).T
         for i, length in enumerate(lengths):
             assert relative(logits[i, 14 - length :], wanted[i]) <= EXACT
+
+
+def test_call_with_cache_equals_uncached_in_pieces(lm, rng):
+    ids = rng.integers(1, 60, (2, 9)).astype("int32")
+    cache, pieces = bs.new_cache(lm.backbone_with_cache, 2, 12), []
+    for start, end in ((0, 5), (5, 6), (6, 9)):
+        logits, _, cache = lm.call_with_cache(ids[:, start:end], cache, start)
+        pieces.append(np.asarray(logits))
+    assert relative(np.concatenate(pieces, axis=1), np.stack(uncached(lm, ids))) <= EXACT
+    cache[1]["inputs"] = cache[1]["inputs"][:1]
+    with pytest.raises(bs.SurgeryError, match=r"call_with_cache at 'cache\[1\]\['inputs'\]'"):
+        lm.call_with_cache(ids, cache, 0)
+
+
+def test_pictures_show_the_state(lm):
+    picture = make_picture(lm.backbone_with_cache, True)
+    names = [node.name for node in picture.nodes]
+    for layer, entry, arrays in (("convolution", 1, "inputs"), ("mean", 3, "total, count")):
+        node = names.index(f"cached_{layer}")
+        before, after = names.index(f"cache_{entry}"), names.index(f"cache_{entry}_updated")
+        assert {(before, node), (node, after)} <= set(picture.edges)
+        assert picture.nodes[before].description == picture.nodes[after].description == arrays
+        assert picture.nodes[before].kind == "cache"
+    assert picture.nodes[names.index("cached_convolution")].description == "CausalConv"
 
 
 def test_greedy_equals_uncached_in_a_growing_cache(lm, rng, monkeypatch):

@@ -77,7 +77,7 @@ def test_arrows_go_past_sites_and_the_inputs_of_blocks(models):
         assert link in links
     kinds = {n.name: n.kind for n in picture.nodes}
     assert kinds["doubled"] == kinds["steer_mood"] == kinds["scale_mood"] == "inserted"
-    assert kinds["cached_self_attention"] == "attention"
+    assert kinds["cached_self_attention"] == "stateful"
     assert "SelfAttention" in {n.description for n in picture.nodes}
     assert kinds["cache_1"] == kinds["cache_1_updated"] == "cache"
 
@@ -109,6 +109,13 @@ def test_the_state_of_a_condition_is_a_cache(models):
         arrays
     )
     assert set(arrays) & {"key", "value"} == set()
+
+
+def test_what_keeps_state_is_told_by_its_methods_and_not_by_its_name():
+    x = keras.Input((4, 8), name="x")
+    attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+    nodes = make_picture(keras.Model(x, attention(x, x)), True).nodes
+    assert {n.name: n.kind for n in nodes}["attention"] == "layer"
 
 
 def test_every_node_tells_the_shapes_that_it_gives(models):

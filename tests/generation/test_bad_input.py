@@ -270,7 +270,7 @@ def test_check_reports_what_it_measured(family, backbone):
     ways = {"one pass", "token by token", "uneven chunks", "a row alone"}
     assert set(report.errors) == ways
     assert max(report.errors.values()) <= 5e-6
-    assert report.attentions == backbone.num_layers
+    assert report.caches == backbone.num_layers
     assert report.tokens > getattr(backbone, "sliding_window_size", 0) or family != "gemma2"
     assert "cached = uncached over" in str(report)
 
