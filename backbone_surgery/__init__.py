@@ -8,14 +8,9 @@ import backbone_surgery.startup
 
 # isort: split
 import backbone_surgery.families  # noqa: F401 - they register themselves
-from backbone_surgery.analysis import (
-    Attribution,
-    LogitLens,
-    PatchGrid,
-    attribution,
-    logit_lens,
-    patch_grid,
-)
+from backbone_surgery.analysis.attribution import Attribution, attribution
+from backbone_surgery.analysis.logit_lens import LogitLens, logit_lens
+from backbone_surgery.analysis.patch_grid import PatchGrid, patch_grid
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.check import CheckReport, check
 from backbone_surgery.caching.model import BackboneWithCache

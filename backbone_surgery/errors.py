@@ -59,7 +59,7 @@ def closest(name: object, known: Iterable[object]) -> str:
 def shown(value: object) -> str:
     """Return a value as an error shows it: an array by its dtype and shape, and nothing at length.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> shown("all"), shown(np.zeros((2, 32), "float32"))
         ("'all'", 'an array float32[2, 32]')

@@ -16,7 +16,7 @@ _KINDS = ("int", "uint", "float", "bfloat")
 def is_int(value: Any) -> bool:
     """Tell whether a value is one integer, of Python or NumPy, and no boolean.
 
-    Example:
+    Examples:
         >>> [is_int(value) for value in (3, np.int64(3), True, 3.0, "3")]
         [True, True, False, False, False]
     """
@@ -27,7 +27,7 @@ def is_int(value: Any) -> bool:
 def read_array(value: Any) -> np.ndarray | None:
     """Read an array of integers or floats.
 
-    Example:
+    Examples:
         >>> read_array([1, 2]).dtype.kind, read_array([[1], [2, 3]]), read_array([1, True])
         ('i', None, None)
     """
@@ -56,7 +56,7 @@ def read_finite(value: Any) -> np.ndarray | None:
 def read_int32(value: Any, smallest: int, largest: int = 2**31 - 1) -> np.ndarray | None:
     """Read an array of integers as int32; `None` too where one of them is out of range.
 
-    Example:
+    Examples:
         >>> read_int32([0, 5], smallest=0).dtype.name, read_int32(2**32, smallest=0)
         ('int32', None)
     """
@@ -69,7 +69,7 @@ def read_int32(value: Any, smallest: int, largest: int = 2**31 - 1) -> np.ndarra
 def read_mask(value: Any) -> np.ndarray | None:
     """Read an array of booleans, or of numbers that are 0 or 1.
 
-    Example:
+    Examples:
         >>> read_mask([1, 0]).tolist(), read_mask([1, 2])
         ([True, False], None)
     """
@@ -86,7 +86,7 @@ def read_mask(value: Any) -> np.ndarray | None:
 def read_number(value: Any) -> float | None:
     """Read one number that is finite in float32.
 
-    Example:
+    Examples:
         >>> [read_number(value) for value in (2, np.float32(0.5), float("nan"), 1e99, None, [1.0])]
         [2.0, 0.5, None, None, None, None]
     """

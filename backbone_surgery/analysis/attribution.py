@@ -63,7 +63,7 @@ def attribution(
     Raises:
         SurgeryError: bad input, or another backend.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> bs.attribution(lm, [1, 2, 3], target=7, at="blocks.*.head_outputs").values.shape

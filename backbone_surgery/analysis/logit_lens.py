@@ -59,7 +59,7 @@ def logit_lens(
     Raises:
         SurgeryError: a site of another shape than the residual stream.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> bs.logit_lens(lm, [1, 2, 3]).probabilities.shape

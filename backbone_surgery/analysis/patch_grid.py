@@ -88,7 +88,7 @@ def patch_grid(
         SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
             or what `Patch` refuses.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values.shape

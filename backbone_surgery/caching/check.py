@@ -66,7 +66,7 @@ def check(
     Raises:
         CacheMismatchError: the two disagree.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> report = bs.check(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> max(report.errors.values()) < 1e-5

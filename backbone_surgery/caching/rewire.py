@@ -49,7 +49,7 @@ def rewire(backbone: keras.Model, trust: Iterable[Any] = ()) -> BackboneWithCach
         SurgeryError: the graph cannot be opened, or holds no attention; or a layer in it mixes
             tokens or rows and keeps no state.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> len(bs.rewire(backbone).output["cache"])

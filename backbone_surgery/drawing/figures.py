@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from backbone_surgery.analysis import Attribution, LogitLens, PatchGrid
+from backbone_surgery.analysis.attribution import Attribution
+from backbone_surgery.analysis.logit_lens import LogitLens
+from backbone_surgery.analysis.patch_grid import PatchGrid
 from backbone_surgery.drawing.extras import import_extra
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import GeneratedActivations

@@ -21,7 +21,7 @@ def to_mermaid(model: keras.Model, expand_nested: bool = False) -> str:
     Raises:
         SurgeryError: the model is not Functional.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> print(bs.to_mermaid(bs.rewire(backbone)).splitlines()[0])

@@ -6,7 +6,7 @@ def bucket(size: int, smallest: int = 1) -> int:
 
     The sequence is 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ...: at most a third of a bucket is unused.
 
-    Example:
+    Examples:
         >>> [bucket(n) for n in (1, 5, 6, 9, 100)]
         [1, 6, 6, 12, 128]
         >>> bucket(5, smallest=16)
@@ -21,7 +21,7 @@ def bucket(size: int, smallest: int = 1) -> int:
 def next_length(length: int, last: int) -> int:
     """Return the next length of a cache that is full: twice as long, or the last one.
 
-    Example:
+    Examples:
         >>> next_length(256, 384), next_length(256, 1024)
         (384, 512)
     """

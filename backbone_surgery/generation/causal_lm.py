@@ -54,7 +54,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         backbone_with_cache: the cached graph, see `rewire`.
         max_positions: how many positions the model has learned; `None` if it is not limited.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> prompt = {"token_ids": np.array([[1, 2, 3]]), "padding_mask": np.ones((1, 3))}

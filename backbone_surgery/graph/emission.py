@@ -50,7 +50,7 @@ def collect() -> Iterator[Emitted]:
 
     A nested model that is used three times emits three tensors under one name.
 
-    Example:
+    Examples:
         >>> import keras, backbone_surgery as bs
         >>> x = keras.Input((4,))
         >>> y = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(3)])(x)

@@ -86,7 +86,7 @@ def clone_layer_graph(
 
     Source: Keras pull request 19600.
 
-    Example:
+    Examples:
         >>> import keras, backbone_surgery as bs
         >>> x = keras.Input((4,))
         >>> y = keras.layers.Dense(4)(x)

@@ -156,14 +156,14 @@ def _slots(name: str, heads: keras.KerasTensor) -> StateSpec:
 class SelfAttention(_Attention):
     """Causal self-attention over queries, keys and values that were projected before.
 
-    Call arguments:
-        query: float[batch, time, num_heads, head_dim].
-        key, value: float[batch, time, num_key_value_heads, head_dim].
-        padding_mask: int or bool[batch, time], zero where a token is padding.
+    It is called on:
 
-    Returns:
-        float[batch, time, num_heads, head_dim], the mix of values for each head. It is zero for
-        a token that sees nothing.
+    * `query` float[batch, time, num_heads, head_dim],
+    * `key` and `value` float[batch, time, num_key_value_heads, head_dim],
+    * `padding_mask` int or bool[batch, time], zero where a token is padding,
+
+    and returns the mix of values for each head, float[batch, time, num_heads, head_dim]: zeros for
+    a token that sees nothing.
     """
 
     def call(self, query, key, value, padding_mask, training=None):

@@ -34,7 +34,7 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
         UnknownArchitectureError: no family knows the decoder blocks of the graph.
         SurgeryError: the graph is not that of a backbone.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> bs.sites(bs.open_backbone(backbone))[:3]

@@ -54,7 +54,7 @@ class Site(Identity):
     """Mark a place in an opened graph.
 
     Args:
-        role: what the tensor is, such as `attention_output`; see `backbone_surgery.site`.
+        role: what the tensor is, such as `attention_output`: the last part of the site's path.
     """
 
     def __init__(self, role: str, **kwargs) -> None:

@@ -43,7 +43,7 @@ def save_recipe(edited: Any, path: str | Path) -> None:
         SurgeryError: the edit cannot be described, as docs/weights.md says, the model is no edit of
             a keras_hub Backbone, or the folder holds something else. Nothing is written then.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np, os, tempfile
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(8)})])

@@ -32,12 +32,13 @@ class Ablate(ControlledRewrite):
     where a site without heads counts as one. What is not ablated stays bit-equal.
 
     What stands in for an ablated activation:
-        `to="zero"`: zeros.
-        `to="mean"`: the mean over a reference set of texts, as `GeneratedActivations.mean()` gives
-        it.
-        `to="resample"`: the activations of reference texts. The token at position p takes entry
-        (start + p) of `values`, counted in a circle. `controls={name: {"start": int[batch]}}`
-        gives each row its `start`, so a row does not depend on the rest of its batch.
+
+    * `to="zero"`: zeros.
+    * `to="mean"`: the mean over a reference set of texts, as `GeneratedActivations.mean()` gives
+      it.
+    * `to="resample"`: the activations of reference texts. The token at position p takes entry
+      (start + p) of `values`, counted in a circle. `controls={name: {"start": int[batch]}}`
+      gives each row its `start`, so a row does not depend on the rest of its batch.
 
     Attributes:
         at: site selector. Heads are counted at `query`, `key`, `value`, `head_outputs` and
@@ -48,7 +49,7 @@ class Ablate(ControlledRewrite):
             resampling `{site path: float[entries, ...]}`.
         name: name of the control.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> bs.operate(backbone, [bs.Ablate("blocks.*.head_outputs", heads=[1])]).report[0].sites

@@ -31,7 +31,7 @@ class Capture(SiteRewrite):
         name: `None`, or a prefix: the captures are then called `name/path`. So one site can be
             captured twice, before and after another rewrite.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Capture("blocks.*", "blocks.0.attention_pattern")])

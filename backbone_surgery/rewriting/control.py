@@ -32,7 +32,7 @@ class Schedule:
         values: the strength at each step, at least one.
         prompt: the strength over the prompt; `None` takes the first of `values`.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs
         >>> bs.Schedule.linear(2.0, 0.0, steps=5).values
         (2.0, 1.5, 1.0, 0.5, 0.0)
@@ -88,7 +88,7 @@ class Control:
             steered; blocks that the rewrite does not steer are an error.
         tokens: as of `Steer`, for all rows, or a list of one for each row.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs
         >>> control = bs.Control(strength=[1.0, -1.0], tokens=["prompt", (0, 12)])
     """

@@ -84,7 +84,7 @@ class Repeat(Depth):
         at: selector of whole blocks, such as `blocks.2:6`.
         times: how often they run, 2 at least.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Repeat("blocks.1", times=3)])
@@ -115,7 +115,7 @@ class Remove(Depth):
     Attributes:
         at: selector of whole blocks, such as `blocks.-1`.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> len(bs.rewire(bs.operate(backbone, [bs.Remove("blocks.0")])).output["cache"])
@@ -141,7 +141,7 @@ class Reorder(Depth):
     Attributes:
         blocks: numbers of blocks in the order in which they run; -1 is the last block.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Reorder([1, 0, 0])])
@@ -266,7 +266,7 @@ class Skip(ControlledRewrite):
         amount: the default of the control.
         name: name of the control: `generate(controls={name: amount})`.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 3, 2, 8, 16)
         >>> bs.operate(backbone, [bs.Skip("blocks.1:")]).report[0].sites

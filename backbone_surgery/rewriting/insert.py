@@ -31,7 +31,7 @@ class Insert(SiteRewrite):
         layer: a `keras.layers.Layer` that takes and returns one tensor. If its `call` has arguments
             `padding_mask` or `positions`, it gets these too, int[batch, time].
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Insert("blocks.1.mlp_output", keras.layers.Dense(8))])
@@ -65,7 +65,7 @@ class Replace(SiteRewrite):
         layer: a `keras.layers.Layer` that returns a tensor of the shape of the site. All sites
             that the selector picks share it.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> mlp = keras.layers.Dense(16, activation="relu")

@@ -38,7 +38,7 @@ class LowRank(SiteRewrite):
         name: what the names of the layers begin with. Two `LowRank` at one site need two names.
         adapters: `{site path: adapter}` to use instead of new ones. Sites may share one.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.LowRank("blocks.*.query", rank=4)])

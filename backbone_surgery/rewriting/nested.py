@@ -50,7 +50,7 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
             no model would track.
         TypeError: `clone_fn` returned something else than as many tensors as the layer does.
 
-    Example:
+    Examples:
         >>> import keras, backbone_surgery as bs
         >>> class Block(keras.layers.Layer):
         ...     def __init__(self):

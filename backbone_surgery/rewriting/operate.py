@@ -45,7 +45,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
             none; two rewrites have a control of the same name; or a rewrite removes from the graph
             what an earlier one trains or declared as a control.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> steer = bs.Steer("mood", {1: np.ones(8)})

@@ -41,7 +41,7 @@ class Patch(ControlledRewrite):
             alone.
         name: name of the control.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Patch("blocks.0")])

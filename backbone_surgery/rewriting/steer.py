@@ -51,7 +51,7 @@ class Steer(ControlledRewrite):
         learned: the layer that holds learned directions, to continue with instead of starting at
             `vector`.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Steer("mood", {1: np.zeros(8)}, trainable=True)])

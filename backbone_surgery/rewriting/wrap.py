@@ -113,7 +113,7 @@ class Wrap(Rewrite):
         make_layer: `(block) -> keras.layers.Layer`. Registered by
             `keras.saving.register_keras_serializable`, it can be in a recipe.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> class Scaled(keras.layers.Layer):

@@ -33,7 +33,7 @@ def contrast_pairs(
 
     Source: the recipe in the documentation of repeng (github.com/vgel/repeng).
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs
         >>> bs.contrast_pairs("I am {persona}. {suffix}", ["glad"], ["sad"], ["I", "So I"])
         [('I am glad. I', 'I am sad. I'), ('I am glad. So I', 'I am sad. So I')]

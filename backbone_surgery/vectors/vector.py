@@ -57,7 +57,7 @@ class ControlVector:
             Hugging Face and llama.cpp call it), `num_blocks`, `normalization`, `source_digest`.
             Saved with it.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, numpy as np
         >>> vector = bs.ControlVector({1: np.ones(4), 2: np.arange(4)})
         >>> (2 * vector - vector).directions[2].tolist()

@@ -40,7 +40,7 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
     Raises:
         SurgeryError: naming everything that weights cannot hold.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(8)})])

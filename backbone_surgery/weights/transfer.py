@@ -53,7 +53,7 @@ def transfer_weights(
         WeightMismatchError: with a table of all differences, before anything is written.
         SurgeryError: an argument is wrong, or there is nothing to copy.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> make = lambda layers: keras_hub.models.GPT2Backbone(50, layers, 2, 8, 16)
         >>> rename = {"blocks.1": None, "blocks.2": "blocks.1"}

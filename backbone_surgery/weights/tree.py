@@ -28,7 +28,7 @@ def weight_tree(model: Any) -> dict[str, Any]:
     Raises:
         SurgeryError: `model` has no weights.
 
-    Example:
+    Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> tree = bs.weight_tree(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> tree["blocks"]["1"]["self_attention"]["query"]["kernel"].shape
