@@ -17,7 +17,7 @@ CODE = re.compile(
 )
 LOADED = re.compile(r"<script[^>]*>(?:(?!</script>).)*https?://.*?</script>", re.S)
 WORDS = {"attribution", "check", "collect", "emit", "merge", "sites", "sweep"}
-"""Public names that also mean other things, such as arguments: linked where `bs.` is before them."""
+"""Public names that also mean other things, such as arguments: linked where they follow `bs.`."""
 
 
 def outside() -> dict[str, str]:
