@@ -1,7 +1,6 @@
 """`CachedCausalLM`: a KerasHub causal LM task over any backbone graph, edited or not."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import cached_call, request, scoring
 from backbone_surgery.generation.captures import pack
-from backbone_surgery.generation.controls import bind_controls, check_by_hand
+from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
+from backbone_surgery.generation.prompts import Prompts, pack_right
 from backbone_surgery.generation.samplers import get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
-from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
@@ -223,10 +221,17 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             request.check_flag(name, flag)
         if batch_size is not None:
             request.check_count("generate", "batch_size", batch_size, "rows")
-        prompts, limits, batch = self._prepare(
-            inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
+        prompts, limits, batch = request.read_request(
+            self,
+            inputs,
+            max_length,
+            max_new_tokens,
+            stop_token_ids,
+            stop_sequences,
+            controls,
+            seed,
+            bool(return_captures),
         )
-        batch = replace(batch, captures=self._can_capture(return_captures))
         strategy = make_strategy(self.sampler)
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
@@ -247,15 +252,6 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         if not return_captures:
             return result
         return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in rows])
-
-    def _can_capture(self, wanted: bool) -> bool:
-        if wanted and not self.opened.captures:
-            raise SurgeryError(
-                "generate at 'return_captures': expected a backbone that captures something. "
-                "Received one without a `Capture`. Add `backbone_surgery.Capture('blocks.*')`, "
-                "say, to its rewrites."
-            )
-        return bool(wanted)
 
     def stream(
         self,
@@ -294,8 +290,15 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             )
         request.check_count("stream", "chunk_size", chunk_size, "tokens")
         request.check_flag("strip_prompt", strip_prompt)
-        prompts, _, batch = self._prepare(
-            inputs, max_length, max_new_tokens, stop_token_ids, stop_sequences, controls, seed
+        prompts, _, batch = request.read_request(
+            self,
+            inputs,
+            max_length,
+            max_new_tokens,
+            stop_token_ids,
+            stop_sequences,
+            controls,
+            seed,
         )
         strategy = make_strategy(self.sampler)
         return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
@@ -390,56 +393,6 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         Raises:
             SurgeryError: an argument does not fit.
         """
-        scoring.check_mode(scoring_mode, target_ids)
-        if not hasattr(self, "interceptable"):
-            object.__setattr__(self, "interceptable", scoring.interceptable(self.opened))
-        ids = scoring.read_ids("token_ids", token_ids, self.programs.head.input_dim)
-        mask = scoring.read_padding(padding_mask, ids)
-        inputs = {**(controls or {}), "token_ids": ids, "padding_mask": mask}
-        with scoring.intercepting(layer_intercept_fn):
-            hidden_states = self.interceptable(inputs)
-        logits = self.programs.head(hidden_states, reverse=True)
-        if scoring_mode == "logits":
-            return logits
-        targets = scoring.read_ids("target_ids", target_ids, self.programs.head.input_dim, ids)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-        return loss(targets, logits)
-
-    def _prepare(
-        self,
-        inputs: Any,
-        max_length: int | None,
-        max_new_tokens: int | None,
-        stop_token_ids: Any,
-        stop_sequences: Any,
-        controls: Mapping[str, Any] | None,
-        seed: Any,
-    ) -> tuple[Prompts, request.Limits, Batch]:
-        """Check everything a call asks for, before anything is compiled."""
-        if keras.config.backend() != "jax":
-            raise SurgeryError(
-                "generate: expected the JAX backend of Keras. Received "
-                f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax; surgery itself works on every "
-                "backend."
-            )
-        vocabulary_size = self.programs.head.input_dim
-        prompts = read_prompts(inputs, self.preprocessor, vocabulary_size)
-        limits = request.resolve_limits(
-            prompts,
-            max_length,
-            max_new_tokens,
-            getattr(self.preprocessor, "sequence_length", None),
-            self.max_positions,
+        return scoring.score(
+            self, token_ids, padding_mask, scoring_mode, layer_intercept_fn, target_ids, controls
         )
-        stop_ids = request.resolve_stop_ids(stop_token_ids, self.preprocessor, vocabulary_size)
-        texts, sequences = request.resolve_stop_sequences(
-            stop_sequences, self.preprocessor, vocabulary_size
-        )
-        batch = Batch(
-            rows=prompts.rows,
-            budget=limits.budget,
-            seeds=request.resolve_seeds(seed, len(prompts.rows), self.sampler),
-            controls=bind_controls(self.opened, controls, prompts.lengths),
-            stops=Stops(stop_ids, texts, sequences, self.preprocessor),
-        )
-        return prompts, limits, batch

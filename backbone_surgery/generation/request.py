@@ -1,14 +1,17 @@
 """A request: everything one call of `generate` or `stream` asks for, checked and resolved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.prompts import Prompts
+from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.engine import Batch
+from backbone_surgery.generation.prompts import Prompts, read_prompts
+from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.numbers import is_int, read_array, read_int32
 
 LONGEST = 2**30
@@ -26,6 +29,74 @@ class Limits:
 
     budget: np.ndarray
     width: int
+
+
+class Request(NamedTuple):
+    """What one call asks for: the prompts, how long rows may become, and the batch to run."""
+
+    prompts: Prompts
+    limits: Limits
+    batch: Batch
+
+
+def read_request(
+    lm: Any,
+    inputs: Any,
+    max_length: int | None = None,
+    max_new_tokens: int | None = None,
+    stop_token_ids: Any = "auto",
+    stop_sequences: Any = None,
+    controls: Mapping[str, Any] | None = None,
+    seed: Any = None,
+    captures: bool = False,
+) -> Request:
+    """Check everything a call of a task asks for, before anything is compiled.
+
+    Args:
+        lm: the `CachedCausalLM`.
+        inputs: see `CachedCausalLM.generate`, as for all that follow.
+        max_length: see there.
+        max_new_tokens: see there.
+        stop_token_ids: see there.
+        stop_sequences: see there.
+        controls: see there.
+        seed: see there.
+        captures: whether to return what the graph captures.
+
+    Raises:
+        SurgeryError: bad input, or a backend that cannot generate.
+    """
+    if keras.config.backend() != "jax":
+        raise SurgeryError(
+            f"generate: expected the JAX backend of Keras. Received '{keras.config.backend()}'. "
+            "Set KERAS_BACKEND=jax; surgery itself works on every backend."
+        )
+    preprocessor, vocabulary_size = lm.preprocessor, lm.programs.head.input_dim
+    prompts = read_prompts(inputs, preprocessor, vocabulary_size)
+    limits = resolve_limits(
+        prompts,
+        max_length,
+        max_new_tokens,
+        getattr(preprocessor, "sequence_length", None),
+        lm.max_positions,
+    )
+    stop_ids = resolve_stop_ids(stop_token_ids, preprocessor, vocabulary_size)
+    texts, sequences = resolve_stop_sequences(stop_sequences, preprocessor, vocabulary_size)
+    batch = Batch(
+        rows=prompts.rows,
+        budget=limits.budget,
+        seeds=resolve_seeds(seed, len(prompts.rows), lm.sampler),
+        controls=bind_controls(lm.opened, controls, prompts.lengths),
+        stops=Stops(stop_ids, texts, sequences, preprocessor),
+        captures=captures,
+    )
+    if captures and not lm.opened.captures:
+        raise SurgeryError(
+            "generate at 'return_captures': expected a backbone that captures something. "
+            "Received one without a `Capture`. Add `backbone_surgery.Capture('blocks.*')`, "
+            "say, to its rewrites."
+        )
+    return Request(prompts, limits, batch)
 
 
 def resolve_limits(

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -33,6 +33,34 @@ class Intercept(Identity):
         """Hand on what the function of the call at hand makes of the input."""
         intercept = _intercept.get()
         return inputs if intercept is None else intercept(inputs, self.index)
+
+
+def score(
+    lm: Any,
+    token_ids: Any,
+    padding_mask: Any,
+    scoring_mode: str,
+    layer_intercept_fn: InterceptFn | None,
+    target_ids: Any,
+    controls: Mapping[str, Any] | None,
+) -> Any:
+    """Score token ids by the edited graph of a task; see `CachedCausalLM.score`."""
+    _check_mode(scoring_mode, target_ids)
+    if not hasattr(lm, "interceptable"):
+        object.__setattr__(lm, "interceptable", interceptable(lm.opened))
+    head = lm.programs.head
+    ids = _read_ids("token_ids", token_ids, head.input_dim)
+    mask = _read_padding(padding_mask, ids)
+    with intercepting(layer_intercept_fn):
+        hidden_states = lm.interceptable(
+            {**(controls or {}), "token_ids": ids, "padding_mask": mask}
+        )
+    logits = head(hidden_states, reverse=True)
+    if scoring_mode == "logits":
+        return logits
+    targets = _read_ids("target_ids", target_ids, head.input_dim, ids)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    return loss(targets, logits)
 
 
 @contextlib.contextmanager
@@ -80,7 +108,7 @@ def interceptable(opened: EditedBackbone) -> EditedBackbone:
     )
 
 
-def check_mode(scoring_mode: Any, target_ids: Any) -> None:
+def _check_mode(scoring_mode: Any, target_ids: Any) -> None:
     """Refuse another mode than the two, and a loss without targets, or targets without a loss."""
     if scoring_mode not in ("logits", "loss"):
         raise SurgeryError(
@@ -94,7 +122,7 @@ def check_mode(scoring_mode: Any, target_ids: Any) -> None:
         )
 
 
-def read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
+def _read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
     """Read int32[batch, time] of tokens from 0 to below a count; tensors stay as they are.
 
     Args:
@@ -115,7 +143,7 @@ def read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
     return ids
 
 
-def read_padding(value: Any, token_ids: Any) -> Any:
+def _read_padding(value: Any, token_ids: Any) -> Any:
     """Read a padding mask of the shape of the tokens; by default nothing is padding."""
     if value is None:
         return ops.ones(token_ids.shape, "int32")

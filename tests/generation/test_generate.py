@@ -183,10 +183,10 @@ def test_compilations(rng):
 
 def _chunks(lm, inputs, chunk, **options):
     from backbone_surgery.generation.engine import run_batch
+    from backbone_surgery.generation.request import read_request
     from backbone_surgery.generation.samplers import make_strategy
 
-    options = {"max_length": None, "stop_sequences": None, "controls": None, "seed": 1, **options}
-    _, _, batch = lm._prepare(inputs, **options)
+    batch = read_request(lm, inputs, **{"seed": 1, **options}).batch
     return run_batch(lm.programs, make_strategy(lm.sampler), batch, chunk)
 
 
