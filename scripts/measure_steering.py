@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from story_grammar import ATTRIBUTES, classify, generate_story, well_formed
-from train_tiny_models import RECIPES
+from tiny_models import RECIPES
 
 import backbone_surgery as bs
 

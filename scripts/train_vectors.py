@@ -14,7 +14,8 @@ from typing import Annotated
 import numpy as np
 import typer
 from story_grammar import ATTRIBUTES, contrast_pairs, split_sentences
-from train_tiny_models import RECIPES, write_checksums
+from tiny_models import RECIPES
+from train_tiny_models import write_checksums
 
 import backbone_surgery as bs
 
