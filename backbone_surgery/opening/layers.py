@@ -4,10 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-_REGISTER = keras.saving.register_keras_serializable("backbone_surgery")
 
-
-@_REGISTER
 class TokenPositions(keras.layers.Layer):
     """Number the tokens of each row from its first real token, with padding on either side.
 
@@ -28,7 +25,6 @@ class TokenPositions(keras.layers.Layer):
         return keras.KerasTensor(token_ids.shape, "int32")
 
 
-@_REGISTER
 class ChunkMask(keras.layers.Layer):
     """Cut the padding mask of the tokens being run out of the mask of the whole cache.
 
@@ -49,7 +45,6 @@ class ChunkMask(keras.layers.Layer):
         return keras.KerasTensor(token_ids.shape, "int32")
 
 
-@_REGISTER
 class RowConstant(keras.layers.Layer):
     """Give every row the same constant: how a control takes its default inside a training graph.
 

@@ -49,7 +49,6 @@ class Identity(keras.layers.Layer):
         return keras.KerasTensor(inputs.shape, inputs.dtype)
 
 
-@keras.saving.register_keras_serializable("backbone_surgery")
 class Site(Identity):
     """Mark a place in an opened graph.
 
@@ -62,11 +61,7 @@ class Site(Identity):
         super().__init__(**kwargs)
         self.role = role
 
-    def get_config(self):
-        return {"role": self.role, "name": self.name}
 
-
-@keras.saving.register_keras_serializable("backbone_surgery")
 class BlockInput(Identity):
     """Mark the hidden states that an opened block was given. No site: they are that of a block."""
 

@@ -39,10 +39,6 @@ class TransferReport:
     left: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
 
-    def of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the paths of the differences of one kind."""
-        return tuple(d.path for d in self.differences if d.kind == kind)
-
     def __str__(self) -> str:
         counts = f"{len(self.copied)} weights copied"
         counts += f", {len(self.zeroed)} biases set to zero" if self.zeroed else ""
