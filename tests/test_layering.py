@@ -11,6 +11,7 @@ PACKAGE = "backbone_surgery"
 
 ORDER = [
     "errors",
+    "extras",
     "numbers",
     "version",
     "startup",

@@ -7,8 +7,8 @@ import numpy as np
 from backbone_surgery.analysis.attribution import Attribution
 from backbone_surgery.analysis.logit_lens import LogitLens
 from backbone_surgery.analysis.patch_grid import PatchGrid
-from backbone_surgery.drawing.extras import import_extra
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.captures import GeneratedActivations
 from backbone_surgery.opening.site import is_pattern
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from backbone_surgery.drawing.extras import import_extra
 from backbone_surgery.drawing.picture import Picture
 from backbone_surgery.drawing.routes import Routes, find_routes
+from backbone_surgery.extras import import_extra
 
 Point = tuple[float, float]
 Size = tuple[float, float]

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 
 from backbone_surgery.drawing.colours import COLOURS
-from backbone_surgery.drawing.extras import import_extra
 from backbone_surgery.drawing.layout import (
     WITHOUT_EXTRAS,
     Arrow,
@@ -18,6 +17,7 @@ from backbone_surgery.drawing.layout import (
 )
 from backbone_surgery.drawing.picture import Node, Picture, make_picture
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.extras import import_extra
 
 _FORMATS = (".png", ".svg", ".pdf", ".jpg")
 _RANKDIRS = ("TB", "LR")

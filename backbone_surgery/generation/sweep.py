@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.controls import check_names
 from backbone_surgery.numbers import read_finite
 
@@ -95,16 +96,10 @@ class Sweep:
                 "plot of a sweep: expected scores. Received a sweep without any. Pass "
                 "`score=function_of_a_text` to `sweep`."
             )
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise SurgeryError(
-                "plot of a sweep: expected matplotlib. Received an environment without it. Run "
-                '`pip install "backbone-surgery[plot]"`.'
-            ) from error
+        pyplot = import_extra("plot of a sweep", "matplotlib.pyplot")
         axes: Any = ax
         if ax is None:
-            _, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+            _, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
         order = sorted(self.strengths)
         for name in self.names:
             groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]

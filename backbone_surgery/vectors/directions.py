@@ -4,10 +4,12 @@ Everything is exact and in float64, so the same activations give the same direct
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.extras import import_extra
 
 Method = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -45,7 +47,7 @@ def check_method(method: str) -> None:
             f"{closest(method if isinstance(method, str) else '', METHODS)} Choose one of these."
         )
     if method == "logistic":
-        _logistic_regression()
+        _linear_models()
 
 
 def _pca_diff(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
@@ -66,7 +68,7 @@ def _mean_diff(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
 def _logistic(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
     halves = (positive - negative) / 2
     labels = np.repeat([1, 0], len(halves))
-    regression = _logistic_regression()(fit_intercept=False, max_iter=10_000, tol=1e-8)
+    regression = _linear_models().LogisticRegression(fit_intercept=False, max_iter=10_000, tol=1e-8)
     normal = regression.fit(np.concatenate([halves, -halves]), labels).coef_[0]
     return _unit(normal)
 
@@ -109,12 +111,5 @@ def _unit(vector: np.ndarray) -> np.ndarray:
     return vector / norm
 
 
-def _logistic_regression() -> type:
-    try:
-        from sklearn.linear_model import LogisticRegression
-    except ImportError as error:
-        raise SurgeryError(
-            "train at method='logistic': expected scikit-learn. Received an environment without "
-            'it. Run `pip install "backbone-surgery[logistic]"`, or use another method.'
-        ) from error
-    return LogisticRegression
+def _linear_models() -> Any:
+    return import_extra("train at method='logistic'", "sklearn.linear_model")

@@ -1,9 +1,12 @@
-"""The packages that only pictures need: the extra `plot` has them."""
+"""Packages that some functions need and an installation may lack."""
 
 import importlib
 from typing import Any
 
 from backbone_surgery.errors import SurgeryError
+
+_PACKAGES = {"sklearn": "scikit-learn"}
+"""Packages by the modules that they bring, where these have other names."""
 
 
 def import_extra(operation: str, module: str, otherwise: str = "") -> Any:
@@ -20,7 +23,8 @@ def import_extra(operation: str, module: str, otherwise: str = "") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        name = module.partition(".")[0]
+        package = _PACKAGES.get(name, name)
         raise SurgeryError(
             f"{operation}: expected the package {package}. Received a system without it. Run `pip "
             f"install {package}`. {otherwise}".strip()
