@@ -1,13 +1,20 @@
-"""The examples of the guides run as they stand there."""
+"""The guides: their examples run as they stand there, and what they name exists."""
 
+import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import backbone_surgery as bs
 from backbone_surgery.opening import family
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+API = sorted(DOCS.glob("api/*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "state.md"])
@@ -17,3 +24,47 @@ def test_examples_run(name, monkeypatch, capsys):
     assert blocks
     exec("\n".join(blocks), {"__name__": name})
     assert "cached = uncached" in capsys.readouterr().out
+
+
+def test_every_public_name_is_on_one_api_page():
+    public = {name: 1 for name in bs.__all__ if name != "__version__"}
+    text = "".join(page.read_text() for page in API)
+    assert Counter(re.findall(r"^::: backbone_surgery\.(\w+)$", text, re.M)) == public
+    assert Counter(re.findall(r"\[`(\w+)`\]\[backbone_surgery\.\1\]", text)) == public
+
+
+def exists(name):
+    """Whether `backbone_surgery.a.b` is a module, or an attribute of something that exists."""
+    parent, _, last = name.rpartition(".")
+    if not parent or (exists(parent) and is_module(name)):
+        return True
+    owner = bs if parent == "backbone_surgery" else getattr(bs, parent.split(".")[1], None)
+    if is_module(parent) and parent != "backbone_surgery":
+        owner = importlib.import_module(parent)
+    return hasattr(owner, last)
+
+
+def is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pages
+def test_names_exist(page):
+    text = page.read_text()
+    names = re.findall(r"\bbackbone_surgery(?:\.[A-Za-z_]\w*)+", text)
+    short = re.findall(r"\bbs\.(\w+(?:\.[a-z_]\w*)?)", text)
+    names += [f"backbone_surgery.{name}" for name in short]
+    assert [name for name in sorted(set(names)) if not exists(name)] == []
+
+
+@pages
+def test_files_exist(page):
+    """Files of the repository, by their path from its root or from the package."""
+    text = page.read_text()
+    paths = re.findall(r"`([\w./-]+(?:\.(?:py|md|ipynb|toml)|/))`", text)
+    paths += re.findall(r"(?<![\w./-])((?:docs|tests|scripts|notebooks)/[\w./-]*\w)", text)
+    roots = (ROOT, ROOT / "backbone_surgery")
+    assert [p for p in sorted(set(paths)) if not any((root / p).exists() for root in roots)] == []
