@@ -1,7 +1,7 @@
 """Checks of one run over a cache: shapes that fit together, and a slot that the cache has.
 
-What is inside a compiled function has a shape and no value, so there the slot cannot be checked:
-past the end, the arrays of a cache silently keep their last slots overwritten.
+Inside a compiled function an argument has a shape and no value, so the slot cannot be checked
+there: a run past the end overwrites the last slots of the cache.
 """
 
 from collections.abc import Mapping, Sequence

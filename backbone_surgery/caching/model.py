@@ -29,7 +29,7 @@ class BackboneWithCache(WithControls):
         Raises:
             SurgeryError: an input has another shape than the cache and the tokens ask for, or the
                 cache has no room for the tokens. Inside a compiled function `cache_update_index`
-                has no value, so there nobody checks that it is within the cache.
+                has no value, so it is not checked there.
         """
         self._check(inputs)
         return super().__call__(inputs, *args, **kwargs)

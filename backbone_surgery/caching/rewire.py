@@ -30,8 +30,9 @@ def rewire(backbone: keras.Model, trust: Iterable[Any] = ()) -> BackboneWithCach
 
     Args:
         backbone: a backbone, a Functional model cloned from one, or an edited backbone.
-        trust: layers, or names of layers, that work on each token alone by your own word. Any other
-            layer that is not known to is probed, once: it is run by itself on random input.
+        trust: layers, or names of layers, to use without a probe: you promise that they work on
+            each token alone. Any other layer that is not known to is run by itself, once, on
+            random input, to find out.
 
     Returns:
         A Functional `keras.Model` named `backbone_with_cache`. Its inputs are a dict:

@@ -280,8 +280,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
 
         Yields:
             The next piece of text. The first holds the prompt, unless it is stripped. A character
-            that takes several tokens is held back until it is whole. While a piece is in your
-            hands, the next one is being made: weights that you change then are in the one after.
+            that takes several tokens is held back until it is whole. The next piece is computed
+            while you hold this one, so a change of weights takes effect one piece later.
         """
         if self.preprocessor is None:
             raise SurgeryError(
@@ -345,8 +345,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
 
         Raises:
             SurgeryError: an argument does not fit the others or the model, or the cache has no room
-                for the tokens. Inside a compiled function, where numbers have no values, this is
-                known of shapes alone: a slot past the end overwrites the last ones.
+                for the tokens. Inside a compiled function only shapes are checked: there a slot
+                past the end overwrites the last ones.
         """
         arguments = {
             "token_ids": token_ids,
@@ -381,9 +381,9 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             padding_mask: [batch, length], false at padding; no padding by default.
             scoring_mode: `"logits"` or `"loss"`.
             layer_intercept_fn: `(activations, index) -> activations`, float[batch, time,
-                hidden_dim]. It is called on the embeddings with index -1, as KerasHub's own task
-                for the architecture has them, and on what each block gives, with its index in the
-                edited graph. What it returns goes on in their place.
+                hidden_dim]. It is called on the embeddings with index -1, and on the output of each
+                block with the block's index in the edited graph. What it returns takes their place.
+                (KerasHub's own Gemma ignores what it returns for index -1.)
             target_ids: int[batch, time], the tokens to take the loss against, for mode `"loss"`.
             controls: `{input name: array[batch, ...]}`; those left out take their defaults.
 

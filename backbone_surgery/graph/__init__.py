@@ -1,4 +1,4 @@
-"""The clone engine. Private Keras is in this package alone."""
+"""The clone engine. Private names of Keras are used in this package alone."""
 
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.keras_private import (

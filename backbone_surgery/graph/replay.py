@@ -1,8 +1,9 @@
 """The clone engine: replay a Functional layer graph with its layers shared, changing what runs.
 
-Everything else in this package is a use of `replay`. It walks the nodes (layer invocations)
-between some inputs and outputs, offers each one to a callback, and connects whatever the callback
-returns. Layers are never copied, so every graph made here holds the same variables.
+Everything else in this library is a use of `replay`. It visits the nodes (layer calls) between
+some inputs and outputs, offers each one to a callback, and connects what the callback returns.
+Layers are never copied, so every graph made here holds the same variables. A node that the callback
+keeps, with nothing changed above it, is shared by both graphs.
 
 Nested Functional and Sequential models are entered and rebuilt, and three things happen there
 that a plain replay could not do:

@@ -1,13 +1,13 @@
-"""Shared layers: a graph that is built over them goes when its last user goes.
+"""Shared layers: a graph that is built over them is freed with its last user.
 
 Each call of a layer on symbolic tensors adds a node to the layer, and Keras keeps the nodes of a
-layer as long as the layer. The layers of a backbone are in every graph that is made of it, so each
-of these graphs would stay in memory for good.
+layer as long as the layer lives. The layers of a backbone are in every graph that is made from it,
+so each of these graphs would stay in memory for good.
 
 Therefore a shared layer keeps its nodes in `SharedNodes`. A node that is added while a graph is
-built (`building`) is kept by its output tensors, and the layer only knows where it is. Whoever
-holds a tensor of a graph, or a model of it, thereby holds all nodes above. A node that a user adds
-by calling the layer stays with the layer, as ever.
+built (`building`) is held by its output tensors, and the layer refers to it weakly. Whoever holds a
+tensor of a graph, or a model of it, thereby holds all nodes above. A node that a user adds by
+calling the layer stays with the layer, as in Keras.
 """
 
 import functools
@@ -27,7 +27,7 @@ NODES = ("_inbound_nodes", "_outbound_nodes")
 
 
 def share(operation: keras.Operation) -> None:
-    """Let go of the graphs that will be built over a layer, a model or an operation.
+    """Refer weakly to the graphs that will be built over a layer, a model or an operation.
 
     Args:
         operation: it, with all that is in it. The nodes that it has by now stay with it.

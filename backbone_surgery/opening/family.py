@@ -39,8 +39,8 @@ class Family:
         pointwise_layers: classes of KerasHub layers of this architecture that work on each token
             alone; others are probed once, when a graph is rewired.
         refuse: `(block) -> reason`, or `None` when the block can be opened.
-        embeddings: name of the layer whose output KerasHub's own task for this family hands to the
-            `layer_intercept_fn` of `score` as that of index -1.
+        embeddings: name of the layer whose output `score` hands to `layer_intercept_fn` with index
+            -1, as KerasHub's own task for this family does.
         sampler: the sampler that KerasHub's own task for this family takes by default.
         model_types: the names that Hugging Face and llama.cpp have for the architecture.
         model_type: `(block) -> one of them`; the first by default.

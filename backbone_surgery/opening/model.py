@@ -113,7 +113,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         graph.share(self)
 
     def also_train(self, layers: Iterable[keras.layers.Layer]) -> None:
-        """Add layers to `trained_layers`, where a rewrite has named any: else all train anyway."""
+        """Add layers to `trained_layers`, unless it is empty: then all layers train anyway."""
         if self.trained_layers:
             remember(self, trained_layers=(*self.trained_layers, *layers))
 

@@ -1,9 +1,9 @@
 """State: what a layer keeps from one run of tokens to the next, declared by the layer itself.
 
-A text is run in pieces: the prompt at once, or in chunks, then token by token. A layer that works
-on each token alone needs nothing for that. Any other layer keeps something of the tokens before:
-attention its keys and values, a convolution its last inputs, a recurrence its state. It says so by
-two methods, those of `Stateful`; rewiring, caches, generation and pictures read nothing else.
+Generation runs a text in pieces: the prompt first, then token by token. A layer that works on each
+token alone needs nothing for that. Any other layer keeps something of the earlier tokens: attention
+its keys and values, a convolution its last inputs, a recurrence its state. It declares this by two
+methods, those of `Stateful`; rewiring, caches, generation and pictures read nothing else.
 """
 
 import inspect
@@ -136,8 +136,8 @@ class Stateful(Protocol):
     def call_with_state(self, *, state: Mapping[str, Any], **kwargs: Any) -> tuple[Any, Any]:
         """Run the next tokens of each row.
 
-        What it names among its parameters it is given: any argument of `call`, for the tokens being
-        run alone, and any of the run-time inputs:
+        It is given what its parameters name: any argument of `call`, for the tokens of this run
+        only, and any of the run-time inputs:
 
         * `cache_update_index` int32[], the slot of the first of these tokens;
         * `cache_mask` bool[batch, length], false where a slot holds padding;
@@ -148,7 +148,7 @@ class Stateful(Protocol):
 
         Args:
             state: `{name: array}`, as the last run left it.
-            **kwargs: what it named.
+            **kwargs: what its parameters name.
 
         Returns:
             What `call` would return for these tokens, and the state after them:

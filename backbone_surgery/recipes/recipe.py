@@ -37,7 +37,7 @@ def save_recipe(edited: Any, path: str | Path) -> None:
 
     Args:
         edited: what `operate` made of a keras_hub Backbone, or a task or cached graph over it.
-        path: of the folder, by custom `<name>.recipe`.
+        path: of the folder, such as `happy.recipe`.
 
     Raises:
         SurgeryError: the edit cannot be described, as docs/weights.md says, the model is no edit of

@@ -13,7 +13,7 @@ from backbone_surgery.numbers import read_array
 def contrast_pairs(
     template: str, positives: Sequence[str], negatives: Sequence[str], suffixes: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Write the pairs that repeng users write by hand.
+    """Make contrast pairs from a template and two lists of personas.
 
     Positives and negatives are taken together one by one, not crossed; each such pair is written
     once with each suffix, the same one on both sides.

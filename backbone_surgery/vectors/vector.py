@@ -97,8 +97,14 @@ class ControlVector:
             lm: a `CachedCausalLM`.
             pairs: `[(positive text, negative text), ...]`; sequences of token ids for a model
                 without a preprocessor.
-            method: `"pca_diff"`, `"pca_center"`, `"mean_diff"` or `"logistic"`; see
-                `vectors/directions.py`.
+            method: how to find the direction of a block:
+
+                * `"pca_diff"`: the first principal component of the centred differences, of unit
+                  norm;
+                * `"pca_center"`: that of the activations, each less the midpoint of its pair;
+                * `"mean_diff"`: the mean of the differences, not normalised;
+                * `"logistic"`: the normal of the plane that separates the sides, by scikit-learn's
+                  logistic regression, of unit norm.
             batch_size: how many texts to run at once. The result does not depend on it.
             token: which token of each text is measured, as an index into its tokens, start token
                 included; -1 is the last.
