@@ -1,12 +1,17 @@
 """What the tests share: the Keras backend, a cache of compiled programs, and small helpers."""
 
+import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Nearly all time goes into compiling, and nearly no test is about speed.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+FLAGS = ["--xla_backend_optimization_level=0"]
+if version("jaxlib").startswith("0.10."):  # another release may not know it, and would not start
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What was compiled once is not compiled again, by any process or the next run.
     programs = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
@@ -29,6 +34,13 @@ from tests.families import (  # noqa: F401 - tests take them from here
 )
 
 HARNESS = "test_families.py"
+
+
+def pytest_collection_finish():
+    """Spare what was imported from garbage collection, which else looks at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,7 @@ def _spread(backbone, seed):
 def make_gpt2(seed=0, **kwargs):
     config = {
         "vocabulary_size": VOCABULARY,
-        "num_layers": 3,
+        "num_layers": 2,
         "num_heads": 4,
         "hidden_dim": 32,
         "intermediate_dim": 64,
@@ -51,7 +51,7 @@ def make_gemma(seed=0, **kwargs):
 
 def make_gemma2(seed=0, **kwargs):
     config = {
-        "num_layers": 4,
+        "num_layers": 2,
         "num_key_value_heads": 2,
         "use_post_ffw_norm": True,
         "use_post_attention_norm": True,

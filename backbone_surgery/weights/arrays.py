@@ -69,7 +69,8 @@ def _of_slice(path: Path, file: Any, name: str) -> Array:
             value = _empty(shape, dtype)
             step = max(_CHUNK // (math.prod(shape[1:]) * dtype.itemsize), 1)
             for start in range(0, shape[0], step):
-                value[start : start + step] = rows[start : start + step]
+                part = slice(start, min(start + step, shape[0]))  # the file refuses to go past
+                value[part] = rows[part]
             return value
 
     return Array(dtype, shape, read, new=True)

@@ -705,6 +705,20 @@ def test_from_a_safetensors_file(family, dtype, tmp_path):
     same(snapshot(other), snapshot(backbone))
 
 
+@pytest.mark.parametrize("size", [4, 100, 5 * 3 * 4, 10**9])
+def test_an_array_of_a_file_is_read_in_parts(tmp_path, monkeypatch, size):
+    """Parts of so many bytes: none, some and all of the rows of an array."""
+    monkeypatch.setattr("backbone_surgery.weights.arrays._CHUNK", size)
+    layers = [keras.layers.Dense(3, name="first"), keras.layers.Dense(5, name="second")]
+    model = keras.Sequential([keras.Input((7,)), *layers])
+    rng = np.random.default_rng(2)
+    wanted = {path: rng.normal(size=x.shape).astype("float32") for path, x in arrays(model).items()}
+    names = {path: path.replace("/", ".") for path in wanted}
+    save_file({names[path]: x for path, x in wanted.items()}, tmp_path / "parts.safetensors")
+    bs.transfer_weights(model, tmp_path / "parts.safetensors")
+    same(arrays(model), wanted)
+
+
 @pytest.mark.parametrize("source", ["weights.h5", "none.safetensors", 3, None])
 def test_sources_that_are_none(backbone, source):
     with pytest.raises(bs.SurgeryError, match=r"transfer_weights.*: expected a"):
@@ -880,7 +894,7 @@ def watch():
         peak[0] = max(peak[0], resident())
         time.sleep(0.0002)
 
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 bs.transfer_weights(destination, source)
 done.append(1)
