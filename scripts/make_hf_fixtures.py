@@ -1,4 +1,4 @@
-"""Make the fixtures of `tests/test_hf_parity.py`: tiny Hugging Face models and what they answer.
+"""Make the fixtures of `tests/opening/test_hf_parity.py`: tiny models and what they answer.
 
 Each folder is a random GPT-2, Gemma or Gemma 2 saved by `transformers`, with a tokenizer of its
 own, as a downloaded checkpoint would be. Beside it lie the logits and the greedy texts that

@@ -70,9 +70,9 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Link public names to the API pages, and drop scripts that notebooks would load from afar."""
+    """Link public names to the API pages; mend notebooks, which are no Markdown."""
     if page.file.src_uri.endswith(".ipynb"):
-        return LOADED.sub("", html)
+        return with_anchors(LOADED.sub("", html), page.toc)
 
     def linked(match):
         first, name = match["first"], match["name"]
@@ -82,3 +82,17 @@ def on_page_content(html, page, config, files):
         return f'<autoref {optional}identifier="backbone_surgery.{name}">{match[0]}</autoref>'
 
     return CODE.sub(linked, html)
+
+
+def with_anchors(html, toc):
+    """Give the headings of a notebook the anchors that its table of contents links to."""
+
+    def flat(items):
+        for item in items:
+            yield item.id
+            yield from flat(item.children)
+
+    anchors = re.findall(r'<h\d id="([^"]*)"', html)
+    for old, new in zip(anchors, flat(toc), strict=True):
+        html = re.sub(rf'(<h\d id="|href="#){re.escape(old)}"', rf'\1{new}"', html, count=2)
+    return html

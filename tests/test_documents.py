@@ -60,11 +60,21 @@ def test_names_exist(page):
     assert [name for name in sorted(set(names)) if not exists(name)] == []
 
 
+def missing_files(text, *roots):
+    """Return the files named in a text that are under none of the roots."""
+    paths = re.findall(r"`([\w./-]+(?:\.(?:py|md|ipynb|toml)|/))`", text)
+    paths += re.findall(r"(?<![\w./-])((?:docs|tests|scripts|notebooks)/[\w./-]*\w)", text)
+    roots = (ROOT, ROOT / "backbone_surgery", *roots)
+    return [p for p in sorted(set(paths)) if not any((root / p).exists() for root in roots)]
+
+
 @pages
 def test_files_exist(page):
     """Files of the repository, by their path from its root or from the package."""
-    text = page.read_text()
-    paths = re.findall(r"`([\w./-]+(?:\.(?:py|md|ipynb|toml)|/))`", text)
-    paths += re.findall(r"(?<![\w./-])((?:docs|tests|scripts|notebooks)/[\w./-]*\w)", text)
-    roots = (ROOT, ROOT / "backbone_surgery")
-    assert [p for p in sorted(set(paths)) if not any((root / p).exists() for root in roots)] == []
+    assert missing_files(page.read_text()) == []
+
+
+def test_files_that_sources_name_exist():
+    sources = [*ROOT.glob("backbone_surgery/**/*.py"), *ROOT.glob("scripts/*.py")]
+    missing = {source.name: missing_files(source.read_text(), source.parent) for source in sources}
+    assert {name: paths for name, paths in missing.items() if paths} == {}

@@ -2,9 +2,9 @@
 
 The inside of a user's own layer is Python code, so there is no node to replace. What can be
 replaced is the object that the code gets when it reads `self.inner`. The composite layer, and each
-layer on the path down, gets a twin (`twin.py`): an object over the same state that has another
-`inner`, one whose call runs the `clone_fn`. Only the new model holds the twins, so the original
-layers and all other models stay as they are, in every thread.
+layer on the path down, gets a twin (`graph/twin.py`): an object over the same state that has
+another `inner`, one whose call runs the `clone_fn`. Only the new model holds the twins, so the
+original layers and all other models stay as they are, in every thread.
 """
 
 from collections.abc import Iterator
