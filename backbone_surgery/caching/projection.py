@@ -1,6 +1,6 @@
 """`HeadProjection`: an `EinsumDense` over attention heads, whose kernel is read as it lies.
 
-Where the heads of a kernel come before its inputs, as in Gemma, the plain einsum makes XLA copy the
+Where the heads of a kernel come before its inputs, the plain einsum makes XLA copy the
 kernel into another order, at each token that is decoded. A product for each head needs no copy.
 """
 

@@ -16,11 +16,12 @@ def inspect(model: Model = "tiny_gpt2") -> None:
     """Show the sites and parameters of a model, and the size of its cache."""
     import backbone_surgery as bs
     from backbone_surgery.caching.cache import bytes_per_token
+    from backbone_surgery.opening.site import block_of
 
     lm = load(model)
     opened = bs.open_backbone(lm.backbone)
     paths = bs.sites(opened)
-    blocks = sorted({int(p.split(".")[1]) for p in paths if p.startswith("blocks.")})
+    blocks = sorted({b for p in paths if (b := block_of(p)) is not None})
     roles = list(dict.fromkeys(p.split(".")[2] for p in paths if p.count(".") == 2))
     table = Table(title=Text(model, "table.title"), show_header=False)
     table.add_row("architecture", opened.family.name)
@@ -29,7 +30,7 @@ def inspect(model: Model = "tiny_gpt2") -> None:
     table.add_row("cache", f"{bytes_per_token(lm.backbone_with_cache):,} bytes per token and row")
     limit = opened.family.max_positions(opened)
     table.add_row("positions", f"{limit:,} at most" if limit else "no fixed limit")
-    outer = [p for p in paths if not p.startswith("blocks.")]
+    outer = [p for p in paths if block_of(p) is None]
     shape = f"blocks.0 ... blocks.{blocks[-1]}"
     table.add_row("sites", "\n".join([*outer, shape, *(f"blocks.*.{r}" for r in roles)]))
     write_table(table)

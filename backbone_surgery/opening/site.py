@@ -85,13 +85,18 @@ class Place:
     @property
     def block(self) -> int | None:
         """Index of the decoder block the site is in; `None` outside of the blocks."""
-        parts = self.path.split(".")
-        return int(parts[1]) if parts[0] == "blocks" else None
+        return block_of(self.path)
 
     @property
     def is_pattern(self) -> bool:
         """Whether the site is an attention pattern: its columns are tokens too."""
         return is_pattern(self.path)
+
+
+def block_of(path: str) -> int | None:
+    """Return the index of the decoder block that a path is in; `None` outside of the blocks."""
+    parts = path.split(".")
+    return int(parts[1]) if parts[0] == "blocks" else None
 
 
 def is_pattern(path: str) -> bool:
@@ -153,7 +158,7 @@ def select(selector: str, paths: list[str]) -> list[str]:
             f"{shown(selector)} of type {type(selector).__name__}. Pass a string."
         )
     match = _SELECTOR.fullmatch(selector)
-    count = 1 + max((int(p.split(".")[1]) for p in paths if p.startswith("blocks.")), default=-1)
+    count = 1 + max((b for p in paths if (b := block_of(p)) is not None), default=-1)
     chosen = _blocks(match["blocks"], count) & set(range(count)) if match else set()
     if match is None:
         picked = [p for p in paths if p == selector]
@@ -182,10 +187,9 @@ def _blocks(text: str, count: int) -> set[int]:
 
 
 def _matches(path: str, blocks: set[int], role: str | None) -> bool:
-    parts = path.split(".")
-    if parts[0] != "blocks" or int(parts[1]) not in blocks:
+    if block_of(path) not in blocks:
         return False
-    own = parts[2] if len(parts) == 3 else None
-    if role is None or own is None:
-        return role == own
-    return fnmatch.fnmatchcase(own, role)
+    _, _, *own = path.split(".")
+    if role is None or not own:
+        return role is None and not own
+    return fnmatch.fnmatchcase(own[0], role)

@@ -39,9 +39,8 @@ def owner_deltas(owner: keras.Model) -> dict[str, keras.Variable]:
 
     def is_delta(path: str) -> bool:
         layer, _, name = path.rpartition(".")
-        if name.endswith("_scale"):
-            return quantized
-        return layer in tuned and name not in ("kernel", "embeddings")
+        own = layer in tuned and name not in ("kernel", "embeddings")
+        return quantized if name.endswith("_scale") else own
 
     return {path: v for path, v in paths.items() if is_delta(path)}
 

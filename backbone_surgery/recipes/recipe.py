@@ -63,7 +63,8 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     weights = {f"edited.{path}": v for path, v in added.items()}
     weights |= {f"owner.{path}": v for path, v in owner_deltas(owner).items()}
     document = {
-        "versions": _versions(),
+        "versions": {"backbone_surgery": __version__}
+        | {module.__name__: module.__version__ for module in (keras, keras_hub, np)},
         "base": base,
         "dtype_policy": _one_policy(edited),
         "layers": describer.layers,
@@ -131,11 +132,6 @@ def _under(policy: str) -> Iterator[None]:
         yield
     finally:
         keras.config.set_dtype_policy(before)
-
-
-def _versions() -> dict[str, str]:
-    packages = {module.__name__: module.__version__ for module in (keras, keras_hub, np)}
-    return {"backbone_surgery": __version__, **packages}
 
 
 def _warn_of_versions(written: dict[str, Any]) -> None:

@@ -346,7 +346,7 @@ def _describe(lm: Any, **facts: str) -> dict[str, str]:
 
 
 def _by_block(values: Mapping[str, np.ndarray], at: str) -> dict[int, np.ndarray]:
-    blocks = {path: int(path.split(".")[1]) for path in values if path.startswith("blocks.")}
+    blocks = {path: b for path in values if (b := site.block_of(path)) is not None}
     if len(blocks) < len(values) or len(set(blocks.values())) < len(blocks):
         raise SurgeryError(
             f"train at '{at}': expected one site in each block. Received {list(values)}. Select "

@@ -17,7 +17,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
-from backbone_surgery.opening.site import Site, places
+from backbone_surgery.opening.site import Site, block_of, places
 from backbone_surgery.rewriting import Steer
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, quantization
 from backbone_surgery.weights.paths import resolve, variable_paths
@@ -107,12 +107,12 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
             if layer is None:
                 refused.append(f"{shown} at '{path}': {_NO_LAYER[rewrite.mode]}")
                 continue
-            vector = np.asarray(rewrite.directions[int(path.split(".")[1])], "float32")
+            vector = np.asarray(rewrite.directions[block_of(path)], "float32")
             if not np.isfinite(vector).all():
                 refused.append(f"{shown} at '{path}': its direction is not finite")
                 continue
-            fold = _Fold(layer, vector, rewrite.strength, rewrite.mode == "ablate", residual)
-            folds.append(fold)
+            ablate = rewrite.mode == "ablate"
+            folds.append(_Fold(layer, vector, rewrite.strength, ablate, residual))
     if refused:
         raise SurgeryError(
             f"merge at '{edited.name}': expected edits that weights can hold. Received "
