@@ -58,7 +58,7 @@ def on_page_markdown(markdown, page, config, files):
     """Point links between files of the repository to the pages that they are in the site."""
     source = SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     folder = posixpath.dirname(page.file.src_uri) or "."
-    if source == "README.md":
+    if source in ("README.md", "CHANGELOG.md"):  # alone in their tabs
         page.meta["hide"] = ["navigation"]
 
     def in_site(match):

@@ -22,9 +22,9 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
         length: number of slots, the most tokens that a row can ever have, padding included.
 
     Returns:
-        For each node that keeps state, in the order in which they run, `{name: array}`; for
-        attention `{"key", "value"}`, float[batch_size, length, num_key_value_heads, head_dim],
-        zeros of the dtype that the graph computes in. `rewire` lists the others. Under a
+        A list with a dict of arrays for each node that keeps state, in the order in which they run.
+        That of attention is `{"key", "value"}`, float[batch_size, length, num_key_value_heads,
+        head_dim], zeros of the dtype that the graph computes in; `rewire` lists the others. Under a
         `keras.distribution` an array is laid out by the layout map's entry for `cache_<i>_<name>`,
         else like data.
 

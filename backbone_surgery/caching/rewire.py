@@ -35,12 +35,16 @@ def rewire(backbone: keras.Model, trust: Iterable[Any] = ()) -> BackboneWithCach
             random input, to find out.
 
     Returns:
-        A Functional `keras.Model` named `backbone_with_cache`. Its inputs are a dict:
-        `token_ids` int32[batch, time]; `cache`, a list with the state of each such node, in the
-        order in which they run; `cache_update_index` int32[], the slot of the first token;
-        `positions` int32[batch, time], the number of each token within its row; `cache_mask`
-        bool[batch, length], false where a slot holds padding; and the controls. Its outputs are
-        `{"hidden_states", "cache"}`, and `captures` where there are any.
+        A Functional `keras.Model` named `backbone_with_cache`. Its inputs are a dict of
+
+        * `token_ids` int32[batch, time];
+        * `cache`, a list with the state of each such node, in the order in which they run;
+        * `cache_update_index` int32[], the slot of the first token;
+        * `positions` int32[batch, time], the number of each token within its row;
+        * `cache_mask` bool[batch, length], false where a slot holds padding;
+        * the controls.
+
+        Its outputs are `{"hidden_states", "cache"}`, and `captures` where there are any.
 
         The state of attention is `{"key", "value"}`, each float[batch, length,
         num_key_value_heads, head_dim]. Where a rewrite touches the attention pattern, it is

@@ -151,8 +151,8 @@ class Stateful(Protocol):
             **kwargs: what its parameters name.
 
         Returns:
-            What `call` would return for these tokens, and the state after them:
-            `{name: array}`, with the names, shapes and dtypes of `state`.
+            What `call` would return for these tokens, and the state after them, in the names,
+            shapes and dtypes of `state`.
         """
 
 

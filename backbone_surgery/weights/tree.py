@@ -22,8 +22,9 @@ def weight_tree(model: Any) -> dict[str, Any]:
         model: a Keras model, a causal LM task, or what `operate` or `rewire` made.
 
     Returns:
-        `{"blocks": {"0": {..., "kernel": array}}, ...}`: NumPy arrays of the variables' own dtypes
-        and shapes, and nothing but arrays. A variable that several layers share is there once.
+        Nested dicts of NumPy arrays, in the variables' own dtypes and shapes, as in
+        `{"blocks": {"0": {..., "kernel": array}}, ...}`. A variable that several layers share is
+        there once.
 
     Raises:
         SurgeryError: `model` has no weights.
