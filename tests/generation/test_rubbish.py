@@ -118,6 +118,16 @@ def test_text(writer, streamed):
     assert complaints(calls) == []
 
 
+def test_refusals_say_what_is_expected(lm, writer):
+    inputs = {"token_ids": IDS, "padding_mask": MASK}
+    with pytest.raises(bs.SurgeryError, match="at 'strip_prompt': expected True or False"):
+        lm.generate(inputs, strip_prompt="no")
+    with pytest.raises(bs.SurgeryError, match="at 'inputs': expected text that the tokenizer can"):
+        writer.generate("\ud800")
+    with pytest.raises(bs.SurgeryError, match="a sampler: expected the name of one, an instance"):
+        lm.compile(sampler=3)
+
+
 def test_sweep(writer):
     arguments = {
         "lm": constant(writer),

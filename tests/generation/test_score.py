@@ -1,11 +1,14 @@
 """`score`, against KerasHub's own task: logits, losses, what is intercepted, and edited graphs."""
 
+from dataclasses import replace
+
 import jax
 import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.scoring import interceptable
 from tests.conftest import ragged, relative
 
 
@@ -117,3 +120,10 @@ def refusing():
     from tests.families import make_gpt2
 
     return bs.CachedCausalLM(make_gpt2())
+
+
+def test_a_graph_without_the_embeddings_is_refused(backbone):
+    opened = bs.open_backbone(backbone)
+    opened.__dict__["family"] = replace(opened.family, embeddings="gone")
+    with pytest.raises(bs.SurgeryError, match="expected the layer 'gone' in the graph"):
+        interceptable(opened)

@@ -183,3 +183,31 @@ def test_what_cannot_be_registered():
 def test_wrong_fields_of_a_family(fields, words):
     with pytest.raises(bs.SurgeryError, match=f"Family at .*expected .*{words}"):
         replace(OWN, **fields)
+
+
+def one_block(embedding=layers.ReversibleEmbedding, name="token_ids", masked=True):
+    """A graph with one block of GPT-2, and something about it that opening cannot use."""
+    ids = keras.Input((None,), dtype="int32", name=name)
+    mask = keras.Input((None,), dtype="int32", name="padding_mask")
+    block = make_gpt2(num_layers=1).transformer_layers[0]
+    x = embedding(60, 32)(ids)
+    x = block(x, decoder_padding_mask=mask) if masked else block(x)
+    return keras.Model([ids, mask], x)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"name": "ids"}, "expected inputs named `token_ids` and `padding_mask`. Received .*'ids'"),
+        ({"masked": False}, "hidden states and `decoder_padding_mask` alone. Received no mask"),
+        ({"embedding": layers.Embedding}, "one `keras.layers.ReversibleEmbedding`.*Received 0"),
+    ],
+)
+def test_graphs_that_cannot_be_opened(changed, words):
+    with pytest.raises(bs.SurgeryError, match=f"open at .*{words}"):
+        bs.CachedCausalLM(one_block(**changed))
+
+
+def test_lora_is_of_a_backbone_of_keras_hub():
+    with pytest.raises(bs.SurgeryError, match="expected the owner of the weights to be a"):
+        bs.open_backbone(one_block()).enable_lora(2)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import backbone_surgery as bs
+from backbone_surgery.vectors.directions import find_direction
 from tests.rubbish import complaints, with_rubbish
 
 PAIRS = [([1, 2, 3], [4, 5]), ([6, 7], [8, 9]), ([3], [5])]
@@ -95,6 +96,33 @@ def test_arithmetic_and_norms(lm):
     calls = with_rubbish(vector.relative_to, relative)
     del calls["texts=endless generator"], calls["texts=None"]
     assert not complaints(calls)
+
+
+VECTOR = bs.ControlVector({1: np.ones(8)})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda lm: bs.ControlVector.train(lm, PAIRS, token=1.5), "'token': expected an integer"),
+        (lambda lm: bs.ControlVector.train(lm, PAIRS, verbose="no"), "'verbose': expected 0 or 1"),
+        (lambda lm: bs.ControlVector.train(None, PAIRS), "train: expected a `CachedCausalLM`"),
+        (lambda lm: VECTOR.relative_to(lm, []), "relative_to: expected a list of texts"),
+        (
+            lambda lm: bs.ControlVector({5: np.ones(8)}).relative_to(lm, [[1, 2]]),
+            r"relative_to: expected a vector for blocks \[0, 1\]. Received directions for .*5",
+        ),
+        (lambda lm: bs.ControlVector.load("v.gguf", 0.5), "expected `shift` to be an integer"),
+        (lambda lm: VECTOR.save("missing/v.gguf"), "expected a file in a folder that exists"),
+        (
+            lambda lm: find_direction("logistic", np.ones((2, 8)), np.ones((2, 8))),
+            "train: expected activations that differ between the sides",
+        ),
+    ],
+)
+def test_refusals_say_what_is_expected(lm, call, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        call(lm)
 
 
 NAMES = st.text(max_size=12)

@@ -167,6 +167,43 @@ def test_gguf_files_of_something_else_are_refused(tmp_path, name):
         bs.ControlVector.load(tmp_path / "b.gguf")
 
 
+def gguf_string(text):
+    return struct.pack("<Q", len(text)) + text
+
+
+def gguf_header(tensors=1, entries=0, version=3):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries)
+
+
+def gguf_tensor(size, kind=0):
+    return gguf_string(b"direction.1") + struct.pack("<IQIQ", 1, size, kind, 0)
+
+
+DAMAGED_GGUF = {
+    "a file that is no GGUF file": b"GGML" + gguf_header()[4:],
+    "GGUF version 4, where 2 and 3 are read": gguf_header(version=4),
+    "a GGUF header that promises": gguf_header(tensors=2**40),
+    "a truncated or damaged GGUF header": gguf_header()[:9],
+    "a field of 99 bytes in a file of": gguf_header(entries=1) + struct.pack("<Q", 99),
+    "an array of arrays": gguf_header(entries=1) + gguf_string(b"a") + struct.pack("<IIQ", 9, 9, 1),
+    "a tensor of 64 numbers in a file of": gguf_header() + gguf_tensor(64),
+    "a damaged GGUF file .ValueError": gguf_header() + gguf_tensor(1, kind=999),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGED_GGUF)
+def test_damaged_gguf_files_are_refused(tmp_path, words):
+    (tmp_path / "d.gguf").write_bytes(DAMAGED_GGUF[words])
+    with pytest.raises(bs.SurgeryError, match=f"expected a control vector.*{words}"):
+        bs.ControlVector.load(tmp_path / "d.gguf")
+
+
+def test_a_damaged_safetensors_file_is_refused(tmp_path):
+    (tmp_path / "d.safetensors").write_bytes(b"12345678")
+    with pytest.raises(bs.SurgeryError, match="Received a damaged safetensors file"):
+        bs.ControlVector.load(tmp_path / "d.safetensors")
+
+
 def test_gguf_of_another_architecture(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("direction.1", ONE)

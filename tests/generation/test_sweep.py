@@ -1,0 +1,47 @@
+"""Sweeps: what cannot be swept, scored or plotted is refused in words. No text is generated."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import backbone_surgery as bs
+from backbone_surgery.generation.sweep import Sweep
+
+
+def echo(texts, **options):
+    return texts
+
+
+LM = SimpleNamespace(preprocessor="any", programs="any", generate=echo)
+WITHOUT_TEXT = SimpleNamespace(preprocessor=None, programs="any", generate=echo)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: bs.sweep(WITHOUT_TEXT, "x", "mood", [1.0]), "CachedCausalLM with a preprocessor"),
+        (lambda: bs.sweep(LM, [], "mood", [1.0]), "at .mood.*at least one prompt"),
+        (lambda: bs.sweep(LM, "x", "mood", [float("nan")]), "at least one finite strength"),
+        (lambda: bs.sweep(LM, "x", "mood", [1.0], 3), "at 'score': expected a function of a text"),
+        (
+            lambda: bs.sweep(LM, "x", "mood", [1.0], lambda text: None),
+            "at score 'score': expected a function that returns a number. Received None",
+        ),
+        (lambda: Sweep("mood", (), (), ()).plot(), "plot of a sweep: expected scores"),
+        (lambda: Sweep("mood", (), (), ("a",)).mean("b"), r"at score 'b': expected one of \['a'\]"),
+    ],
+)
+def test_refusals(call, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        call()
+
+
+def test_scores_are_taken_of_each_text():
+    swept = bs.sweep(LM, ["a", "bbb"], "mood", [0, 2], {"length": len})
+    assert [(row.prompt, row.strength) for row in swept.rows] == [
+        ("a", 0.0),
+        ("a", 2.0),
+        ("bbb", 0.0),
+        ("bbb", 2.0),
+    ]
+    assert swept.mean("length") == {0.0: 2.0, 2.0: 2.0}
