@@ -124,7 +124,7 @@ def _load_preprocessor(preset: str, path: str) -> Any:
         raise SurgeryError(
             f"from_preset at '{preset}': expected the tokenizer files that KerasHub reads for this "
             f"architecture. Received a folder where {error} Recent `transformers` save only "
-            "`tokenizer.json`. For GPT-2, `tokenizer.backend_tokenizer.model.save(folder)` writes "
-            "the other files; for Gemma, copy the original `tokenizer.model`. To go without a "
-            "preprocessor, remove the tokenizer files."
+            "`tokenizer.json`: `tokenizer.backend_tokenizer.model.save(folder)` writes "
+            "`vocab.json` and `merges.txt`; a `tokenizer.model` is copied from the original. To go "
+            "without a preprocessor, remove the tokenizer files."
         ) from error

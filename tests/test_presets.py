@@ -120,3 +120,11 @@ def test_a_wheel_has_its_own_models_and_no_others(tmp_path):
     )
     inside = site / "backbone_surgery" / "models"
     assert out.stdout.split() == [str(inside / "tiny_gemma"), str(inside / "tiny_gpt2")]
+
+
+def test_a_folder_without_the_tokenizer_files_that_keras_hub_reads(tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "tests" / "fixtures" / "hf_gpt2" / name, tmp_path)
+    words = r"expected the tokenizer files .*`vocab.json` doesn't exist.*model\.save\(folder\)"
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.CachedCausalLM.from_preset(str(tmp_path))

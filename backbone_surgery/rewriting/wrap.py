@@ -11,7 +11,6 @@ each update happens once.
 
 import contextlib
 import contextvars
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.opening.site import BLOCK, BlockInput, Site, is_block, stream_index
+from backbone_surgery.opening.site import BLOCK, BlockInput, Site, stream_index
 from backbone_surgery.rewriting.depth import select_blocks
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import Rewrite, Surgery
@@ -142,14 +141,12 @@ class Wrap(Rewrite):
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Rebuild the chosen blocks with their wrapper in them."""
-        chosen = {place.path for place in select_blocks(surgery, self.at, "Wrap")}
-        numbers = itertools.count()
+        places = select_blocks(surgery, self.at, "Wrap")
+        paths = {place.nodes[:-1]: place.path for place in places}  # the node of the whole block
 
         def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_block(layer):
-                return graph.KEEP
-            path = f"blocks.{next(numbers)}"
-            if path not in chosen:
+            path = paths.get(graph.visited_node())
+            if path is None:
                 return graph.KEEP
             surgery.fired.append(path)
 

@@ -1,9 +1,12 @@
 """The logit lens of edited models: rewrites behind the last block act on every site it reads."""
 
 import numpy as np
+import pytest
 
 import backbone_surgery as bs
+from tests.caching.test_state import CumulativeMean
 from tests.conftest import make_gpt2, relative
+from tests.rewriting.test_refused_edits import WithoutBlocks
 
 
 def test_a_control_behind_the_last_block():
@@ -21,3 +24,10 @@ def test_a_control_behind_the_last_block():
     plain = bs.logit_lens(bs.CachedCausalLM(backbone), ids)
     assert np.array_equal(off.token_ids, plain.token_ids)
     assert relative(off.probabilities, plain.probabilities) <= 1e-5
+
+
+def test_a_graph_without_blocks_is_refused():
+    rewrites = [bs.Insert("embeddings", CumulativeMean(name="mean")), WithoutBlocks()]
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(num_layers=1), rewrites))
+    with pytest.raises(bs.SurgeryError, match=r"logit_lens at .*: expected decoder blocks"):
+        bs.logit_lens(lm, [1, 2], at="embeddings")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.recipes.describe import Rebuilder
 from backbone_surgery.recipes.store import read_recipe
 from tests.conftest import make_gpt2
 from tests.recipes.edits import CASES, Own, Put, outputs, rewritten, vector
@@ -277,3 +278,9 @@ def test_values_nested_deep_with_right_digests(gpt2, tmp_path):
             bs.load_recipe(tmp_path / "r", gpt2)
     finally:
         sys.setrecursionlimit(limit)
+
+
+def test_fields_that_a_rewrite_does_not_take():
+    described = {"type": "backbone_surgery>Repeat", "fields": {"at": "blocks.0", "times": 0}}
+    with pytest.raises(bs.RecipeError, match=r"expected fields that it takes\..*`times`"):
+        Rebuilder({}, []).rewrite(described)

@@ -320,3 +320,11 @@ def test_nothing_of_others_is_touched(shared, folder, tmp_path):
         with pytest.raises(bs.SurgeryError, match=words):
             bs.save_recipe(edited, path)
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_backbone_that_was_quantised_since_is_refused(tmp_path):
+    backbone = make_gpt2(num_layers=1)
+    bs.save_recipe(bs.operate(backbone, [bs.Skip("blocks.0")]), tmp_path / "it.recipe")
+    backbone.quantize("int8")
+    with pytest.raises(bs.RecipeError, match=r"that is quantised to None\. Received int8"):
+        bs.load_recipe(tmp_path / "it.recipe", backbone)

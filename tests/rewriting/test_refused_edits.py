@@ -5,12 +5,15 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import graph
+from backbone_surgery.opening.site import is_block, stream_index
+from backbone_surgery.rewriting import Rows
 from tests.conftest import make_gpt2
 
 
 @pytest.fixture(scope="module")
 def backbone():
-    return make_gpt2()
+    return make_gpt2(num_layers=3)
 
 
 @pytest.mark.parametrize(
@@ -166,3 +169,119 @@ def test_a_vector_of_another_size_names_the_sites_that_would_fit(rewrite):
     words = r"'blocks\.1\.query'.*Sites of \[32\] here are blocks\.1\.attention_norm, .*blocks\.1\."
     with pytest.raises(bs.SurgeryError, match=words):
         bs.operate(make_gpt2(), [rewrite])
+
+
+class WithoutBlocks(bs.Rewrite):
+    """Leaves all blocks out."""
+
+    whole_blocks = True
+
+    def visitor(self, surgery):
+        def visit(layer, *args, **kwargs):
+            if not is_block(layer):
+                return graph.KEEP
+            surgery.fired.append(layer.name)
+            return keras.tree.flatten(args)[stream_index(layer)]
+
+        return visit
+
+
+class FromPositions(bs.SiteRewrite):
+    """Lets attention in a block attend to positions in place of hidden states."""
+
+    at = "blocks.0.attention_norm"
+
+    def apply(self, x, place, surgery):
+        positions = keras.ops.cast(surgery.positions, x.dtype)[..., None]
+        return keras.ops.repeat(positions, x.shape[-1], axis=-1)
+
+
+def without_input(b):
+    """Block 0 computes something, of its padding mask alone."""
+    residuals = iter(["first"])
+
+    def attention_alone(layer, *args, **kwargs):
+        if layer.name == "attention_residual" and next(residuals, None):
+            return args[0][0]
+        return layer(*args, **kwargs)
+
+    return bs.operate(b, [FromPositions(), attention_alone])
+
+
+class Declares(FromPositions):
+    """Declares an input of some name."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def visitor(self, surgery):
+        surgery.control(self.name, np.float32(0))
+        return super().visitor(surgery)
+
+
+class Nothing(bs.Rewrite):
+    """Changes nothing."""
+
+    def visitor(self, surgery):
+        return lambda layer, *args, **kwargs: graph.KEEP
+
+
+def emitting(layer, *args, **kwargs):
+    result = layer(*args, **kwargs)
+    if layer.name == "transformer_layer_0":
+        bs.emit("x", result)
+    return result
+
+
+def failing(block):
+    raise ValueError("no such block")
+
+
+ROWS = Rows(np.array([3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda b: bs.operate(b, [Nothing()]), "Received one that fired nowhere"),
+        (lambda b: bs.operate(b, [emitting]), r"Received one that emits \['x'\]"),
+        (lambda b: bs.operate(b, [Declares("a b")]), "control 'a b': expected a name of letters"),
+        (
+            lambda b: bs.operate(b, [Declares("token_ids")]),
+            "control 'token_ids': expected a name that no other rewrite declares. Received a graph",
+        ),
+        (lambda b: bs.Capture("blocks.0").bind(1, ROWS), "Capture: .* that declares a control"),
+        (
+            lambda b: bs.Condition("c", np.ones(32), 0.1, "blocks.0").bind(2, ROWS),
+            "'c': expected thresholds from -1 to 1",
+        ),
+        (
+            lambda b: bs.Control(directions="up"),
+            "Control: expected directions as a control vector, a list of one for each row",
+        ),
+        (
+            lambda b: bs.operate(without_input(b), [bs.Reorder([0, 2, 1])]),
+            "blocks nested in another model, or without hidden states",
+        ),
+        (
+            lambda b: bs.operate(without_input(b), [bs.Wrap("blocks.0", Scaled)]),
+            "Received a block that does not use its input",
+        ),
+        (lambda b: bs.Wrap("blocks.0", 3), "`make_layer` to be a function of a block"),
+        (
+            lambda b: bs.operate(b, [bs.Wrap("blocks.0", failing)]),
+            "Received a function that fails with: no such block",
+        ),
+        (
+            lambda b: bs.operate(b, [bs.Wrap("blocks.0", lambda block: block(1))]),
+            "the block to be called inside its wrapper's `call`. Received a call outside of it",
+        ),
+        (
+            lambda b: bs.rewire(bs.operate(b, [WithoutBlocks()])),
+            "expected a graph with attention in it, or with another layer that keeps state",
+        ),
+    ],
+)
+def test_refusals_say_what_is_expected(backbone, edit, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        edit(backbone)
