@@ -128,3 +128,10 @@ def test_a_folder_without_the_tokenizer_files_that_keras_hub_reads(tmp_path):
     words = r"expected the tokenizer files .*`vocab.json` doesn't exist.*model\.save\(folder\)"
     with pytest.raises(bs.SurgeryError, match=words):
         bs.CachedCausalLM.from_preset(str(tmp_path))
+
+
+def test_a_vector_that_does_not_come_with_a_model():
+    with pytest.raises(
+        bs.SurgeryError, match="expected one of the vectors that come with .*'mood'"
+    ):
+        presets.find_vector("tiny_gpt2", "moot")

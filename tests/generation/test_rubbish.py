@@ -297,6 +297,15 @@ def test_what_does_not_fit_a_cache(lm, changed, words):
         lm.call_with_cache(**{**arguments, "cache_update_index": 0, **changed})
 
 
+def test_a_cache_of_another_dtype(lm):
+    cache = bs.new_cache(lm.backbone_with_cache, 2, 4)
+    cache[1]["value"] = np.asarray(cache[1]["value"], "float16")
+    with pytest.raises(
+        bs.SurgeryError, match=r"cache\[1\]\['value'\]': expected an array of float32"
+    ):
+        lm.call_with_cache(IDS, cache, 0)
+
+
 def test_positions_that_were_not_learned(lm):
     cache = bs.new_cache(lm.backbone_with_cache, 2, 80)
     with pytest.raises(bs.SurgeryError, match="at slot 62: expected at most 64 positions"):

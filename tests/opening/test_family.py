@@ -12,6 +12,7 @@ import backbone_surgery as bs
 from backbone_surgery.families.gpt2 import GPT2
 from backbone_surgery.opening import family
 from backbone_surgery.opening.open import find_family
+from backbone_surgery.opening.site import select
 from tests.conftest import make_gemma, make_gpt2, ragged, relative
 
 
@@ -211,3 +212,8 @@ def test_graphs_that_cannot_be_opened(changed, words):
 def test_lora_is_of_a_backbone_of_keras_hub():
     with pytest.raises(bs.SurgeryError, match="expected the owner of the weights to be a"):
         bs.open_backbone(one_block()).enable_lora(2)
+
+
+def test_a_selector_is_a_string():
+    with pytest.raises(bs.SelectorError, match=r"select: expected a site selector .* of type int"):
+        select(3, ["blocks.0"])
