@@ -31,6 +31,7 @@ def run(code, backend):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_generates_without_tensorflow():
     code = """
 import backbone_surgery as bs
@@ -45,6 +46,7 @@ print("tensorflow" in sys.modules)
     assert lines[2] == "False"
 
 
+@pytest.mark.slow
 def test_importing_starts_no_backend():
     code = """
 import backbone_surgery

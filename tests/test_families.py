@@ -139,6 +139,7 @@ def test_all_together(backbone, rng, tmp_path):
     assert_equal(list(EDITS), backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
 
+@pytest.mark.slow
 @first_by_default
 def test_all_together_in_reverse(backbone, rng, tmp_path):
     assert_equal(list(EDITS)[::-1], backbone, rng, tmp_path, [[3, 1, 1, 1]])
@@ -174,6 +175,7 @@ def test_all_together_in_generation(backbone, rng, tmp_path):
             assert np.abs(value - wanted).max() <= EXACT * max(np.abs(wanted).max(), 1), path
 
 
+@pytest.mark.slow
 @first_by_default
 def test_all_together_in_bfloat16_with_lora(family, rng, tmp_path):
     backbone = ROWS[family].make(num_layers=3, dtype="bfloat16")
@@ -211,6 +213,7 @@ def graph_of(model):
     ]
 
 
+@pytest.mark.slow
 @first_by_default
 def test_the_source_stays_what_it_was(backbone, rng, tmp_path):
     inputs = tokens(rng, 2, TIME)

@@ -57,6 +57,7 @@ def test_damaged_control_vectors(tmp_path, suffix):
     assert read_all(lambda: bs.ControlVector.load(path), path, copies) > 250
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cfg.json", "sae.safetensors"])
 def test_damaged_autoencoders(tmp_path, name, backbone):
     weights = {

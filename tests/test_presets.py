@@ -132,6 +132,6 @@ def test_a_folder_without_the_tokenizer_files_that_keras_hub_reads(tmp_path):
 
 def test_a_vector_that_does_not_come_with_a_model():
     with pytest.raises(
-        bs.SurgeryError, match="expected one of the vectors that come with .*'mood'"
+        bs.SurgeryError, match=r"expected one of the vectors that come with .*'mood'"
     ):
         presets.find_vector("tiny_gpt2", "moot")

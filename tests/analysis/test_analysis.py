@@ -115,6 +115,7 @@ def test_attribution_is_gradient_times_activation(lm):
     assert abs(last.values[0, -1] - last.metric) <= 1e-4
 
 
+@pytest.mark.slow
 def test_controls_reach_the_analyses():
     backbone = make_gpt2()
     vector = np.random.default_rng(1).normal(size=32)
@@ -141,6 +142,7 @@ def test_nothing_is_left_behind(lm):
         assert np.array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_figures(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -49,6 +49,7 @@ def test_other_layers_are_left_alone(rng):
     assert not any(projects_heads(layer, "float32") for layer in others)
 
 
+@pytest.mark.slow
 def test_a_layer_of_ones_own_may_run_twice_and_be_called_by_name(rng):
     split = dense("btd,ndh->btnh", (None, 1, 32), (3, 5, 32), name="mine")
 

@@ -83,6 +83,7 @@ def test_uncached_opened_graph_takes_padding_on_the_left_too(pair, rng):
     assert relative(got[1, 7:], wanted[0]) <= EXACT
 
 
+@pytest.mark.slow
 def test_query_scale_is_that_of_the_backbone(rng):
     backbone = FAMILIES["gemma2"](query_head_dim_normalize=False, head_dim=16)
     inputs = left_padded(rng, [9, 9], 9)
@@ -106,6 +107,7 @@ def test_bfloat16(family, rng):
     assert relative(run_cached(model, inputs, [9, 1, 6]), wanted) <= 2e-2
 
 
+@pytest.mark.slow
 def test_the_fused_attention_of_a_gpu_computes_the_same(family, rng, monkeypatch):
     """Keras runs the op without cuDNN here; what it is given is the same on a GPU."""
     calls = []
@@ -234,6 +236,7 @@ def test_attention_pattern_can_be_rewritten_and_still_be_cached(backbone, rng):
     assert relative(got, run(backbone, inputs), mask) > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_weights_through_the_opened_graph(backbone, rng):
     import jax
 

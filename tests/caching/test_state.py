@@ -140,6 +140,7 @@ def test_check_runs_past_the_window_that_a_layer_tells():
     assert report.tokens == 24
 
 
+@pytest.mark.slow
 def test_check_passes_in_half_precision():
     layers = [CausalConv(4, dtype="bfloat16"), CumulativeMean(name="mean", dtype="bfloat16")]
     edited = bs.operate(
@@ -213,6 +214,7 @@ def beams_by_hand(lm, prompt, steps, width):
     return beams[0][1]
 
 
+@pytest.mark.slow
 def test_beams_repeat_and_reorder_the_state(lm, rng):
     inputs = ragged(rng, (4, 7), 7)
     lm.compile(sampler=keras_hub.samplers.BeamSampler(num_beams=3))
@@ -228,6 +230,7 @@ def test_beams_repeat_and_reorder_the_state(lm, rng):
     assert np.array_equal(one[0], got[0, :12])
 
 
+@pytest.mark.slow
 def test_streamed_text_joins_to_what_is_generated():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     layer = CausalConv(3)

@@ -6,6 +6,8 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import PROMPT
 
 
@@ -18,6 +20,7 @@ def test_generate_prints_one_text_for_each_prompt(run):
     assert len(lines[0]) > len(PROMPT) + 10
 
 
+@pytest.mark.slow
 def test_stream_prints_the_same_text(run):
     options = ["generate", PROMPT, "--max-new-tokens", "12", "--sampler", "top_p", "--seed", "4"]
     assert run(*options, "--stream").stdout.strip() == run(*options).stdout.strip()
@@ -50,6 +53,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 def test_train_then_steer_with_the_file(run, tmp_path):
     pairs, vector = tmp_path / "pairs.jsonl", tmp_path / "feeling.gguf"
     pairs.write_text("\n".join(json.dumps(p) for p in PAIRS))
@@ -68,6 +72,7 @@ def test_train_then_steer_with_the_file(run, tmp_path):
     assert plain == same != other
 
 
+@pytest.mark.slow
 def test_bundled_vectors_by_name(run):
     options = ["generate", PROMPT, "--max-new-tokens", "30"]
     texts = {s: run(*options, "--control", f"mood={s}").stdout for s in (-2, 0, 2)}
@@ -75,6 +80,7 @@ def test_bundled_vectors_by_name(run):
     assert texts[0] == run(*options).stdout
 
 
+@pytest.mark.slow
 def test_sweep_counts_words_and_plots(run, tmp_path):
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "out.png"
     prompts.write_text(f"{PROMPT}\n\nLong ago there lived a boy named Tom.\n")
@@ -86,6 +92,7 @@ def test_sweep_counts_words_and_plots(run, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_console_script_needs_no_configuration(tmp_path):
     """As on a fresh machine: no backend chosen, no Keras settings, and nothing else on screen."""
     script = Path(sysconfig.get_path("scripts")) / "backbone-surgery"

@@ -54,6 +54,7 @@ def test_the_table_of_a_sweep():
         assert words.count(word) == 3, word
 
 
+@pytest.mark.slow
 def test_names_of_files_and_models(run, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)

@@ -90,6 +90,7 @@ def test_greedy_equals_kerashub_for_gemma_1(rng):
     assert_same(pair.lm.generate(inputs, stop_token_ids=None), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["random", "top_k", "top_p", "beam"])
 def test_one_row_draws_what_kerashub_draws(pair, rng, sampler):
     pair.compile(make_sampler(sampler))

@@ -39,6 +39,7 @@ def make_random():
     return keras_hub.samplers.RandomSampler(seed=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_beams, make_random])
 def test_samplers_and_conditions_do_not_notice(make, rng, monkeypatch):
     direction = rng.normal(size=32)
@@ -57,6 +58,7 @@ def test_samplers_and_conditions_do_not_notice(make, rng, monkeypatch):
     assert np.array_equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_rows_that_end_early_need_no_longer_cache(rng, from_16):
     lm = bs.CachedCausalLM(make_gpt2())
     lm.compile(sampler="greedy")

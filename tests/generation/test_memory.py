@@ -48,6 +48,7 @@ def parameters_of_shape(text, shape):
     return {int(i) for i in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_every_array_of_the_cache_is_updated_in_place(compiled, kind):
     programs, _, caches = compiled

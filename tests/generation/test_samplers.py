@@ -79,6 +79,7 @@ def test_a_sampler_made_anew_for_each_call_compiles_once(lm, prompt):
     assert lm.programs.compilations == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -121,6 +122,7 @@ def test_a_beam_sampler_of_ones_own_scores_as_it_says(lm, prompt):
         lm.compile(sampler=Loop())
 
 
+@pytest.mark.slow
 def test_programs_of_samplers_that_went_are_let_go(lm, prompt, monkeypatch):
     monkeypatch.setattr(programs_module, "_STRATEGIES", 2)
     lm.compile(sampler=Only([0]))
@@ -139,6 +141,7 @@ def test_programs_of_samplers_that_went_are_let_go(lm, prompt, monkeypatch):
     assert set(generate(lm, prompt).ravel()) == {0}
 
 
+@pytest.mark.slow
 def test_a_text_is_made_by_the_sampler_that_it_was_begun_with(rng, monkeypatch):
     from backbone_surgery.generation import engine
 

@@ -35,6 +35,7 @@ def batch(rng):
     return x, ids[:, 1:], np.ones((8, 9))
 
 
+@pytest.mark.slow
 def test_fit_changes_what_is_generated(family, backbone, rng):
     lm = bs.CachedCausalLM(bs.operate(backbone, []))
     inputs = ragged(rng, (4, 4), 4)
@@ -49,6 +50,7 @@ def test_fit_changes_what_is_generated(family, backbone, rng):
     assert np.isfinite(lm.evaluate(x, y, sample_weight=weight, verbose=0)).all()
 
 
+@pytest.mark.slow
 def test_fit_equals_kerashub(family, rng):
     x, y, weight = batch(rng)
     losses = []
@@ -145,6 +147,7 @@ class ControlVectorLayer(keras.layers.Layer):
         return x + self.vector
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["clone", "operate"])
 def test_the_examples_of_keras_hub_1598(family, backbone, rng, how):
     def clone_fn(layer, *args, **kwargs):

@@ -33,6 +33,7 @@ def test_greedy_text_equals_kerashub(lm, upstream):
     assert lm.generate(PROMPTS, max_length=96, strip_prompt=True) == stripped
 
 
+@pytest.mark.slow
 def test_parity_of_a_bundled_model(lm, upstream):
     report = bs.check(lm.backbone)
     assert max(report.errors.values()) <= 5e-6
@@ -70,6 +71,7 @@ def test_stop_sequence_ends_the_text_exactly(lm):
     assert got == whole[: whole.index(stop, len(PROMPTS[0])) + len(stop)]
 
 
+@pytest.mark.slow
 def test_stream_holds_back_unfinished_characters():
     """Random weights write bytes that are no text: what is shown must never be taken back."""
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2", load_weights=False)

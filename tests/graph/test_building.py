@@ -10,6 +10,7 @@ from threading import Barrier
 
 import keras
 import numpy as np
+import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.drawing.picture import make_picture
@@ -87,6 +88,7 @@ def test_plain_clones_built_at_once_compute_what_the_source_does(monkeypatch):
         np.testing.assert_array_equal(numbers(clone, value), numbers(source, value))
 
 
+@pytest.mark.slow
 def test_all_else_that_builds_can_be_done_at_once():
     backbone = make_gpt2(num_layers=2)
     expected = bs.CachedCausalLM(edit(backbone))

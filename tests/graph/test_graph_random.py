@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keras import layers, ops, tree
@@ -381,6 +382,7 @@ def test_edited_clones_compute_what_the_interpreter_does(program, edit, per_use)
     assert facts(case.source, case.values) == before
 
 
+@pytest.mark.slow
 @random_graphs
 @given(programs(), edits, edits)
 def test_clones_of_clones_compute_what_the_interpreter_does(program, first, second):

@@ -80,6 +80,7 @@ def test_failed_clones_and_calls_that_are_not_used_leave_no_nodes_behind(source)
     assert living_nodes() == before
 
 
+@pytest.mark.slow
 def test_layers_of_the_users_own_that_clones_use_again_and_again_let_go(source):
     mine = layers.Dense(3, name="mine")
     outer = layers.Dense(3, name="outer")(source.input)
@@ -117,6 +118,7 @@ def edited(backbone):
     return bs.operate(backbone, [bs.Steer("calm", {0: np.ones(32)})])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))
 def test_what_is_built_of_a_backbone_and_dropped_leaves_no_nodes_behind(build, backbone, edited):
     build(backbone, edited)

@@ -61,6 +61,7 @@ def test_what_a_preset_is_loaded_with_must_fit_its_edit(preset):
         bs.CachedCausalLM.from_preset(str(preset), dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_a_preset_with_text(tmp_path):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     direction = np.random.default_rng(0).normal(0, 1, lm.backbone.hidden_dim)
@@ -76,6 +77,7 @@ def test_a_preset_with_text(tmp_path):
     assert type(task).__name__ == "GPT2CausalLM"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
 def test_a_preset_with_a_tokenizer_is_replaced(tmp_path, name):
     lm = bs.CachedCausalLM.from_preset(name)
@@ -103,6 +105,7 @@ def quantised():
     return edited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [

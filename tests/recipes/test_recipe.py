@@ -109,6 +109,7 @@ def test_an_edit_of_a_bundled_model_needs_no_backbone(tmp_path):
         bs.load_recipe(tmp_path / "r")
 
 
+@pytest.mark.slow
 def test_int8_and_lora_of_the_backbone(tmp_path):
     """Loaded onto the backbone as it was before it was quantised, which stays as it is."""
     edited = bs.operate(make_gpt2(num_layers=1), [bs.Steer("mood", {0: vector()})])

@@ -389,6 +389,7 @@ print(json.dumps(states))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the saving process is forked")
 @pytest.mark.parametrize("kind", ["recipe", "folder"])
 @pytest.mark.parametrize("before", ["old", "nothing"])

@@ -94,6 +94,7 @@ def test_mean_and_resample(backbone, rng):
     assert relative(cached, got["hidden_states"]) <= EXACT
 
 
+@pytest.mark.slow
 def test_ablation_in_generation(rng):
     backbone = make_gpt2()
     rewrites = [bs.Capture("blocks.*.mlp_output", name="raw")]

@@ -108,6 +108,7 @@ def test_captures_of_generation_are_those_of_the_finished_text(lm, rng, sampler)
     )
 
 
+@pytest.mark.slow
 def test_captures_of_rows_that_stop_at_different_times_and_in_parts(lm, rng):
     lm.compile(sampler="greedy")
     inputs = ragged(rng, (4, 6, 3), 6)
@@ -131,6 +132,7 @@ def test_captures_of_a_prompt_alone(lm, rng):
     assert_captures_of(lm.backbone, rows, captures, ["blocks.1"])
 
 
+@pytest.mark.slow
 def test_asking_for_captures_is_one_more_program_and_no_other_call_compiles(rng):
     edited = bs.operate(FAMILIES["gpt2"](), [bs.Capture("blocks.1")])
     lm = bs.CachedCausalLM(edited)
@@ -143,6 +145,7 @@ def test_asking_for_captures_is_one_more_program_and_no_other_call_compiles(rng)
     assert header.count("may-alias") + header.count("must-alias") >= 2 * 3 + 1
 
 
+@pytest.mark.slow
 def test_a_capturing_model_trains_and_is_checked(rng):
     backbone = FAMILIES["gpt2"]()
     edited = bs.operate(backbone, [bs.Capture("blocks.*")])

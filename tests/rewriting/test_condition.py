@@ -111,6 +111,7 @@ def test_generation_equals_by_hand(watched, rng):
     assert lm.programs.compilations == before
 
 
+@pytest.mark.slow
 def test_signed_and_tokens(rng):
     backbone = make_gpt2()
     inputs = ragged(rng, [6, 6], 6)

@@ -40,6 +40,7 @@ def gpt2():
     return make_gpt2()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ORDERS))
 def test_a_new_order_is_that_chain_of_blocks(backbone, rng, name):
     rewrite, order = ORDERS[name]
@@ -129,6 +130,7 @@ def test_skip_takes_blocks_out_row_by_row(backbone, rng):
     assert relative(cached, got) <= EXACT
 
 
+@pytest.mark.slow
 def test_skip_is_a_control_of_generation(rng):
     backbone = make_gpt2()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Skip("blocks.1")]))

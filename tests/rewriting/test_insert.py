@@ -172,6 +172,7 @@ def test_a_wrapped_block_stays_open(rng):
     assert relative(captures["blocks.0"], wanted) <= EXACT
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_its_dtype(rng):
     backbone = make_gpt2(dtype="bfloat16")
     rewrites = [
@@ -266,6 +267,7 @@ class Ordinary(keras.layers.Layer):
         return x + self.dense(made)
 
 
+@pytest.mark.slow
 def test_states_and_losses_of_a_wrapper_change_once(rng):
     """Of what the block gave, and not of what it was given; with one draw of the dropout."""
     backbone, made = make_gpt2(), []
@@ -293,6 +295,7 @@ def test_states_and_losses_of_a_wrapper_change_once(rng):
     assert relative(edited.losses[0], wanted) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_replaced_block_can_be_edited_further(block, rng):
     backbone = make_gpt2()

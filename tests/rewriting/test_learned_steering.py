@@ -74,6 +74,7 @@ def test_it_computes_what_a_given_vector_does(name, mode, rng):
     assert np.array_equal(*texts)
 
 
+@pytest.mark.slow
 def test_what_was_learned_goes_on(rng, tmp_path):
     """Generation sees it at once; another graph, a plain vector and a recipe give the same."""
     backbone = make_gpt2()

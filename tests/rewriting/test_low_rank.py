@@ -57,6 +57,7 @@ def batch(rng):
     return {"token_ids": ids[:, :-1], "padding_mask": np.ones((4, 9), "int32")}, ids[:, 1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_fit_trains_the_adapters_alone(name, rng):
     backbone = FAMILIES[name]()
@@ -133,6 +134,7 @@ def test_a_direction_learned_by_gradient(rng):
     assert relative(direction.vector, wanted) <= 1e-4
 
 
+@pytest.mark.slow
 def test_low_rank_beside_lora_and_in_bfloat16(rng):
     backbone = make_gpt2(dtype="bfloat16")
     backbone.enable_lora(2)

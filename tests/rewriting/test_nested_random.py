@@ -199,6 +199,7 @@ def rewrites(late):
     }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30,
     deadline=None,

@@ -54,6 +54,7 @@ def test_a_patched_token_has_the_given_value(backbone, rng):
         assert relative(cached, wanted) <= EXACT
 
 
+@pytest.mark.slow
 def test_patching_every_site_with_its_own_value_is_bit_equal(backbone, rng):
     paths = [p for p in bs.sites(bs.open_backbone(backbone)) if "pattern" not in p]
     inputs = left_padded(rng, [9, 6], 9)

@@ -1,6 +1,7 @@
 """A rewrite finds its sites by the nodes that hold them, in whatever order the graph is walked."""
 
 import numpy as np
+import pytest
 
 import backbone_surgery as bs
 from tests.conftest import make_gpt2
@@ -8,6 +9,7 @@ from tests.conftest import make_gpt2
 INPUTS = {"token_ids": np.array([[5, 6, 7]], "int32"), "padding_mask": np.ones((1, 3), "int32")}
 
 
+@pytest.mark.slow
 def test_blocks_side_by_side_are_told_apart_where_a_condition_watches_the_second():
     states = {}
 

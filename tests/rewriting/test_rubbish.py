@@ -77,6 +77,7 @@ def fields_of(cls, autoencoder):
     return good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", GOOD, ids=lambda cls: cls.__name__)
 def test_every_argument_of_every_rewrite(backbone, autoencoder, cls):
     """Built, applied, its control bound to its default, and run."""

@@ -84,6 +84,7 @@ def test_features_can_be_ablated_as_any_site(sae, rng):
     assert relative(got["blocks.1"], np.broadcast_to(w["b_dec"], (2, 9, SIZE))) <= EXACT
 
 
+@pytest.mark.slow
 def test_a_feature_is_a_direction(sae, rng):
     path, w = sae
     backbone = make_gpt2()

@@ -120,6 +120,7 @@ def test_strengths(steered, rng):
     assert relative(run(stacked, inputs), at(1.0, start + other)) <= 2e-6
 
 
+@pytest.mark.slow
 def test_64_settings_in_one_batch_equal_each_alone(rng):
     backbone = make_gpt2()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", vector(rng))]))
@@ -168,6 +169,7 @@ def test_modes_equal_numpy(rng, mode, renormalize):
     assert relative(run(bs.operate(backbone, [steer]), inputs), wanted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_schedules_up_to_64_steps_share_a_program(rng):
     lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Steer("mood", vector(rng))]))
     lm.compile(sampler="greedy")
@@ -193,6 +195,7 @@ def test_schedules_up_to_64_steps_share_a_program(rng):
     assert lm.programs.compilations == {"prefill": 2, "decode": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_range_is_exact_in_chunks_of_any_size(rng, dtype):
     """Cached in one pass, token by token and in uneven chunks, over left-padded rows."""

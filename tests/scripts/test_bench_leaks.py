@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_few_rounds_keep_no_nodes():
     command = [sys.executable, "scripts/bench_leaks.py", "--rounds", "3", "--warm-up", "1"]
     result = subprocess.run(

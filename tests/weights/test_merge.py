@@ -194,6 +194,7 @@ def test_everything_that_is_refused_is_named_at_once():
         bs.merge(edited)
 
 
+@pytest.mark.slow
 def test_a_plain_graph_and_a_quantised_backbone_are_refused():
     backbone = make_gpt2(num_layers=1)
     plain = keras.Model(

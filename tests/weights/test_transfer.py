@@ -817,6 +817,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="places arrays of JAX")
 def test_weights_stay_on_their_devices():
     """From either device, both or NumPy to either or both; and no memory is shared."""
