@@ -4,15 +4,12 @@ import os
 
 import pytest
 
-FIRST = "01_rewire_and_generate.ipynb"
-"""It runs by default, the others with the slow tests."""
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark all notebooks but the first as slow."""
+    """Mark notebooks as slow."""
     for item in items:
-        if item.path.suffix == ".ipynb" and item.path.name != FIRST:
+        if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.slow)
 
 

@@ -28,6 +28,7 @@ from tests.families import (  # noqa: F401 - tests take them from here
     ROWS,
     TASKS,
     VOCABULARY,
+    make_deep_gpt2,
     make_gemma,
     make_gemma2,
     make_gpt2,

@@ -36,6 +36,11 @@ def make_gpt2(seed=0, **kwargs):
     return _spread(keras_hub.models.GPT2Backbone(**{**config, **kwargs}), seed)
 
 
+def make_deep_gpt2(seed=0, **kwargs):
+    """One of three blocks, for what takes more than two: to be swapped, say, and to stay."""
+    return make_gpt2(seed, **{"num_layers": 3, **kwargs})
+
+
 def make_gemma(seed=0, **kwargs):
     config = {
         "vocabulary_size": VOCABULARY,

@@ -10,7 +10,7 @@ import backbone_surgery as bs
 from backbone_surgery.caching.cache import bytes_per_token, new_packed_cache
 from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.generation import engine
-from tests.conftest import make_gemma2, make_gpt2, ragged, relative
+from tests.conftest import make_deep_gpt2, make_gemma2, make_gpt2, ragged, relative
 from tests.reference import run_chunks
 
 EXACT = 5e-6
@@ -87,7 +87,7 @@ def edit(backbone):
 
 @pytest.fixture(scope="module")
 def lm():
-    lm = bs.CachedCausalLM(edit(make_gpt2()))
+    lm = bs.CachedCausalLM(edit(make_deep_gpt2()))
     lm.compile(sampler="greedy")
     return lm
 
@@ -136,7 +136,7 @@ def test_check_runs_past_the_window_that_a_layer_tells():
     class LooksFar(CausalConv):
         sliding_window_size = 20
 
-    report = bs.check(bs.operate(make_gpt2(), [bs.Insert("blocks.1", LooksFar(3))]))
+    report = bs.check(bs.operate(make_deep_gpt2(), [bs.Insert("blocks.1", LooksFar(3))]))
     assert report.tokens == 24
 
 
@@ -168,6 +168,7 @@ def test_left_padded_rows_equal_each_row_alone(lm, rng):
             assert relative(logits[i, 14 - length :], wanted[i]) <= EXACT
 
 
+@pytest.mark.slow
 def test_call_with_cache_equals_uncached_in_pieces(lm, rng):
     ids = rng.integers(1, 60, (2, 9)).astype("int32")
     cache, pieces = bs.new_cache(lm.backbone_with_cache, 2, 12), []
@@ -192,6 +193,7 @@ def test_pictures_show_the_state(lm):
     assert picture.nodes[names.index("cached_convolution")].description == "CausalConv"
 
 
+@pytest.mark.slow
 def test_greedy_equals_uncached_in_a_growing_cache(lm, rng, monkeypatch):
     monkeypatch.setattr(engine, "_GROWS_FROM", 16)
     inputs = ragged(rng, (9, 3, 6), 9)
@@ -243,7 +245,7 @@ def test_streamed_text_joins_to_what_is_generated():
 
 
 def test_recipe_brings_the_state_back(tmp_path, rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     edited = edit(backbone)
     bs.save_recipe(edited, tmp_path / "it.recipe")
     again = bs.load_recipe(tmp_path / "it.recipe", backbone)
@@ -292,7 +294,7 @@ WRONG = {
 
 @pytest.mark.parametrize("words", WRONG)
 def test_wrong_methods_are_refused_when_rewired(words):
-    edited = bs.operate(make_gpt2(), [bs.Insert("blocks.0", stateful(**WRONG[words]))])
+    edited = bs.operate(make_deep_gpt2(), [bs.Insert("blocks.0", stateful(**WRONG[words]))])
     with pytest.raises(bs.SurgeryError, match=f"rewire at 'odd'.*{words}"):
         bs.rewire(edited)
 

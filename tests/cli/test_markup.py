@@ -41,6 +41,7 @@ def test_texts(run, monkeypatch, args, count):
     assert result.stdout.count(HOSTILE) == count
 
 
+@pytest.mark.slow
 def test_prompts_that_are_generated_from(run):
     result = run("generate", HOSTILE, "--max-new-tokens", "1")
     assert result.exit_code == 0, result.output

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import make_gemma, make_gpt2
+from tests.conftest import make_deep_gpt2, make_gemma, make_gpt2
 
 
 class Doubled(keras.layers.Layer):
@@ -20,7 +20,7 @@ def steered():
         result = layer(*args, **kwargs)
         return Doubled(name="doubled")(result) if layer.name == "transformer_layer_0" else result
 
-    return bs.rewire(bs.operate(make_gpt2(), [clone_fn, bs.Steer("mood", {1: np.ones(32)})]))
+    return bs.rewire(bs.operate(make_deep_gpt2(), [clone_fn, bs.Steer("mood", {1: np.ones(32)})]))
 
 
 def conditioned():
@@ -31,7 +31,7 @@ def conditioned():
         bs.Steer("mood", {2: np.ones(32)}, when="topic"),
         bs.Capture("blocks.1.attention_pattern"),
     ]
-    return bs.operate(make_gpt2(), edits)
+    return bs.operate(make_deep_gpt2(), edits)
 
 
 def nested():

@@ -117,6 +117,7 @@ def test_a_row_does_not_depend_on_the_batch_the_padding_or_the_cache(pair, rng):
         assert np.array_equal(longer[i, : length + 12], together[i, : length + 12])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["random", "top_k", "top_p", "beam"])
 def test_a_row_depends_on_its_own_seed_alone(gpt2, rng, sampler):
     gpt2.compile(sampler=make_sampler(sampler))

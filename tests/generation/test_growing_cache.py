@@ -17,6 +17,7 @@ def from_16(monkeypatch):
     monkeypatch.setattr(engine, "_GROWS_FROM", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_greedy_equals_kerashub(family, rng, from_16):
     backbone = FAMILIES[family]()

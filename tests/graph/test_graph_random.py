@@ -347,6 +347,7 @@ def test_plain_clones_are_bit_equal(program):
     assert facts(case.source, case.values) == before
 
 
+@pytest.mark.slow
 @random_graphs
 @given(programs())
 def test_every_node_is_offered_once(program):

@@ -103,7 +103,7 @@ def ablated(to, shape):
 
 
 def replace(name, dtype):
-    width = FAMILIES[name]().intermediate_dim // (1 if name == "gpt2" else 2)
+    width = FAMILIES[name](num_layers=3).intermediate_dim // (1 if name == "gpt2" else 2)
     return [bs.Replace("blocks.1.mlp_hidden", dense(dtype, width))]
 
 
@@ -123,7 +123,7 @@ def read_from_files(feature):
             save_file(tensors, Path(folder) / "sae.safetensors")
             (Path(folder) / "cfg.json").write_text(json.dumps({"k": 3}))
             rewrite = bs.SparseAutoencoder("blocks.1", folder, feature=feature)
-            return bs.operate(FAMILIES[name](dtype=dtype), [rewrite]).rewrites
+            return bs.operate(FAMILIES[name](dtype=dtype, num_layers=3), [rewrite]).rewrites
 
     return make
 
@@ -164,7 +164,7 @@ INPUTS = {
 def make(name, case, dtype="float32", backbone=None):
     """Make an edited model with weights of its own, of a backbone that stays as it is."""
     if backbone is None or case == "lora":
-        backbone = FAMILIES[name](dtype=dtype)
+        backbone = FAMILIES[name](dtype=dtype, num_layers=3)
     edited = bs.operate(backbone, CASES[case](name, dtype))
     if case == "lora":
         backbone.enable_lora(2)

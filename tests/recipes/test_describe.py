@@ -11,13 +11,13 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.recipes.describe import Rebuilder
 from backbone_surgery.recipes.store import read_recipe
-from tests.conftest import make_gpt2
+from tests.conftest import make_deep_gpt2
 from tests.recipes.edits import CASES, Own, Put, outputs, rewritten, vector
 
 
 @pytest.fixture(scope="module")
 def gpt2():
-    return make_gpt2()
+    return make_deep_gpt2()
 
 
 def saved(gpt2, rewrites, folder):

@@ -13,19 +13,19 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.recipes.store import read_recipe
 from backbone_surgery.weights.paths import variable_paths
-from tests.conftest import FAMILIES, make_gemma, make_gpt2
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gemma, make_gpt2
 from tests.recipes.edits import CASES, INPUTS, Put, fill, make, outputs, rewritten, steering, vector
 
 
 @pytest.fixture(scope="module")
 def shared():
     """A backbone that no test changes."""
-    return make_gpt2()
+    return make_deep_gpt2()
 
 
 @pytest.fixture
 def gpt2():
-    return make_gpt2()
+    return make_deep_gpt2()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def folder(shared, tmp_path):
 
 def replay(folder, name, dtype):
     """Load every recipe of a folder and run it: called in a fresh process."""
-    backbone = FAMILIES[name](dtype=dtype)
+    backbone = FAMILIES[name](dtype=dtype, num_layers=3)
     before = bs.weights_digest(backbone)
     results = {"plain": outputs(bs.open_backbone(backbone))}
     for case in CASES:
@@ -55,7 +55,7 @@ def replay(folder, name, dtype):
 )
 def test_every_rewrite_comes_back_in_a_fresh_process(tmp_path, name, dtype):
     """Vectors, layers and what they have learned, LoRA; the backbone stays as it is."""
-    backbone = FAMILIES[name](dtype=dtype)
+    backbone = FAMILIES[name](dtype=dtype, num_layers=3)
     wanted = {}
     for case in CASES:
         edited = make(name, case, dtype, backbone)
@@ -97,6 +97,7 @@ def test_what_is_loaded_can_be_saved_again(shared, folder, tmp_path):
         assert {p.name: p.read_bytes() for p in (tmp_path / str(i)).iterdir()} == wanted
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_bundled_model_needs_no_backbone(tmp_path):
     backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone
     direction = np.random.default_rng(0).normal(0, 1, backbone.hidden_dim)
@@ -199,7 +200,7 @@ def test_layers_made_before_do_not_matter(shared, tmp_path):
     edited = unnamed(shared)
     fill(edited)
     bs.save_recipe(edited, tmp_path / "r")
-    other = unnamed(make_gpt2(3))
+    other = unnamed(make_deep_gpt2(3))
     loaded = bs.load_recipe(tmp_path / "r", shared)
     np.testing.assert_array_equal(outputs(loaded), outputs(edited))
     report = bs.transfer_weights(other, edited)
@@ -258,11 +259,17 @@ def plain(gpt2):
         (make_gemma, "expected a backbone with family gpt2. Received gemma"),
         (lambda: make_gpt2(num_layers=2), "expected a backbone with num_layers 3. Received 2"),
         (lambda: make_gpt2(dtype="bfloat16"), "with dtype float32. Received bfloat16"),
-        (lambda: make_gpt2(seed=1), "expected weights of the digest sha256:"),
-        (lambda: changed(make_gpt2()), "expected weights of the digest sha256:"),
-        (lambda: with_lora(make_gpt2()), "expected a backbone without LoRA. Received one with it"),
-        (lambda: bs.operate(make_gpt2(), []), "Received an edited one. Pass its `owner`"),
-        (lambda: plain(make_gpt2()), "expected an edit of a keras_hub Backbone"),
+        (lambda: make_deep_gpt2(seed=1), "expected weights of the digest sha256:"),
+        (lambda: changed(make_deep_gpt2()), "expected weights of the digest sha256:"),
+        (
+            lambda: with_lora(make_deep_gpt2()),
+            "expected a backbone without LoRA. Received one with it",
+        ),
+        (
+            lambda: bs.operate(make_deep_gpt2(), []),
+            "Received an edited one. Pass its `owner`",
+        ),
+        (lambda: plain(make_deep_gpt2()), "expected an edit of a keras_hub Backbone"),
         (lambda: 3, "expected a built Keras model"),
         (lambda: None, "expected `backbone`, since the recipe was made on a GPT2Backbone"),
     ],

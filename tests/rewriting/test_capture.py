@@ -6,7 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_rewire import left_padded
-from tests.conftest import FAMILIES, ragged, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, ragged, relative
 from tests.reference import run_chunks
 
 EXACT = 1e-5
@@ -15,7 +15,7 @@ ALL = ("embeddings", "blocks.*.*", "blocks.*", "final_norm")
 
 @pytest.fixture(scope="module", params=["gpt2", "gemma2"])
 def lm(request):
-    backbone = FAMILIES[request.param]()
+    backbone = FAMILIES[request.param](num_layers=3)
     return bs.CachedCausalLM(bs.operate(backbone, [bs.Capture(*ALL)]))
 
 
@@ -25,7 +25,7 @@ def captured(model, inputs):
 
 
 def test_captures_are_the_tensors_at_the_sites(rng):
-    backbone = FAMILIES["gpt2"]()
+    backbone = make_deep_gpt2()
     edited = bs.operate(backbone, [bs.Capture("blocks.*", "final_norm")])
     assert edited.report[0].sites == ("blocks.0", "blocks.1", "blocks.2", "final_norm")
     inputs = left_padded(rng, [9, 9], 9)
@@ -39,7 +39,7 @@ def test_captures_are_the_tensors_at_the_sites(rng):
 
 
 def test_attention_pattern_is_softmax_of_query_and_key(rng):
-    backbone = FAMILIES["gpt2"]()
+    backbone = make_deep_gpt2()
     edited = bs.operate(backbone, [bs.Capture("blocks.1.attention_*", "blocks.1.*", name="all")])
     inputs = left_padded(rng, [7, 7], 7)
     got = {k.removeprefix("all/blocks.1."): v for k, v in captured(edited, inputs).items()}
@@ -66,7 +66,7 @@ def test_cached_captures_are_the_uncached_ones(lm, rng, chunks):
 
 
 def test_order_of_the_list_decides_what_is_captured(rng):
-    backbone = FAMILIES["gpt2"]()
+    backbone = make_deep_gpt2()
     steer = bs.Steer("mood", {1: np.ones(32)}, strength=2.0)
     rewrites = [bs.Capture("blocks.1", name="before"), steer, bs.Capture("blocks.1")]
     edited = bs.operate(backbone, rewrites)
@@ -134,7 +134,7 @@ def test_captures_of_a_prompt_alone(lm, rng):
 
 @pytest.mark.slow
 def test_asking_for_captures_is_one_more_program_and_no_other_call_compiles(rng):
-    edited = bs.operate(FAMILIES["gpt2"](), [bs.Capture("blocks.1")])
+    edited = bs.operate(make_deep_gpt2(), [bs.Capture("blocks.1")])
     lm = bs.CachedCausalLM(edited)
     lm.compile(sampler="greedy")
     options = {"max_new_tokens": 6, "stop_token_ids": None}
@@ -147,13 +147,13 @@ def test_asking_for_captures_is_one_more_program_and_no_other_call_compiles(rng)
 
 @pytest.mark.slow
 def test_a_capturing_model_trains_and_is_checked(rng):
-    backbone = FAMILIES["gpt2"]()
+    backbone = make_deep_gpt2()
     edited = bs.operate(backbone, [bs.Capture("blocks.*")])
     assert max(bs.check(edited).errors.values()) <= EXACT
     ids = rng.integers(1, 60, (4, 9))
     x, y = {"token_ids": ids[:, :-1], "padding_mask": np.ones((4, 8), "int32")}, ids[:, 1:]
     losses = []
-    for task in (bs.CachedCausalLM(edited), bs.CachedCausalLM(FAMILIES["gpt2"]())):
+    for task in (bs.CachedCausalLM(edited), bs.CachedCausalLM(make_deep_gpt2())):
         task.compile(sampler="greedy", optimizer=keras.optimizers.SGD(0.1))
         losses.append(task.fit(x, y, epochs=2, shuffle=False, verbose=0).history["loss"])
     assert np.allclose(*losses, rtol=1e-5)
@@ -166,7 +166,7 @@ def test_pictures_show_captures_as_outputs(lm):
 
 
 def test_errors(rng):
-    backbone = FAMILIES["gpt2"]()
+    backbone = make_deep_gpt2()
     with pytest.raises(bs.SurgeryError, match="expected at least one site selector"):
         bs.Capture()
     with pytest.raises(bs.SelectorError, match=r"'blocks.1.quary'.*Did you mean"):

@@ -7,7 +7,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.by_hand import generate_by_hand, model_by_hand
-from tests.conftest import FAMILIES, make_gpt2, ragged
+from tests.conftest import FAMILIES, make_deep_gpt2, ragged
 
 LENGTHS = [7, 3, 5, 6, 4, 2]
 
@@ -32,7 +32,7 @@ def some_but_not_all(found):
 def watched(request):
     """A backbone, its conditionally steered task, and what both were made of."""
     rng = np.random.default_rng(3)
-    backbone = FAMILIES[request.param]()
+    backbone = FAMILIES[request.param](num_layers=3)
     direction, push = rng.normal(size=32), 3 * rng.normal(size=32) / np.sqrt(32)
     rewrites = [
         bs.Condition("weather", direction, 0.3, at="blocks.0"),
@@ -49,6 +49,7 @@ def states(by_hand, inputs, blocks):
     return np.asarray(by_hand.predict_on_batch({**inputs, "extra": extra})["blocks"][0])
 
 
+@pytest.mark.slow
 def test_rows_are_steered_from_the_token_on_that_meets_it(watched, rng):
     backbone, lm, by_hand, direction, push = watched
     inputs = ragged(rng, LENGTHS, 8)
@@ -113,7 +114,7 @@ def test_generation_equals_by_hand(watched, rng):
 
 @pytest.mark.slow
 def test_signed_and_tokens(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     inputs = ragged(rng, [6, 6], 6)
     own = states(model_by_hand(backbone), inputs, 3)
     direction = own[0, 3]
@@ -131,7 +132,7 @@ def test_signed_and_tokens(rng):
 
 
 def test_errors(rng):
-    backbone, direction = make_gpt2(), rng.normal(size=32)
+    backbone, direction = make_deep_gpt2(), rng.normal(size=32)
     condition = bs.Condition("wet", direction, 0.3, at="blocks.1")
     with pytest.raises(bs.SurgeryError, match="Did you mean 'wet'"):
         bs.operate(backbone, [condition, bs.Steer("s", {2: np.ones(32)}, when="wett")])

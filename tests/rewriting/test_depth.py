@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_gpt2, ragged, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, ragged, relative
 from tests.reference import by_hand, run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -37,7 +37,7 @@ def backbone(request):
 @pytest.fixture(scope="module")
 def gpt2():
     """One backbone for all tests that change nothing of it."""
-    return make_gpt2()
+    return make_deep_gpt2()
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_each_use_of_a_repeated_block_is_a_site_of_its_own(backbone, rng):
 
 
 def test_what_was_done_inside_a_block_goes_with_it(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     steer = bs.Steer("mood", {0: np.ones(32)}, strength=3.0)
     edited = bs.operate(backbone, [steer, bs.Repeat("blocks.0", times=2)])
     inputs = tokens(rng)
@@ -90,7 +90,7 @@ def test_what_was_done_inside_a_block_goes_with_it(rng):
 
 
 def test_what_a_clone_fn_put_behind_a_block_goes_with_it(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     dense = keras.layers.Dense(32, name="extra")
 
     def insert(layer, *args, **kwargs):
@@ -132,7 +132,7 @@ def test_skip_takes_blocks_out_row_by_row(backbone, rng):
 
 @pytest.mark.slow
 def test_skip_is_a_control_of_generation(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Skip("blocks.1")]))
     without = bs.CachedCausalLM(bs.operate(backbone, [bs.Remove("blocks.1")]))
     plain = bs.CachedCausalLM(backbone)
@@ -151,7 +151,7 @@ def test_skip_is_a_control_of_generation(rng):
 
 
 def test_capture_before_and_after_skip(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     rewrites = [bs.Capture("blocks.1", name="before"), bs.Skip("blocks.1"), bs.Capture("blocks.*")]
     edited = bs.operate(backbone, rewrites)
     got = edited.predict_on_batch(tokens(rng))["captures"]
@@ -160,7 +160,7 @@ def test_capture_before_and_after_skip(rng):
 
 
 def test_repeated_blocks_generate_as_the_uncached_graph_does(rng):
-    edited = bs.operate(make_gpt2(), [bs.Repeat("blocks.1:", times=2), bs.Capture("blocks.*")])
+    edited = bs.operate(make_deep_gpt2(), [bs.Repeat("blocks.1:", times=2), bs.Capture("blocks.*")])
     lm = bs.CachedCausalLM(edited)
     lm.compile(sampler="greedy")
     ids = tokens(rng, 1, 5)["token_ids"]
@@ -217,7 +217,7 @@ def test_integers_of_numpy_are_those_of_python():
 
 
 def test_a_connection_past_a_block_is_refused(rng):
-    backbone, kept = make_gpt2(), []
+    backbone, kept = make_deep_gpt2(), []
 
     def remember(layer, *args, **kwargs):
         result = layer(*args, **kwargs)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_gpt2, ragged, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 ZERO = np.zeros(32, "float32")
@@ -26,7 +26,7 @@ def learner(backbone, vector, optimizer=None, **options):
 
 def test_one_step_is_the_gradient_of_the_loss(rng):
     """By KerasHub's own blocks and `jax.grad`."""
-    backbone, strength = make_gpt2(), 0.5
+    backbone, strength = make_deep_gpt2(), 0.5
     before = bs.weights_digest(backbone)
     lm = learner(backbone, {1: ZERO}, strength=strength)
     x, y = batch(rng)
@@ -54,7 +54,7 @@ def test_one_step_is_the_gradient_of_the_loss(rng):
 @pytest.mark.parametrize("mode", ["add", "ablate"])
 def test_it_computes_what_a_given_vector_does(name, mode, rng):
     """Whole, in chunks, and in generation, strengths of each row included."""
-    backbone = FAMILIES[name]()
+    backbone = FAMILIES[name](num_layers=3)
     vector = {block: rng.normal(0, 1, 32).astype("float32") for block in (0, 1)}
     given, learned = (
         bs.operate(backbone, [bs.Steer("mood", vector, mode=mode, trainable=trainable)])
@@ -77,7 +77,7 @@ def test_it_computes_what_a_given_vector_does(name, mode, rng):
 @pytest.mark.slow
 def test_what_was_learned_goes_on(rng, tmp_path):
     """Generation sees it at once; another graph, a plain vector and a recipe give the same."""
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     adam = keras.optimizers.Adam(0.3)
     lm = learner(backbone, {1: ZERO, 2: ZERO}, adam, renormalize=True)
     options = {"max_new_tokens": 8, "stop_token_ids": None}
@@ -96,7 +96,7 @@ def test_what_was_learned_goes_on(rng, tmp_path):
     vector = bs.ControlVector(rewrite.directions)
     plain = bs.operate(backbone, [bs.Steer("mood", vector, renormalize=True)])
     bs.save_recipe(lm, tmp_path / "r")
-    loaded = bs.load_recipe(tmp_path / "r", make_gpt2())
+    loaded = bs.load_recipe(tmp_path / "r", make_deep_gpt2())
     for edited in (again, plain, loaded):
         assert np.array_equal(run(edited, inputs), wanted)
     assert loaded.rewrites[0].learned is not rewrite.learned
@@ -104,7 +104,7 @@ def test_what_was_learned_goes_on(rng, tmp_path):
 
 
 def test_merge_folds_what_was_learned(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     edited = bs.operate(backbone, [bs.Steer("mood", {1: ZERO}, trainable=True)])
     edited.trainable_variables[0].assign(rng.normal(0, 1, (1, 32)))
     inputs = tokens(rng)
@@ -113,6 +113,7 @@ def test_merge_folds_what_was_learned(rng):
     assert relative(run(bs.merge(edited), inputs), wanted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_directions_stay_float32_in_bfloat16(rng):
     backbone = make_gpt2(dtype="bfloat16")
     edited = bs.operate(backbone, [bs.Steer("mood", {1: ZERO + 0.001}, trainable=True)])
@@ -128,7 +129,7 @@ def test_errors(rng):
         bs.Steer("mood", {1: ZERO}, strength=0, trainable=True)
     with pytest.raises(bs.SurgeryError, match=r"Received zeros at blocks \[1\]"):
         bs.Steer("mood", {0: ZERO + 1, 1: ZERO}, mode="ablate", trainable=True)
-    lm = learner(make_gpt2(), {1: ZERO})
+    lm = learner(make_deep_gpt2(), {1: ZERO})
     control = bs.Control(directions={1: ZERO + 1})
     options = {"max_new_tokens": 2, "stop_token_ids": None, "controls": {"mood": control}}
     with pytest.raises(bs.SurgeryError, match="expected no directions for a Steer that learns"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_gpt2, ragged, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -33,7 +33,7 @@ def merge(backbone, edited, role, scale):
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_adapters_equal_merged_weights(name, rng):
-    backbone, merged = FAMILIES[name](), FAMILIES[name]()
+    backbone, merged = FAMILIES[name](num_layers=3), FAMILIES[name](num_layers=3)
     edited = bs.operate(backbone, [bs.LowRank("blocks.*.value", rank=3, alpha=6)])
     inputs = tokens(rng)
     assert np.array_equal(run(edited, inputs), run(bs.open_backbone(backbone), inputs))
@@ -60,7 +60,7 @@ def batch(rng):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_fit_trains_the_adapters_alone(name, rng):
-    backbone = FAMILIES[name]()
+    backbone = FAMILIES[name](num_layers=3)
     before, trainable = digest(backbone), len(backbone.trainable_variables)
     edited = bs.operate(backbone, [bs.LowRank("blocks.*.mlp_output", rank=2)])
     lm = bs.CachedCausalLM(edited)
@@ -89,8 +89,9 @@ def test_fit_trains_the_adapters_alone(name, rng):
     assert np.array_equal(again.generate(inputs, **options)["token_ids"], after)
 
 
+@pytest.mark.slow
 def test_other_models_of_the_backbone_train_as_before(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     bs.operate(backbone, [bs.LowRank("blocks.*.query", rank=2)])
     plain = bs.CachedCausalLM(backbone)
     assert len(plain.trainable_variables) == len(backbone.trainable_variables) > 0
@@ -111,7 +112,7 @@ def test_a_direction_learned_by_gradient(rng):
         def call(self, x):
             return x + self.vector
 
-    backbone, direction = make_gpt2(), Direction()
+    backbone, direction = make_deep_gpt2(), Direction()
     before = digest(backbone)
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Insert("blocks.1", direction)]))
     lm.compile(sampler="greedy", optimizer=keras.optimizers.SGD(1.0))
@@ -150,7 +151,7 @@ def test_low_rank_beside_lora_and_in_bfloat16(rng):
 
 
 def test_errors():
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     with pytest.raises(bs.SurgeryError, match=r"`rank` to be an integer of 1 or more"):
         bs.LowRank("blocks.0.query", rank=True)
     with pytest.raises(bs.SurgeryError, match=r"expected a rank from 1 to 32, .* Received 33"):
@@ -167,4 +168,4 @@ def test_errors():
     with pytest.raises(bs.SurgeryError, match="expected an adapter for exactly the selected"):
         bs.operate(make_gpt2(num_layers=2), [rewrite])
     with pytest.raises(bs.SurgeryError, match=r"expected an adapter from \(16,\) to \(4, 4\)"):
-        bs.operate(make_gpt2(hidden_dim=16), [rewrite])
+        bs.operate(make_deep_gpt2(hidden_dim=16), [rewrite])

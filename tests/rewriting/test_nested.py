@@ -309,6 +309,7 @@ def test_declared_output_shape_is_traced_again():
     np.testing.assert_allclose(predict(new), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_of_keras_itself():
     sequence = np.random.default_rng(4).normal(size=(2, 4, 3)).astype("float32")
     x = keras.Input((4, 3))
@@ -539,6 +540,7 @@ class Adapter(layers.Layer):
         return x + self.up(self.down(x))
 
 
+@pytest.mark.slow
 def test_adapter_in_a_backbone_is_rewritten_and_rewired(rng):
     backbone, adapter = make_gpt2(num_layers=1), Adapter(32, name="adapter")
 

@@ -6,7 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_rewire import left_padded
-from tests.conftest import FAMILIES, make_gpt2, ragged, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, ragged, relative
 from tests.reference import by_hand, run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -27,7 +27,7 @@ class PutIn(keras.layers.Layer):
 
 @pytest.fixture(scope="module", params=["gpt2", "gemma2"])
 def backbone(request):
-    return FAMILIES[request.param]()
+    return FAMILIES[request.param](num_layers=3)
 
 
 def test_a_patched_token_has_the_given_value(backbone, rng):
@@ -90,7 +90,9 @@ def test_all_of_a_block_from_another_prompt_gives_the_other_prompts_states(backb
 
 
 def test_patching_in_generation_counts_tokens_of_each_row(rng):
-    edited = bs.operate(make_gpt2(), [bs.Patch("blocks.*.mlp_output"), bs.Capture("blocks.*.*")])
+    edited = bs.operate(
+        make_deep_gpt2(), [bs.Patch("blocks.*.mlp_output"), bs.Capture("blocks.*.*")]
+    )
     lm = bs.CachedCausalLM(edited)
     lm.compile(sampler="greedy")
     inputs = ragged(rng, (3, 6), 6)
@@ -109,8 +111,9 @@ def test_patching_in_generation_counts_tokens_of_each_row(rng):
     assert lm.programs.compilations["decode"] == 2
 
 
+@pytest.mark.slow
 def test_fixed_positions_take_values_alone(rng):
-    lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Patch("blocks.0", positions=(1,))]))
+    lm = bs.CachedCausalLM(bs.operate(make_deep_gpt2(), [bs.Patch("blocks.0", positions=(1,))]))
     lm.compile(sampler="greedy")
     inputs, options = ragged(rng, (4, 4), 4), {"max_new_tokens": 5, "stop_token_ids": None}
     value = 9 * np.ones((1, 32))
@@ -138,7 +141,7 @@ def test_fixed_positions_patch_in_one_pass_and_cached(backbone, rng):
 
 
 def test_errors(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     with pytest.raises(bs.SurgeryError, match=r"'blocks.1.attention_pattern': expected sites with"):
         bs.operate(backbone, [bs.Patch("blocks.1.*")])
     with pytest.raises(bs.SurgeryError, match="expected positions"):

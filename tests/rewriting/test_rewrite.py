@@ -32,6 +32,7 @@ def test_blocks_side_by_side_are_told_apart_where_a_condition_watches_the_second
         np.testing.assert_allclose(value, expected[path], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_uses_of_one_block_are_told_apart():
     backbone = make_gpt2(num_layers=2)
     twice = bs.operate(backbone, [bs.Repeat("blocks.0")])

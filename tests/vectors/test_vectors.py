@@ -7,7 +7,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, VOCABULARY, make_gpt2, relative
+from tests.conftest import FAMILIES, VOCABULARY, make_deep_gpt2, relative
 
 METHODS = ["pca_diff", "pca_center", "mean_diff", "logistic"]
 
@@ -40,7 +40,7 @@ def recorded(backbone, pairs, token=-1):
 def trained(request):
     """A model, pairs, what the blocks really put out, and a vector for each method."""
     rng = np.random.default_rng(5)
-    backbone = FAMILIES[request.param]()
+    backbone = FAMILIES[request.param](num_layers=3)
     lm = bs.CachedCausalLM(backbone)
     pairs = random_pairs(rng)
     vectors = {m: bs.ControlVector.train(lm, pairs, m, verbose=0) for m in METHODS}
@@ -118,7 +118,7 @@ def test_a_given_token(trained):
 
 
 def test_other_rewrites_are_measured_too(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     push = rng.normal(size=32).astype("float32")
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("push", {1: push}, tokens=(2, 3))]))
     pairs = [([3, 4, 5, 6], [3, 4, 5]), ([7, 8, 9], [7, 8, 9, 10])]
@@ -133,7 +133,7 @@ def test_other_rewrites_are_measured_too(rng):
 
 
 def test_other_sites(rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     lm = bs.CachedCausalLM(backbone)
     vector = bs.ControlVector.train(
         lm, random_pairs(rng), "mean_diff", verbose=0, at="blocks.1:.mlp_output"

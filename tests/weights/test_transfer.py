@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import backbone_surgery as bs
 from backbone_surgery.weights.owner import quantization
 from backbone_surgery.weights.paths import variable_paths
-from tests.conftest import FAMILIES, make_gpt2
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -32,8 +32,13 @@ def family(request):
 
 
 @pytest.fixture
+def backbone(family):
+    return FAMILIES[family](num_layers=3)
+
+
+@pytest.fixture
 def other(family):
-    return FAMILIES[family](seed=3)
+    return FAMILIES[family](seed=3, num_layers=3)
 
 
 def arrays(model):
@@ -272,19 +277,19 @@ def test_rewrites_between_two_edited_models(backbone, other, rng):
 
 
 def test_keras_loads_wrong_weights_after_a_removal_and_this_does_not(family, tmp_path):
-    source = FAMILIES[family](seed=3)
+    source = FAMILIES[family](seed=3, num_layers=3)
     path = str(tmp_path / "original.weights.h5")
     source.save_weights(path)
     third = arrays(source.transformer_layers[2])
     second = arrays(source.transformer_layers[1])
 
-    backbone = FAMILIES[family]()
+    backbone = FAMILIES[family](num_layers=3)
     clone = plain(backbone, removing)
     clone.load_weights(path)  # no error from Keras: the third block gets weights of the second
     loaded = arrays(backbone.transformer_layers[2])
     same(dict(zip(loaded, second.values(), strict=True)), loaded)
 
-    backbone = FAMILIES[family]()
+    backbone = FAMILIES[family](num_layers=3)
     clone = plain(backbone, removing)
     before = arrays(backbone)
     with pytest.raises(bs.WeightMismatchError, match="expected a file saved from a model with"):
@@ -295,17 +300,17 @@ def test_keras_loads_wrong_weights_after_a_removal_and_this_does_not(family, tmp
 
 
 def test_keras_fails_half_way_after_an_insertion_and_this_does_not(family, tmp_path):
-    source = FAMILIES[family](seed=3)
+    source = FAMILIES[family](seed=3, num_layers=3)
     path = str(tmp_path / "original.weights.h5")
     source.save_weights(path)
 
-    backbone = FAMILIES[family]()
+    backbone = FAMILIES[family](num_layers=3)
     before = arrays(backbone)
     with pytest.raises(Exception, match=r"Layer|layer|object"):
         plain(backbone, inserting).load_weights(path)
     assert any(not np.array_equal(v, before[p]) for p, v in arrays(backbone).items())
 
-    backbone = FAMILIES[family]()
+    backbone = FAMILIES[family](num_layers=3)
     before = arrays(backbone)
     with pytest.raises(bs.WeightMismatchError, match="in their order"):
         bs.CachedCausalLM(plain(backbone, inserting)).load_weights(path)
@@ -316,7 +321,7 @@ def test_keras_fails_half_way_after_an_insertion_and_this_does_not(family, tmp_p
 
 def test_keras_mixes_up_reordered_blocks_and_this_does_not(family, backbone, tmp_path):
     path = str(tmp_path / "original.weights.h5")
-    FAMILIES[family](seed=3).save_weights(path)
+    FAMILIES[family](seed=3, num_layers=3).save_weights(path)
     before = arrays(backbone)
     with pytest.raises(bs.WeightMismatchError, match="where the model has"):
         bs.CachedCausalLM(plain(backbone, reordering)).load_weights(path)
@@ -325,14 +330,14 @@ def test_keras_mixes_up_reordered_blocks_and_this_does_not(family, backbone, tmp
 
 def test_sharded_files_and_archives_are_told_apart_too(tmp_path):
     """In shards so small that one layer is spread over several, and as a `.keras` file."""
-    source = make_gpt2(3)
+    source = make_deep_gpt2(3)
     sharded, archive = str(tmp_path / "a.weights.json"), str(tmp_path / "a.keras")
     source.save_weights(sharded, max_shard_size=1e-5)
     source.save(archive)
     assert len(list(tmp_path.glob("a_*.weights.h5"))) > 5
     for path in (sharded, archive):
         for edit, words in ((removing, "where the model has"), (reordering, "_2' where the mod")):
-            backbone = make_gpt2()
+            backbone = make_deep_gpt2()
             before = arrays(backbone)
             with pytest.raises(bs.WeightMismatchError, match=words):
                 bs.CachedCausalLM(plain(backbone, edit)).load_weights(path)
@@ -344,8 +349,8 @@ def test_sharded_files_and_archives_are_told_apart_too(tmp_path):
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_a_file_without_names_is_refused(tmp_path):
     path = str(tmp_path / "old.h5")
-    make_gpt2(3).save(path)
-    backbone = make_gpt2()
+    make_deep_gpt2(3).save(path)
+    backbone = make_deep_gpt2()
     before = arrays(backbone)
     with pytest.raises(bs.WeightMismatchError, match="does not tell its layers apart"):
         bs.CachedCausalLM(plain(backbone, removing)).load_weights(path)
@@ -481,7 +486,7 @@ def kernels_of_another_shape(backbone):
 
 @pytest.mark.parametrize("source", [lora_alone, kernels_of_another_shape])
 def test_a_bias_stays_where_its_kernel_stays(source):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     backbone.enable_lora(2)
     before = snapshot(backbone)
     tree = source(backbone)
@@ -610,7 +615,7 @@ def test_only_that_selects_no_weights_is_refused(backbone, other):
 
 
 def test_a_block_goes_to_another_place():
-    source, destination = make_gpt2(3, num_layers=4), make_gpt2()
+    source, destination = make_gpt2(3, num_layers=4), make_deep_gpt2()
     bs.transfer_weights(
         destination, source, only="blocks.1", rename={"blocks.1": None, "blocks.3": "blocks.1"}
     )
@@ -679,7 +684,7 @@ def test_bad_renames(backbone, other, rename, words):
 
 
 def test_cast_converts_floats_and_refuses_overflow():
-    full, half = make_gpt2(), make_gpt2(3, dtype="float16")
+    full, half = make_deep_gpt2(), make_deep_gpt2(3, dtype="float16")
     with pytest.raises(bs.WeightMismatchError, match=r"dtype +blocks\.0"):
         bs.transfer_weights(half, full)
     bs.transfer_weights(half, full, cast=True)
@@ -700,7 +705,10 @@ def test_integers_are_never_cast(backbone):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_from_a_safetensors_file(family, dtype, tmp_path):
-    backbone, other = FAMILIES[family](dtype=dtype), FAMILIES[family](3, dtype=dtype)
+    backbone, other = (
+        FAMILIES[family](dtype=dtype, num_layers=3),
+        FAMILIES[family](3, dtype=dtype, num_layers=3),
+    )
     save_file(snapshot(backbone), tmp_path / "weights.safetensors")
     bs.transfer_weights(other, tmp_path / "weights.safetensors")
     same(snapshot(other), snapshot(backbone))
@@ -921,7 +929,7 @@ def test_memory_of_a_process_that_transfers(source, tmp_path):
 
 def nested_graph(order):
     """A plain graph over a GPT-2 that ends in a nested model of some of three layers."""
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     layers = [keras.layers.Dense(32, name=name) for name in order]
     inner = keras.Sequential(layers, name="inner")
     model = keras.Model(backbone.input, inner(backbone.output))
