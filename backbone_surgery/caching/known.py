@@ -1,9 +1,10 @@
 """Layers that are known to work on each token alone, and need no probe."""
 
+import types
 from typing import Any
 
 import keras
-from keras import layers
+from keras import layers, tree
 
 from backbone_surgery import graph
 from backbone_surgery.graph.twin import Twin
@@ -26,9 +27,11 @@ _POINTWISE = {
 }
 _OWN = "backbone_surgery"
 _LIBRARIES = ("keras", "keras_hub", _OWN)
+_ACTIVATIONS = ("keras.src.activations.", "keras_hub.")
+"""Where the functions are that keep to the last axis."""
 
 
-def is_known(operation: Any, kwargs: dict[str, Any], family: Family) -> bool:
+def is_known(operation: Any, args: tuple, kwargs: dict[str, Any], family: Family) -> bool:
     """Tell whether a node of a graph works on each token alone, by its class and settings."""
     kind = type(operation)
     if isinstance(operation, Twin) or getattr(operation.call, "__func__", None) is not kind.call:
@@ -39,13 +42,19 @@ def is_known(operation: Any, kwargs: dict[str, Any], family: Family) -> bool:
         return "positions" in kwargs
     if kind in family.pointwise_layers:
         return True
-    return kind in _POINTWISE and _is_plain(operation)
+    tensors = [t for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
+    return kind in _POINTWISE and _is_plain(operation) and not any(map(_ends_in_tokens, tensors))
+
+
+def _ends_in_tokens(tensor: keras.KerasTensor) -> bool:
+    """Tell whether the last axis of a tensor counts tokens or slots, and no features."""
+    return keras.backend.is_float_dtype(tensor.dtype) and tensor.shape[-1:] == (None,)
 
 
 def _is_plain(layer: keras.Layer) -> bool:
     """Tell whether a layer of Keras keeps to the last axis, and runs no function of a user."""
     activation = getattr(layer, "activation", None)
-    if activation is not None and _module(activation) not in _LIBRARIES:
+    if activation is not None and not _keeps_to_last_axis(activation):
         return False
     if isinstance(layer, layers.EinsumDense):
         x, kernel, y = layer.equation.replace("->", ",").split(",")
@@ -53,9 +62,11 @@ def _is_plain(layer: keras.Layer) -> bool:
     return getattr(layer, "axis", -1) in (-1, [-1], (-1,))
 
 
+def _keeps_to_last_axis(activation: Any) -> bool:
+    """Tell whether an activation is one of Keras's functions: a layer may work on any axis."""
+    module = getattr(activation, "__module__", None) or ""
+    return isinstance(activation, types.FunctionType) and module.startswith(_ACTIVATIONS)
+
+
 def _library(layer: Any) -> str:
-    return "" if isinstance(layer, Twin) else _module(type(layer))
-
-
-def _module(thing: Any) -> str:
-    return getattr(thing, "__module__", "").partition(".")[0]
+    return "" if isinstance(layer, Twin) else type(layer).__module__.partition(".")[0]

@@ -10,6 +10,7 @@ layer changes.
 """
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +21,7 @@ from keras import ops, tree
 
 from backbone_surgery import graph
 from backbone_surgery.caching.known import is_known
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.family import Family
 
 _ROWS = 2
@@ -40,11 +41,19 @@ class Probe:
     Args:
         family: of the backbone.
         trust: layers, or their names, that are right by the word of the caller.
+
+    Raises:
+        SurgeryError: `trust` is neither.
     """
 
     def __init__(self, family: Family, trust: Iterable[Any] = ()) -> None:
         if isinstance(trust, str | keras.Operation):
             trust = [trust]
+        if not isinstance(trust, Iterable):
+            raise SurgeryError(
+                "rewire at 'trust': expected layers of the graph, or their names. Received "
+                f"{shown(trust)}. Pass a list, or leave it out."
+            )
         self.family, self.trust = family, list(trust)
         self.used: set[int] = set()
 
@@ -54,7 +63,7 @@ class Probe:
         Raises:
             SurgeryError: the layer mixes tokens or rows, or cannot be probed.
         """
-        if is_known(operation, kwargs, self.family) or self._is_trusted(operation):
+        if is_known(operation, args, kwargs, self.family) or self._is_trusted(operation):
             return
         call = _kind_of_call(args, kwargs)
         if call in _passed.setdefault(operation, set()):
@@ -109,7 +118,9 @@ def _fault(operation: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
     large = sum(math.prod(v.shape) for v in weights) > _LARGE or any(map(_has_slots, tensors))
     for time in (_SHORT,) if large else (_LONG, _SHORT):
         try:
-            return _Trial(operation, args, kwargs, time).fault()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are about shapes of random input
+                return _Trial(operation, args, kwargs, time).fault()
         except Exception as error:  # whatever the code of a user runs into
             reason = f"{type(error).__name__}: {error}"
     return f"cannot be probed, since it fails on random input with {reason}"

@@ -106,6 +106,11 @@ MIXING = {
         lambda: layers.Dense(16, activation=lambda x: x - ops.max(x, 1, keepdims=True)),
         TOKENS,
     ),
+    "a layer as activation": (
+        lambda: layers.Dense(16, activation=layers.Softmax(axis=1)),
+        TOKENS,
+    ),
+    "an operation as activation": (lambda: layers.Activation(ops.flip), ROWS),
     "nested model": (lambda: functional(CallsItself), TOKENS),
     "inside another": (lambda: Around(layers.Dense(16), ZeroMix()), TOKENS),
     "half": (
@@ -132,7 +137,15 @@ def test_a_layer_that_mixes_is_refused_by_name(gpt2, name):
         assert way_out in message
 
 
+def turned(layer):
+    """Run a layer of Keras along the tokens."""
+    return lambda x: ops.transpose(layer(ops.transpose(x, (0, 2, 1))), (0, 2, 1))
+
+
 OPERATIONS = {
+    "activation along the tokens": turned(layers.Activation("softmax")),
+    "norm along the tokens": turned(layers.LayerNormalization(center=False, scale=False)),
+    "weights of the tokens": lambda x: x * layers.Activation("softmax")(x[..., 0])[..., None],
     "mean": lambda x: x + ops.mean(x, axis=1, keepdims=True),
     "item": lambda x: x + x[:, :1],
     "cumsum": lambda x: ops.cumsum(x, axis=1),
@@ -246,6 +259,18 @@ def test_layers_on_the_attention_pattern(gpt2, function, words):
         bs.rewire(model)
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "relu"])
+def test_activations_of_keras_on_the_attention_pattern(gpt2, name):
+    model = bs.operate(gpt2, pattern_edit(layers.Activation(name, name="on_pattern")))
+    if name == "relu":
+        bs.rewire(model)
+        return
+    with pytest.raises(
+        bs.SurgeryError, match=r"rewire at 'on_pattern'.*depends on tokens after it"
+    ):
+        bs.rewire(model)
+
+
 def test_what_fails_on_random_input_is_refused_with_the_reason(gpt2):
     def function(x):
         if not isinstance(x.shape[0], int) or x.shape[1] is None:
@@ -272,6 +297,9 @@ def test_trust_is_by_layer_or_name_and_never_a_no_op(gpt2):
     assert bs.CachedCausalLM(model, trust=["mine"]).opened is model
     with pytest.raises(bs.SurgeryError, match="rewire at trust='yours': expected a layer of the"):
         bs.rewire(model, trust=["mine", "yours"])
+    for trust in (None, 3):
+        with pytest.raises(bs.SurgeryError, match="rewire at 'trust': expected layers of"):
+            bs.rewire(model, trust=trust)
     with pytest.raises(bs.SurgeryError, match="rewire at 'mine'"):
         bs.CachedCausalLM(model)
     with pytest.raises(bs.CacheMismatchError):
