@@ -49,7 +49,9 @@ def test_a_preset_holds_base_and_edit(name, case, dtype, tmp_path, monkeypatch):
     assert loaded.owner.dtype_policy.name == dtype
     np.testing.assert_array_equal(outputs(loaded), outputs(edited))
     task = TASKS[name].from_preset(".", preprocessor=None, dtype=dtype)
-    for a, b in zip(task.backbone.weights, FAMILIES[name](dtype=dtype).weights, strict=True):
+    for a, b in zip(
+        task.backbone.weights, FAMILIES[name](dtype=dtype, num_layers=3).weights, strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     assert files(tmp_path) == before
 

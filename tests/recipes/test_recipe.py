@@ -51,7 +51,10 @@ def replay(folder, name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gpt2", "float32"), pytest.param("gemma2", "bfloat16", marks=pytest.mark.slow)],
+    [
+        pytest.param("gpt2", "float32", marks=pytest.mark.slow),
+        pytest.param("gemma2", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_every_rewrite_comes_back_in_a_fresh_process(tmp_path, name, dtype):
     """Vectors, layers and what they have learned, LoRA; the backbone stays as it is."""
