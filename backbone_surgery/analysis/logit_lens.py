@@ -12,6 +12,7 @@ from backbone_surgery.analysis.question import bind_rows, derived, read_text, to
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import is_block
 from backbone_surgery.rewriting import Capture
 
@@ -78,9 +79,9 @@ def logit_lens(
                 f"{capturing.captures[f'{_NAME}/{site}'].shape[1:]}. Use `at='blocks.*'`."
             )
     inputs = lm.opened.with_defaults({**question.inputs(), **bind_rows(lm, controls, question, 1)})
-    captured = capturing.predict_on_batch(inputs)["captures"]
+    captured = predict(capturing, inputs)["captures"]
     streams = [captured[f"{_NAME}/{site}"] for site in sites]
-    logits = [reader.predict_on_batch({**inputs, _STREAM: x})[0] for x in streams]
+    logits = [predict(reader, {**inputs, _STREAM: x})[0] for x in streams]
     shifted = np.asarray(logits, "float32")
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

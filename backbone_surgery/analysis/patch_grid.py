@@ -17,6 +17,7 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.predict import predict
 from backbone_surgery.rewriting import Capture, Patch
 from backbone_surgery.vectors.activations import check_batch_size
 
@@ -117,7 +118,7 @@ def patch_grid(
     for start in range(0, len(cells), rows):
         part = cells[start : start + rows]
         patch = _patch(part + [part[-1]] * (rows - len(part)), values)
-        hidden_states = patching.hidden_states(patching.predict_on_batch({**inputs, **patch}))
+        hidden_states = patching.hidden_states(predict(patching, {**inputs, **patch}))
         for cell, value in zip(part, _measured(lm, measure, hidden_states), strict=False):
             grid[cell] = value
     return PatchGrid(grid, clean_end, corrupted_end, sites, text.labels)
@@ -128,7 +129,7 @@ def _run(
 ) -> tuple[float, list[np.ndarray]]:
     """Run one text: its metric, and for each site float32[tokens, ...]."""
     capturing = derived(lm, Capture(at, name=_NAME))
-    outputs = capturing.predict_on_batch({**text.inputs(), **bind_rows(lm, controls, text, 1)})
+    outputs = predict(capturing, {**text.inputs(), **bind_rows(lm, controls, text, 1)})
     captured = outputs["captures"]
     values = [np.asarray(captured[f"{_NAME}/{site}"][0], "float32") for site in sites]
     return float(_measured(lm, measure, outputs["hidden_states"])[0]), values

@@ -17,7 +17,7 @@ from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.rewriting.operate import operate
-from backbone_surgery.vectors.activations import check_task, read_ids
+from backbone_surgery.vectors.activations import check_lengths, check_task, read_ids
 
 Metric = Callable[[Any], Any]
 """Maps logits float[batch, vocabulary] of the next token to float[batch]."""
@@ -59,6 +59,7 @@ def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
         raise SurgeryError(
             f"{operation}: expected one text. Received {len(rows)}. Call it once for each."
         )
+    check_lengths(lm, rows, operation)
     return Text(rows[0], [token_label(lm, i) for i in rows[0]])
 
 

@@ -14,6 +14,7 @@ from backbone_surgery.caching.rewire import derive
 from backbone_surgery.errors import CacheMismatchError
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.state import Stateful
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 2e-2}
@@ -79,7 +80,7 @@ def check(
     token_ids = rng.integers(0, opened.token_embedding.input_dim, (_BATCH, time), dtype=np.int32)
     mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
     rows = {k: np.repeat(np.asarray(v)[None], _BATCH, 0) for k, v in (controls or {}).items()}
-    wanted = opened.predict_on_batch({"token_ids": token_ids, "padding_mask": mask, **rows})
+    wanted = predict(opened, {"token_ids": token_ids, "padding_mask": mask, **rows})
     wanted = np.asarray(opened.hidden_states(wanted), "float32")
     errors = {}
     for way, chunks in _ways(time).items():
@@ -118,7 +119,7 @@ def _length(model: EditedBackbone) -> int:
     layers = [n.operation for n in graph.all_nodes(model)]
     sizes = [getattr(x, "sliding_window_size", None) for x in layers if isinstance(x, Stateful)]
     wanted = min(max([17, *(size + 4 for size in sizes if size)]), 64)
-    return min(wanted, model.family.max_positions(model) or wanted)
+    return min(wanted, model.max_positions or wanted)
 
 
 def _ways(time: int) -> dict[str, list[int]]:
@@ -148,7 +149,8 @@ def _run_cached(
     outputs, start = [], 0
     for chunk in chunks:
         part = slice(start, start + chunk)
-        result = model.predict_on_batch(
+        result = predict(
+            model,
             {
                 "token_ids": token_ids[:, part],
                 "cache": cache,
@@ -156,7 +158,7 @@ def _run_cached(
                 "positions": positions[:, part],
                 "cache_mask": cache_mask,
                 **controls,
-            }
+            },
         )
         outputs.append(np.asarray(result["hidden_states"], "float32"))
         cache, start = result["cache"], start + chunk

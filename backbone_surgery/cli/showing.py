@@ -28,7 +28,7 @@ def inspect(model: Model = "tiny_gpt2") -> None:
     table.add_row("parameters", f"{lm.backbone.count_params():,}")
     table.add_row("blocks", str(len(blocks)))
     table.add_row("cache", f"{bytes_per_token(lm.backbone_with_cache):,} bytes per token and row")
-    limit = opened.family.max_positions(opened)
+    limit = opened.max_positions
     table.add_row("positions", f"{limit:,} at most" if limit else "no fixed limit")
     outer = [p for p in paths if block_of(p) is None]
     shape = f"blocks.0 ... blocks.{blocks[-1]}"

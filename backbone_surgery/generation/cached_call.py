@@ -9,8 +9,8 @@ from keras import ops
 
 from backbone_surgery.caching.chunk import cache_length, check_chunk
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.controls import check_names, read_as
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.controls import read_inputs, shown_array
 from backbone_surgery.numbers import read_int32, read_mask
 
 _OPERATION = "call_with_cache"
@@ -65,7 +65,9 @@ def complete(
         inputs["positions"] = ops.broadcast_to(positions, (batch, time))
     if "cache_mask" not in inputs:
         inputs["cache_mask"] = ops.ones((batch, length), "bool")
-    return {**inputs, "cache_update_index": index, **_controls(model, controls, batch)}
+    tensors = {name: t for name, t in model.input.items() if name not in _OWN}
+    values = read_inputs(_OPERATION, tensors, controls, batch)
+    return {**inputs, "cache_update_index": index, **values}
 
 
 def _read_ids(name: str, value: Any, count: int | None) -> Any:
@@ -102,27 +104,8 @@ def _check_last(index: Any, time: int, max_positions: int | None) -> None:
         )
 
 
-def _controls(model: BackboneWithCache, controls: Any, batch: int) -> dict[str, Any]:
-    tensors = {t.name: t for n, t in model.input.items() if n not in _OWN}
-    values = dict(check_names(_OPERATION, controls, tensors))
-    for name, value in values.items():
-        tensor = tensors[name]
-        array = value if ops.is_tensor(value) else read_as(tensor.dtype, value)
-        wanted = (batch, *tensor.shape[1:])
-        shape = () if array is None else tuple(array.shape)
-        if len(shape) != len(wanted) or any(
-            size not in (None, other) for size, other in zip(wanted, shape, strict=True)
-        ):
-            raise _error(name, f"{tensor.dtype}{list(wanted)}", value)
-        values[name] = array
-    return values
-
-
 def _error(name: str, rule: str, value: Any) -> SurgeryError:
-    received = shown(value)
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        received = f"{value.dtype}{list(value.shape)}"
     return SurgeryError(
-        f"{_OPERATION} at '{name}': expected {rule}. Received {received}. Make the cache with "
-        "`new_cache` for this model, and pass arrays of its rows and slots."
+        f"{_OPERATION} at '{name}': expected {rule}. Received {shown_array(value)}. Make the cache "
+        "with `new_cache` for this model, and pass arrays of its rows and slots."
     )

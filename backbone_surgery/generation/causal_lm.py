@@ -88,7 +88,7 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         backbone_with_cache = rewire(opened, trust)
         object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
         object.__setattr__(self, "programs", Programs(backbone_with_cache, head))
-        self.max_positions = opened.family.max_positions(opened)
+        self.max_positions = opened.max_positions
 
     opened: EditedBackbone
     backbone_with_cache: BackboneWithCache

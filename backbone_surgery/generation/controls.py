@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.numbers import read_array, read_float32, read_int32, read_mask
@@ -103,6 +104,46 @@ def _by_hand(name: str, tensor: Any, values: Mapping[str, Any], batch: int) -> n
         f"generate at control '{name}': expected {tensor.dtype} numbers that broadcast to {size}. "
         f"Received {shown(values[name])}. Pass one row for each prompt."
     )
+
+
+def read_inputs(
+    operation: str, tensors: Mapping[str, keras.KerasTensor], controls: Any, batch: int
+) -> dict[str, Any]:
+    """Read the values of inputs that are controls, a row for each row of tokens.
+
+    Tensors are checked by their shape alone, since looking at one waits for it.
+
+    Args:
+        operation: whose controls they are, for the error.
+        tensors: the inputs that are controls, by name.
+        controls: `{input name: array[batch, ...]}`, or `None`.
+        batch: how many rows there are.
+
+    Raises:
+        SurgeryError: another name, or a value that does not fit.
+    """
+    values = dict(check_names(operation, controls, tensors))
+    for name, value in values.items():
+        tensor = tensors[name]
+        array = value if ops.is_tensor(value) else read_as(tensor.dtype, value)
+        wanted = (batch, *tensor.shape[1:])
+        shape = () if array is None else tuple(array.shape)
+        if len(shape) != len(wanted) or any(
+            size not in (None, other) for size, other in zip(wanted, shape, strict=True)
+        ):
+            raise SurgeryError(
+                f"{operation} at '{name}': expected {tensor.dtype}{list(wanted)}. Received "
+                f"{shown_array(value)}. Pass a row for each row of tokens."
+            )
+        values[name] = array
+    return values
+
+
+def shown_array(value: Any) -> str:
+    """Return an array as an error shows it, by its dtype and shape; anything else as it is."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return shown(value)
 
 
 def read_as(dtype: str, value: Any) -> np.ndarray | None:

@@ -10,6 +10,7 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.controls import read_inputs, shown_array
 from backbone_surgery.numbers import read_int32, read_mask
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.site import BLOCK, Identity, Site
@@ -22,6 +23,9 @@ _intercept: contextvars.ContextVar[InterceptFn | None] = contextvars.ContextVar(
 )
 
 
+_OWN = ("token_ids", "padding_mask")
+
+
 class Intercept(Identity):
     """A node where the function of the call at hand may change what passes."""
 
@@ -32,7 +36,20 @@ class Intercept(Identity):
     def call(self, inputs):
         """Hand on what the function of the call at hand makes of the input."""
         intercept = _intercept.get()
-        return inputs if intercept is None else intercept(inputs, self.index)
+        if intercept is None:
+            return inputs
+        result = intercept(inputs, self.index)
+        try:
+            outputs = ops.convert_to_tensor(result)
+        except (TypeError, ValueError):
+            outputs = None
+        if outputs is None or outputs.shape != inputs.shape:
+            raise SurgeryError(
+                f"score at 'layer_intercept_fn': expected activations {list(inputs.shape)} for "
+                f"index {self.index}, as it is given. Received {shown_array(result)}. Return what "
+                "takes their place."
+            )
+        return outputs
 
 
 def score(
@@ -45,16 +62,16 @@ def score(
     controls: Mapping[str, Any] | None,
 ) -> Any:
     """Score token ids by the edited graph of a task; see `CachedCausalLM.score`."""
-    _check_mode(scoring_mode, target_ids)
+    _check_arguments(scoring_mode, layer_intercept_fn, target_ids)
     if not hasattr(lm, "interceptable"):
         object.__setattr__(lm, "interceptable", interceptable(lm.opened))
     head = lm.programs.head
     ids = _read_ids("token_ids", token_ids, head.input_dim)
     mask = _read_padding(padding_mask, ids)
+    tensors = {n: t for n, t in lm.interceptable.input.items() if n not in _OWN}
+    values = read_inputs("score", tensors, controls, ids.shape[0])
     with intercepting(layer_intercept_fn):
-        hidden_states = lm.interceptable(
-            {**(controls or {}), "token_ids": ids, "padding_mask": mask}
-        )
+        hidden_states = lm.interceptable({**values, "token_ids": ids, "padding_mask": mask})
     logits = head(hidden_states, reverse=True)
     if scoring_mode == "logits":
         return logits
@@ -108,9 +125,9 @@ def interceptable(opened: EditedBackbone) -> EditedBackbone:
     )
 
 
-def _check_mode(scoring_mode: Any, target_ids: Any) -> None:
-    """Refuse another mode than the two, and a loss without targets, or targets without a loss."""
-    if scoring_mode not in ("logits", "loss"):
+def _check_arguments(scoring_mode: Any, layer_intercept_fn: Any, target_ids: Any) -> None:
+    """Refuse another mode than the two, a loss without targets, and what is no function."""
+    if not isinstance(scoring_mode, str) or scoring_mode not in ("logits", "loss"):
         raise SurgeryError(
             "score at 'scoring_mode': expected 'logits' or 'loss'. Received "
             f"{shown(scoring_mode)}. Pass one of them."
@@ -119,6 +136,11 @@ def _check_mode(scoring_mode: Any, target_ids: Any) -> None:
         raise SurgeryError(
             "score at 'target_ids': expected token ids, to take the loss against. Received None. "
             "Pass the ids shifted by one, say: `np.roll(token_ids, -1, axis=1)`."
+        )
+    if layer_intercept_fn is not None and not callable(layer_intercept_fn):
+        raise SurgeryError(
+            "score at 'layer_intercept_fn': expected a function of activations and an index. "
+            f"Received {shown(layer_intercept_fn)}. Leave it out to score as it is."
         )
 
 

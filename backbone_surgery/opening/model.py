@@ -78,6 +78,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             are trainable, the model's own trainable variables are those alone.
         signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
             whether a `Condition` is met.
+        max_positions: how many positions the model has learned; `None` if it is not limited.
         made_under: names of the dtype policies of the process that rewrites were applied under;
             layers that a rewrite makes take these, unless it says otherwise.
     """
@@ -108,9 +109,22 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             trained_layers=tuple(trained_layers),
             signals=dict(signals or {}),
             made_under=tuple(made_under),
+            max_positions=family.max_positions(self),
         )
         self.dtype_policy = owner.dtype_policy
         graph.share(self)
+
+    def with_defaults(self, inputs: Any) -> Any:
+        """As for any model with controls; refuse rows of more tokens than there are positions."""
+        inputs = super().with_defaults(inputs)
+        ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
+        time = None if ids is None or len(ids.shape) != 2 else ids.shape[1]
+        if time is not None and self.max_positions is not None and time > self.max_positions:
+            raise SurgeryError(
+                f"call of '{self.name}': expected rows of at most {self.max_positions} tokens, as "
+                f"many positions as the model has learned. Received {time}. Cut the rows."
+            )
+        return inputs
 
     def also_train(self, layers: Iterable[keras.layers.Layer]) -> None:
         """Add layers to `trained_layers`, unless it is empty: then all layers train anyway."""

@@ -14,11 +14,13 @@ from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
+from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.graph.emission import emit
 from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening import site
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.predict import predict
 from backbone_surgery.vectors.pairs import listable
 
 
@@ -112,8 +114,21 @@ def read_texts(lm: Any, texts: Any, operation: str) -> list[np.ndarray]:
             f"{operation}: expected a list of texts. Received {shown(texts)}. Pass at least one."
         )
     if lm.preprocessor is not None:
-        return read_prompts(listed, lm.preprocessor, vocabulary).rows
-    return [read_ids(text, vocabulary, operation) for text in listed]
+        rows = read_prompts(listed, lm.preprocessor, vocabulary).rows
+    else:
+        rows = [read_ids(text, vocabulary, operation) for text in listed]
+    check_lengths(lm, rows, operation)
+    return rows
+
+
+def check_lengths(lm: CachedCausalLM, rows: list[np.ndarray], operation: str) -> None:
+    """Refuse texts of more tokens than the model has learned positions."""
+    longest = max(map(len, rows))
+    if lm.max_positions is not None and longest > lm.max_positions:
+        raise SurgeryError(
+            f"{operation}: expected texts of at most {lm.max_positions} tokens, as many positions "
+            f"as the model has learned. Received one of {longest}. Shorten it."
+        )
 
 
 def read_ids(text: Any, vocabulary: int, operation: str) -> np.ndarray:
@@ -158,7 +173,8 @@ def measure(
     """
     model = _measuring(lm.opened, at, make_layer)
     prompts = Prompts(rows)
-    width = bucket(int(prompts.lengths.max()), 16)
+    longest = int(prompts.lengths.max())
+    width = min(bucket(longest, 16), lm.max_positions or LONGEST)
     inputs = {
         **pack_right(rows, width, 0),
         **bind_controls(lm.opened, controls, prompts.lengths),
@@ -170,7 +186,7 @@ def measure(
         for start in progress.track(range(0, len(rows), size), description="measuring"):
             index = np.arange(start, start + size) % len(rows)
             part = {name: value[index] for name, value in inputs.items()}
-            parts.append(model.predict_on_batch(part))
+            parts.append(predict(model, part))
     joined = {path: np.concatenate([p[path] for p in parts])[: len(rows)] for path in parts[0]}
     return {path: np.asarray(values, np.float32) for path, values in joined.items()}
 

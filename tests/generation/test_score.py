@@ -60,11 +60,11 @@ def test_an_edit_is_scored(backbone, ids, rng):
     """A steered graph equals the plain one with the vector added by the function."""
     vector = rng.normal(size=backbone.hidden_dim).astype("float32")
     steered = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {1: vector})]))
-    strengths = np.array([0.0, 1.0, -2.0], "float32")
+    strengths = np.array([[0.0], [1.0], [-2.0]], "float32")
     control = next(iter(steered.opened.defaults))
 
     def add(x, index):
-        return x + strengths[:, None, None] * vector if index == 1 else x
+        return x + strengths[:, None] * vector if index == 1 else x
 
     by_hand = scored(bs.CachedCausalLM(backbone), ids, layer_intercept_fn=add)
     edited = scored(steered, ids, controls={control: strengths})
@@ -107,7 +107,16 @@ def test_gradients_of_the_embeddings(backbone, ids):
         ({"token_ids": [1, 2]}, r"'token_ids': expected int\[batch, time\]"),
         ({"padding_mask": [[1, 1]]}, r"'padding_mask': expected bool\[1, 3\]"),
         ({"padding_mask": [[1, 1, 2]]}, r"'padding_mask': expected bool\[1, 3\]"),
-        ({"controls": {"mood": [1.0]}}, "expected inputs of the model"),
+        ({"scoring_mode": np.array(["loss", "logits"])}, "expected 'logits' or 'loss'"),
+        ({"token_ids": [[1] * 65]}, "expected rows of at most 64 tokens.* Received 65"),
+        ({"layer_intercept_fn": "double"}, "'layer_intercept_fn': expected a function"),
+        ({"layer_intercept_fn": lambda x, i: None}, r"expected activations \[1, 3, 32\] for index"),
+        ({"layer_intercept_fn": lambda x, i: x[:, :1]}, r"index -1.* float32\[1, 1, 32\]"),
+        ({"controls": {"mood": [[1.0]]}}, "score at control 'mood': expected a control of this"),
+        ({"controls": {"mood_strength": [1.0]}}, r"'mood_strength': expected float32\[1, 1\]"),
+        ({"controls": {"mood_strength": "x"}}, r"'mood_strength': expected float32\[1, 1\]"),
+        ({"controls": [1.0]}, "score at 'controls': expected a dict"),
+        ({"controls": {"token_ids": [[1]]}}, "score at control 'token_ids': expected a control"),
     ],
 )
 def test_bad_input(refusing, arguments, words):
@@ -119,7 +128,14 @@ def test_bad_input(refusing, arguments, words):
 def refusing():
     from tests.families import make_gpt2
 
-    return bs.CachedCausalLM(make_gpt2())
+    return bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Steer("mood", {1: np.ones(32)})]))
+
+
+def test_a_function_may_return_an_array(backbone, ids):
+    lm = bs.CachedCausalLM(backbone)
+    put = {"layer_intercept_fn": lambda x, index: np.asarray(x) * 2}
+    expected = scored(lm, ids, layer_intercept_fn=lambda x, index: x * 2)
+    assert relative(scored(lm, ids, **put), expected) < 1e-6
 
 
 def test_a_graph_without_the_embeddings_is_refused(backbone):
