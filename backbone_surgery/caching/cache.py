@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int
 from backbone_surgery.opening.state import StateSpec
 
@@ -32,10 +32,10 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
         SurgeryError: the model has no cache inputs, or a size is not positive.
     """
     for name, size in (("batch_size", batch_size), ("length", length)):
-        if not is_int(size) or size < 1:
+        if not is_int(size) or not 1 <= size < 2**31:
             raise SurgeryError(
-                f"new_cache: expected `{name}` to be a positive int. Received {size!r}. Pass the "
-                "number of rows and of slots."
+                f"new_cache: expected `{name}` to be an int from 1 to {2**31 - 1}. Received "
+                f"{shown(size)}. Pass the number of rows and of slots."
             )
     return _empty(backbone_with_cache, batch_size, length, lambda spec, x: x)
 
@@ -79,9 +79,9 @@ def map_cache(
 def states_of(backbone_with_cache: keras.Model) -> tuple[dict[str, StateSpec], ...]:
     """Return, for each entry of the cache of a rewired backbone, the specs of its arrays."""
     if not isinstance(backbone_with_cache, BackboneWithCache):
+        received = shown(getattr(backbone_with_cache, "name", backbone_with_cache))
         raise SurgeryError(
-            "new_cache: expected a backbone_with_cache. Received "
-            f"{getattr(backbone_with_cache, 'name', backbone_with_cache)!r}, which has no cache "
+            f"new_cache: expected a backbone_with_cache. Received {received}, which has no cache "
             "inputs. Call `backbone_surgery.rewire` first."
         )
     return backbone_with_cache.states

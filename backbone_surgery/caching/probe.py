@@ -47,14 +47,14 @@ class Probe:
     """
 
     def __init__(self, family: Family, trust: Iterable[Any] = ()) -> None:
-        if isinstance(trust, str | keras.Operation):
-            trust = [trust]
-        if not isinstance(trust, Iterable):
+        try:
+            self.trust = [trust] if isinstance(trust, str | keras.Operation) else list(trust)
+        except Exception as error:  # whatever iterating over an object runs into
             raise SurgeryError(
                 "rewire at 'trust': expected layers of the graph, or their names. Received "
                 f"{shown(trust)}. Pass a list, or leave it out."
-            )
-        self.family, self.trust = family, list(trust)
+            ) from error
+        self.family = family
         self.used: set[int] = set()
 
     def check(self, operation: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int, read_number
 
 RUNTIME_INPUTS = ("cache_update_index", "cache_mask", "positions", "padding_mask")
@@ -50,27 +50,32 @@ class StateSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise self._refuse("a name that is an identifier", repr(self.name))
+            raise self._refuse("a name that is an identifier", shown(self.name))
+        if not isinstance(self.shape, Sequence) or isinstance(self.shape, str):
+            raise self._refuse("a shape of ints, and `None` for rows and slots", shown(self.shape))
         object.__setattr__(self, "shape", tuple(self.shape))
         open_axes = {i for i, size in enumerate(self.shape) if size is None}
         sizes = [size for size in self.shape if size is not None]
         if not all(is_int(size) and size >= 0 for size in sizes):
             raise self._refuse("a shape of ints, and `None` for rows and slots", str(self.shape))
+        for name in ("slot_axis", "head_axis"):
+            if getattr(self, name) is not None and not is_int(getattr(self, name)):
+                raise self._refuse(f"`{name}` to be an axis or `None`", shown(getattr(self, name)))
         if self.slot_axis == 0 or open_axes != {0, self.slot_axis} - {None}:
             raise self._refuse(
                 "`None` at axis 0, for the rows, and at `slot_axis` alone",
-                f"shape {self.shape} and slot_axis {self.slot_axis!r}",
+                f"shape {self.shape} and slot_axis {shown(self.slot_axis)}",
             )
         if self.head_axis is not None and (
             self.head_axis in open_axes or self.head_axis not in range(len(self.shape))
         ):
-            raise self._refuse("`head_axis` to be an axis of fixed size", repr(self.head_axis))
+            raise self._refuse("`head_axis` to be an axis of fixed size", shown(self.head_axis))
         if not isinstance(self.initial, bool) and read_number(self.initial) is None:
-            raise self._refuse("`initial` to be a number", repr(self.initial))
+            raise self._refuse("`initial` to be a number", shown(self.initial))
         try:
             object.__setattr__(self, "dtype", keras.backend.standardize_dtype(self.dtype))
-        except ValueError as error:
-            raise self._refuse("the name of a dtype", repr(self.dtype)) from error
+        except (TypeError, ValueError) as error:
+            raise self._refuse("the name of a dtype", shown(self.dtype)) from error
 
     def sizes(self, rows: Any, slots: Any) -> tuple[Any, ...]:
         """Return the shape of the array for some rows and slots."""
@@ -110,8 +115,8 @@ class StateSpec:
 
     def _refuse(self, rule: str, received: str) -> SurgeryError:
         return SurgeryError(
-            f"StateSpec at '{self.name}': expected {rule}. Received {received}. Declare an array "
-            "such as `StateSpec('inputs', (None, 3, 64), 'float32')`."
+            f"StateSpec at {shown(self.name)}: expected {rule}. Received {received}. Declare an "
+            "array such as `StateSpec('inputs', (None, 3, 64), 'float32')`."
         )
 
 

@@ -80,12 +80,12 @@ def _by_rules(rules: Any, *paths: Iterable[str]) -> Callable[[str], str | None]:
         return f"{path}.".startswith(f"{rule}.")
 
     known = isinstance(rules, Mapping)
-    unused = [x for x in rules if not any(fits(x, p) for p in chain(*paths))] if known else rules
+    unused = [x for x in rules if not any(fits(x, p) for p in chain(*paths))] if known else []
     if unused or not known:
+        received = shown(unused if known else rules)
         raise SurgeryError(
             "transfer_weights at rename: expected rules for paths of the source, or a function of "
-            f"a path. Received {shown(unused)}, which fit none. Look at the paths with "
-            "`weight_tree`."
+            f"a path. Received {received}, which fit none. Look at the paths with `weight_tree`."
         )
 
     def rename(path: str) -> str | None:

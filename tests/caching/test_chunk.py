@@ -125,11 +125,11 @@ def test_inputs_that_are_no_dict_are_refused(model):
         model(np.ones((2, 3)))
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, True, "3", None, np.float32(2)])
+@pytest.mark.parametrize("size", [0, -1, 1.0, True, "3", None, np.float32(2), 2**40, 2**70])
 def test_sizes_of_a_new_cache(model, size):
-    with pytest.raises(bs.SurgeryError, match="expected `batch_size` to be a positive int"):
+    with pytest.raises(bs.SurgeryError, match="expected `batch_size` to be an int from 1"):
         bs.new_cache(model, size, 4)
-    with pytest.raises(bs.SurgeryError, match="expected `length` to be a positive int"):
+    with pytest.raises(bs.SurgeryError, match="expected `length` to be an int from 1"):
         bs.new_cache(model, 2, size)
 
 

@@ -297,7 +297,7 @@ def test_trust_is_by_layer_or_name_and_never_a_no_op(gpt2):
     assert bs.CachedCausalLM(model, trust=["mine"]).opened is model
     with pytest.raises(bs.SurgeryError, match="rewire at trust='yours': expected a layer of the"):
         bs.rewire(model, trust=["mine", "yours"])
-    for trust in (None, 3):
+    for trust in (None, 3, keras.Input((2,))):
         with pytest.raises(bs.SurgeryError, match="rewire at 'trust': expected layers of"):
             bs.rewire(model, trust=trust)
     with pytest.raises(bs.SurgeryError, match="rewire at 'mine'"):

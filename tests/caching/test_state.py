@@ -311,7 +311,11 @@ def test_wrong_methods_are_refused_when_rewired(words):
         ({"shape": (None, 3), "slot_axis": 0}, "`None` at axis 0.* and at `slot_axis` alone"),
         ({"shape": (None, 3), "head_axis": 2}, "`head_axis` to be an axis of fixed size"),
         ({"shape": (None, 3), "head_axis": 0}, "`head_axis` to be an axis of fixed size"),
+        ({"shape": None}, "a shape of ints"),
+        ({"slot_axis": [1]}, "`slot_axis` to be an axis or `None`"),
+        ({"head_axis": True}, "`head_axis` to be an axis or `None`"),
         ({"dtype": "float33"}, "the name of a dtype"),
+        ({"dtype": ["float32"]}, "the name of a dtype"),
         ({"initial": "zero"}, "`initial` to be a number"),
     ],
 )

@@ -671,6 +671,7 @@ def test_rename_by_a_function(backbone, other):
     ("rename", "words"),
     [
         ({"blocks.9": "blocks.1"}, r"Received \['blocks.9'\], which fit none"),
+        (np.zeros(0), r"Received array\(\[\], dtype=float64\), which fit none"),
         ({"blocks.0": "blocks.1"}, "to give each array a path of its own"),
         (lambda path: "same", "to give each array a path of its own"),
         (lambda path: 3, "Received 3"),
