@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_gpt2, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.numpy_models import Model, weights_of
 
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]
@@ -19,7 +19,7 @@ def lm(request):
 @pytest.fixture(scope="module")
 def plain():
     """One model for all tests that change nothing of it."""
-    return bs.CachedCausalLM(make_gpt2())
+    return bs.CachedCausalLM(make_deep_gpt2())
 
 
 def unembed(lm, hidden):
@@ -117,7 +117,7 @@ def test_attribution_is_gradient_times_activation(lm):
 
 @pytest.mark.slow
 def test_controls_reach_the_analyses():
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     vector = np.random.default_rng(1).normal(size=32)
     steered = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {2: vector})]))
     plain = bs.CachedCausalLM(backbone)
@@ -155,7 +155,7 @@ def test_figures(tmp_path):
     _, captures = lm.generate(prompt, **options)
     grid = bs.patch_grid(lm, CLEAN, CORRUPTED, 7)
     lens = bs.logit_lens(lm, CLEAN)
-    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    blocks = ["blocks.0", "blocks.1"]
     clean, corrupted = [str(i) for i in CLEAN], [str(i) for i in CORRUPTED]
     seen = [str(i) for i in captures.token_ids[0]]
     assert seen[:5] == clean
