@@ -11,6 +11,12 @@ from tests.conftest import FAMILIES, TASKS, make_gpt2, ragged
 OPTIONS = {"max_new_tokens": 12, "stop_token_ids": None}
 
 
+@pytest.fixture
+def backbone(family):
+    """Deep enough for what it writes to depend on more than the last token."""
+    return FAMILIES[family](num_layers=4)
+
+
 @pytest.fixture(params=["gpt2", "gemma2"])
 def family(request):
     return request.param

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_gpt2, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.reference import by_hand, run, run_chunks, stream_of, tokens
 
 EXACT = 1e-5
@@ -298,7 +298,7 @@ def test_states_and_losses_of_a_wrapper_change_once(rng):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_replaced_block_can_be_edited_further(block, rng):
-    backbone = make_gpt2()
+    backbone = make_deep_gpt2()
     dense = keras.layers.Dense(32)
     replaced = bs.Replace(f"blocks.{block}", dense)
     inputs = tokens(rng)

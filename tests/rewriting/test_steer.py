@@ -6,7 +6,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
 from tests.by_hand import generate_by_hand, model_by_hand
-from tests.conftest import FAMILIES, make_gpt2, ragged, relative
+from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 
 LENGTHS, STEPS = [7, 3, 5, 1], 6
 
@@ -199,7 +199,7 @@ def test_schedules_up_to_64_steps_share_a_program(rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_range_is_exact_in_chunks_of_any_size(rng, dtype):
     """Cached in one pass, token by token and in uneven chunks, over left-padded rows."""
-    backbone = make_gpt2(dtype=dtype)
+    backbone = make_deep_gpt2(dtype=dtype)
     steers = [
         bs.Steer("early", vector(rng), tokens=(2, 5), strength=3.0),
         bs.Steer("late", vector(rng, [2]), tokens=(6, None), renormalize=True),
