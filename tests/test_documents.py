@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["architecture.md", "state.md"])
 def test_examples_run(name, monkeypatch, capsys):
     monkeypatch.setattr(family, "_families", dict(family._families))

@@ -14,9 +14,9 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
-from tests.conftest import ragged, relative
 from tests.edits import EDITS, SIZE, TIME
 from tests.families import ROWS
+from tests.helpers import ragged, relative
 from tests.numpy_models import Model
 from tests.reference import run_chunks, tokens
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import backbone_surgery as bs
 from backbone_surgery.files import as_path, read_json, reading, replace_file
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 
 def damaged(data, rng, count):
@@ -92,6 +92,7 @@ def test_damaged_checkpoints(tmp_path, suffix, backbone):
     assert read_all(lambda: edited.load_weights(path), path, copies) >= 8
 
 
+@pytest.mark.slow
 def test_an_index_of_a_checkpoint_is_read_within_bounds(tmp_path, backbone, monkeypatch):
     monkeypatch.setattr("backbone_surgery.opening.checkpoint._MOST", 100)
     backbone.save_weights(tmp_path / "c.weights.json", max_shard_size=1e-4)

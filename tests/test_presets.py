@@ -11,7 +11,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery import presets
 from backbone_surgery.presets import bundled_models, models_folder, preset_of
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,6 +20,7 @@ def snapshot(folder):
     return {p: p.is_file() and p.read_bytes() for p in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_bundled_names_come_before_paths_and_loading_never_writes(tmp_path, monkeypatch):
     """Neither a folder of that name, nor one set aside under it, takes the place of the model."""
     edited = bs.operate(make_gpt2(), [bs.Steer("mood", {1: np.ones(32)})])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.numpy_models import Model, weights_of
 
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]

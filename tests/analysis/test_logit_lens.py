@@ -5,10 +5,11 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_state import CumulativeMean
-from tests.conftest import make_deep_gpt2, make_gpt2, relative
+from tests.helpers import make_deep_gpt2, make_gpt2, relative
 from tests.rewriting.test_refused_edits import WithoutBlocks
 
 
+@pytest.mark.slow
 def test_a_control_behind_the_last_block():
     backbone, ids = make_deep_gpt2(), np.array([3, 1, 4, 1, 5])
     rewrites = [bs.Ablate("final_norm", to="mean", values={"final_norm": np.ones(32, "float32")})]

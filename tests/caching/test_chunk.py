@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 BATCH, TIME, LENGTH = 2, 3, 8
 

@@ -8,7 +8,7 @@ from keras import layers, ops
 
 import backbone_surgery as bs
 from backbone_surgery.caching import probe
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
-from tests.conftest import make_gemma
+from tests.helpers import make_gemma
 
 TO_HEADS = ("btd,ndh->btnh", (None, 4, 8), (3, 5, 16))
 FROM_HEADS = ("btnh,nhd->btd", (None, 16), (3, 5, 4, 8))

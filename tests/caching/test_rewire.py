@@ -6,7 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.opening import attention
-from tests.conftest import FAMILIES, VOCABULARY, relative
+from tests.helpers import FAMILIES, VOCABULARY, relative
 from tests.reference import run_chunks
 
 EXACT = 5e-6
@@ -97,6 +97,7 @@ def test_query_scale_is_that_of_the_backbone(rng):
     assert relative(run(opened, inputs), wanted) > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16(family, rng):
     backbone = FAMILIES[family](dtype="bfloat16")
     inputs = left_padded(rng, [16, 16], 16)

@@ -10,7 +10,7 @@ import backbone_surgery as bs
 from backbone_surgery.caching.cache import bytes_per_token, new_packed_cache
 from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.generation import engine
-from tests.conftest import make_deep_gpt2, make_gemma2, make_gpt2, ragged, relative
+from tests.helpers import make_deep_gpt2, make_gemma2, make_gpt2, ragged, relative
 from tests.reference import run_chunks
 
 EXACT = 5e-6
@@ -126,12 +126,14 @@ def test_states_are_listed_in_the_order_in_which_the_layers_run(lm):
     assert shapes[1] + shapes[3] == [(3, 32), (32,), ()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_gpt2, make_gemma2])
 def test_check_passes(make):
     report = bs.check(edit(make()))
     assert max(report.errors.values()) <= EXACT
 
 
+@pytest.mark.slow
 def test_check_runs_past_the_window_that_a_layer_tells():
     class LooksFar(CausalConv):
         sliding_window_size = 20
@@ -155,6 +157,7 @@ def test_check_passes_in_half_precision():
     bs.check(edited)
 
 
+@pytest.mark.slow
 def test_left_padded_rows_equal_each_row_alone(lm, rng):
     ids = rng.integers(1, 60, (3, 14)).astype("int32")
     lengths = [14, 9, 2]
@@ -244,6 +247,7 @@ def test_streamed_text_joins_to_what_is_generated():
     assert "".join(pieces) == lm.generate(prompt, max_new_tokens=10)
 
 
+@pytest.mark.slow
 def test_recipe_brings_the_state_back(tmp_path, rng):
     backbone = make_deep_gpt2()
     edited = edit(backbone)

@@ -26,6 +26,7 @@ def test_stream_prints_the_same_text(run):
     assert run(*options, "--stream").stdout.strip() == run(*options).stdout.strip()
 
 
+@pytest.mark.slow
 def test_inspect_shows_sites_parameters_and_cache(run):
     result = run("inspect", "--model", "tiny_gemma")
     assert result.exit_code == 0
@@ -39,6 +40,7 @@ def test_inspect_shows_sites_parameters_and_cache(run):
         assert word in result.stdout
 
 
+@pytest.mark.slow
 def test_plot_writes_a_picture_and_mermaid(run, tmp_path):
     for name in ("model.mmd", "model.svg"):
         assert run("plot", str(tmp_path / name), "--expand").exit_code == 0

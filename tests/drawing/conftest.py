@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import make_deep_gpt2, make_gemma, make_gpt2
+from tests.helpers import make_deep_gpt2, make_gemma, make_gpt2
 
 
 class Doubled(keras.layers.Layer):

@@ -7,7 +7,7 @@ import pytest
 from keras_hub.src.utils.keras_utils import gelu_approximate
 
 import backbone_surgery as bs
-from tests.conftest import make_gemma, make_gpt2, ragged
+from tests.helpers import make_gemma, make_gpt2, ragged
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation import causal_lm
-from tests.conftest import FAMILIES, TASKS, ragged, relative
+from tests.helpers import FAMILIES, TASKS, ragged, relative
 
 VOCABULARY, WIDTH = 9, 14
 LENGTHS = (3, 7, 1, 13, 14, 5)
@@ -106,6 +106,7 @@ def kerashub_beams(model, head, num_beams, stops):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_of_an_edited_graph_with_controls_and_captures(family, rng, monkeypatch):
     monkeypatch.setattr(causal_lm, "_SEQUENCE_CHECK", 3)

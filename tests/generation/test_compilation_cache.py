@@ -21,7 +21,7 @@ def count(event, **kwargs):
 
 jax.monitoring.register_event_listener(count)
 import backbone_surgery as bs
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 lm = bs.CachedCausalLM(make_gpt2(seed=int(sys.argv[1]), num_layers=1))
 lm.compile(sampler="greedy")

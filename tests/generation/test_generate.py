@@ -9,7 +9,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation import samplers as strategies
-from tests.conftest import FAMILIES, TASKS, VOCABULARY, make_gpt2, ragged
+from tests.helpers import FAMILIES, TASKS, VOCABULARY, make_gpt2, ragged
 
 
 def make_sampler(name):
@@ -83,6 +83,7 @@ def test_greedy_takes_the_first_of_the_likeliest(rng, dtype):
     np.testing.assert_array_equal(tokens, wanted)
 
 
+@pytest.mark.slow
 def test_greedy_equals_kerashub_for_gemma_1(rng):
     pair = Pair("gemma")
     inputs = ragged(rng, (3, 9), 20)
@@ -149,6 +150,7 @@ def test_without_a_seed_every_call_and_row_draws_differently(gpt2, rng):
     assert np.array_equal(gpt2.generate(inputs, **options)["token_ids"], first)
 
 
+@pytest.mark.slow
 def test_custom_sampler_runs(gpt2, rng):
     from keras import ops
 
@@ -253,6 +255,7 @@ def test_four_threads_give_what_one_gives(rng):
         assert np.array_equal(lm.generate(prompt, **options)["token_ids"], result)
 
 
+@pytest.mark.slow
 def test_batch_size_splits_and_changes_nothing(gpt2, rng, capsys):
     gpt2.compile(sampler=make_sampler("random"))
     inputs = ragged(rng, (5, 2, 7, 3, 4), 7)
@@ -303,6 +306,7 @@ def test_nothing_a_caller_passes_is_changed(gpt2, rng):
     assert all(np.array_equal(inputs[k], copies[k]) for k in inputs)
 
 
+@pytest.mark.slow
 def test_call_with_cache(pair, rng):
     ids = rng.integers(1, VOCABULARY, (2, 10)).astype("int32")
     wanted = np.asarray(pair.upstream({"token_ids": ids, "padding_mask": np.ones_like(ids)}))

@@ -6,7 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation import engine
-from tests.conftest import FAMILIES, TASKS, make_gpt2, ragged
+from tests.helpers import FAMILIES, TASKS, make_gpt2, ragged
 
 OPTIONS = {"max_new_tokens": 46, "stop_token_ids": None}
 

@@ -7,7 +7,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.caching.cache import new_packed_cache
-from tests.conftest import make_gemma, make_gpt2, ragged
+from tests.helpers import make_gemma, make_gpt2, ragged
 
 SLOTS = 256
 

@@ -168,6 +168,7 @@ def test_samplers(lm, name):
     lm.compile(sampler="greedy")
 
 
+@pytest.mark.slow
 def test_call_with_cache(lm):
     arguments = {
         "token_ids": constant(IDS),
@@ -230,6 +231,7 @@ def test_generate_with_anything(lm, option, value, part):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integer", [int, np.int32, np.int64, np.uint8])
 def test_integers_of_python_and_numpy_are_taken_alike(lm, integer):
     with pytest.raises(NotYet):

@@ -12,7 +12,7 @@ from keras import ops
 import backbone_surgery as bs
 from backbone_surgery.generation import programs as programs_module
 from backbone_surgery.generation.samplers import NO_TOKEN, make_strategy
-from tests.conftest import make_gpt2, ragged
+from tests.helpers import make_gpt2, ragged
 
 SAMPLERS = {
     "greedy": keras_hub.samplers.GreedySampler,
@@ -57,6 +57,7 @@ def anew(lm, prompt, sampler):
     return generate(other, prompt)
 
 
+@pytest.mark.slow
 def test_a_users_own_sampler_is_taken_as_it_is_now(lm, prompt):
     sampler = Only([3, 4])
     lm.compile(sampler=sampler)
@@ -189,6 +190,7 @@ def test_what_is_no_number_is_no_temperature(lm, number):
         lm.compile(sampler=keras_hub.samplers.RandomSampler(temperature=number))
 
 
+@pytest.mark.slow
 def test_numpy_numbers_are_numbers(lm, prompt):
     for name, integer in (("top_k", "k"), ("beam", "num_beams")):
         sampler = SAMPLERS[name]()

@@ -9,7 +9,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.scoring import interceptable
-from tests.conftest import ragged, relative
+from tests.helpers import ragged, relative
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def test_without_a_mask_nothing_is_padding(backbone, upstream, ids):
     assert relative(lm.score(ids["token_ids"]), upstream.score(ids["token_ids"])) < 2e-6
 
 
+@pytest.mark.slow
 def test_an_edit_is_scored(backbone, ids, rng):
     """A steered graph equals the plain one with the vector added by the function."""
     vector = rng.normal(size=backbone.hidden_dim).astype("float32")
@@ -78,6 +79,7 @@ def test_blocks_count_in_the_edited_graph(backbone, ids):
     assert seen == [-1, *range(backbone.num_layers + 1)]
 
 
+@pytest.mark.slow
 def test_gradients_of_the_embeddings(backbone, ids):
     """As in KerasHub's own example: how the loss depends on the embeddings."""
     lm = bs.CachedCausalLM(backbone)

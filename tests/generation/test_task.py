@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, TASKS, make_gpt2, ragged
+from tests.helpers import FAMILIES, TASKS, make_gpt2, ragged
 
 OPTIONS = {"max_new_tokens": 12, "stop_token_ids": None}
 
@@ -68,6 +68,7 @@ def test_fit_equals_kerashub(family, rng):
     assert np.allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", [False, True])
 def test_lora(family, backbone, rng, edited):
     lm = bs.CachedCausalLM(bs.operate(backbone, []) if edited else backbone)
@@ -101,6 +102,7 @@ def test_int8(family, backbone, rng, through):
     assert np.array_equal(greedy(lm, inputs), wanted(family, backbone, inputs))
 
 
+@pytest.mark.slow
 def test_weights_are_saved_and_loaded_through_the_backbone(family, backbone, rng, tmp_path):
     edited = bs.operate(backbone, [bs.Steer("s", {0: np.ones(32)})])
     path = str(tmp_path / "edited.weights.h5")

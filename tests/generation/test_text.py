@@ -43,6 +43,7 @@ def test_parity_of_a_bundled_model(lm, upstream):
     assert np.array_equal(got.argmax(-1), wanted.argmax(-1))
 
 
+@pytest.mark.slow
 def test_a_whole_story_ends_by_itself(lm):
     text = lm.generate(PROMPTS[0])
     assert text.startswith(PROMPTS[0])
@@ -82,6 +83,7 @@ def test_stream_holds_back_unfinished_characters():
         assert "".join(lm.stream("Zoë", chunk_size=1, **options)) == whole
 
 
+@pytest.mark.slow
 def test_empty_prompt_starts_from_the_start_token(lm, upstream):
     assert lm.generate("", max_length=20) == upstream.generate("", max_length=20)
 
@@ -108,6 +110,7 @@ def test_empty_prompt_without_a_start_token():
         lm.generate(["Tom", ""])
 
 
+@pytest.mark.slow
 def test_steering_changes_text_by_a_run_time_strength(lm):
     width = lm.backbone.hidden_dim
     vector = {2: np.random.default_rng(0).normal(size=width) * 3}

@@ -15,7 +15,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.graph.shared_nodes import SharedNodes
-from tests.conftest import make_gemma, make_gpt2
+from tests.helpers import make_gemma, make_gpt2
 
 THREADS = 4
 BUILDS = 2
@@ -57,6 +57,7 @@ def numbers(model, inputs=INPUTS):
     return np.asarray(keras.ops.convert_to_numpy(model(inputs)), "float32")
 
 
+@pytest.mark.slow
 def test_edits_built_at_once_compute_what_one_built_alone_does():
     backbone = make_gemma()
     expected = numbers(edit(backbone))

@@ -327,6 +327,7 @@ random_graphs = settings(
 )
 
 
+@pytest.mark.slow
 @random_graphs
 @given(programs())
 def test_plain_clones_are_bit_equal(program):
@@ -364,6 +365,7 @@ def test_every_node_is_offered_once(program):
     assert Counter(map(id, offered)) == Counter(map(id, layers))
 
 
+@pytest.mark.slow
 @random_graphs
 @given(programs(), edits, st.booleans())
 def test_edited_clones_compute_what_the_interpreter_does(program, edit, per_use):

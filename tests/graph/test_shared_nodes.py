@@ -17,7 +17,7 @@ from backbone_surgery import graph
 from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.shared_nodes import SharedNodes
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 
 def call(layer, *args, **kwargs):
@@ -55,6 +55,7 @@ def nodes_of(model):
 VALUE = np.array([[1, -2, 3]], "float32")
 
 
+@pytest.mark.slow
 def test_clones_that_are_dropped_leave_no_nodes_behind(source):
     clone(source)
     before, numbers = nodes_of(source), living_nodes()
@@ -64,6 +65,7 @@ def test_clones_that_are_dropped_leave_no_nodes_behind(source):
     assert nodes_of(source) == before
 
 
+@pytest.mark.slow
 def test_failed_clones_and_calls_that_are_not_used_leave_no_nodes_behind(source):
     def fail(layer, *args, **kwargs):
         result = layer(*args, **kwargs)
@@ -145,6 +147,7 @@ def test_what_is_measured_of_a_task_leaves_no_nodes_behind(backbone):
         assert living_nodes() == before
 
 
+@pytest.mark.slow
 def test_a_dropped_edit_takes_the_layers_it_made_with_it(backbone):
     edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(32)})])
     blocks = [n.operation for n in graph.all_nodes(edited) if "block" in n.operation.name]
@@ -158,6 +161,7 @@ def test_a_dropped_edit_takes_the_layers_it_made_with_it(backbone):
 # What must not go.
 
 
+@pytest.mark.slow
 def test_tensors_alone_keep_a_graph(source):
     output = bs.clone_layer_graph(source.input, source.output, call)
     gc.collect()
@@ -192,6 +196,7 @@ def test_a_graph_is_kept_by_what_a_user_builds_on_it(source):
     np.testing.assert_array_equal(again(VALUE), source(VALUE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", range(4))
 def test_a_graph_between_others_that_are_gone_is_whole(source, kept):
     clones = [clone(source) for _ in range(4)]
@@ -234,6 +239,7 @@ def test_summary_and_picture_show_one_graph_beside_dropped_ones(source):
     assert [drawn(source), lines(source)] == alone[2:]
 
 
+@pytest.mark.slow
 def test_layer_whose_first_node_is_gone_still_tells_how_many_outputs_it_has():
     two, x = TwoOutputs(), keras.Input((3,))
 
@@ -253,6 +259,7 @@ def test_layer_whose_first_node_is_gone_still_tells_how_many_outputs_it_has():
         np.testing.assert_array_equal(second, VALUE * 2)
 
 
+@pytest.mark.slow
 def test_layers_are_what_they_were(backbone, edited):
     assert edited.get_layer("token_embedding") is backbone.token_embedding
     assert edited.layers
@@ -284,6 +291,7 @@ def test_shared_nodes_act_as_the_list_that_they_stand_for():
     assert layer.output is outputs[0]
 
 
+@pytest.mark.slow
 def test_numbers_of_nodes_do_not_move_while_a_later_one_lives():
     layer, x = layers.Dense(2), keras.Input((3,))
     graph.share(keras.Model(x, layer(x)))

@@ -13,7 +13,7 @@ from backbone_surgery.families.gpt2 import GPT2
 from backbone_surgery.opening import family
 from backbone_surgery.opening.open import find_family
 from backbone_surgery.opening.site import select
-from tests.conftest import make_gemma, make_gpt2, ragged, relative
+from tests.helpers import make_gemma, make_gpt2, ragged, relative
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,7 @@ def test_a_family_from_outside_works_as_those_of_the_package(rng):
     assert len(bs.rewire(bs.operate(backbone, edits[2:])).output["cache"]) == 3
 
 
+@pytest.mark.slow
 def test_generation_with_a_family_from_outside_equals_uncached(rng):
     bs.register_family(OWN)
     backbone = make_own()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import relative
+from tests.helpers import relative
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDERS = ("hf_gpt2", "hf_gemma", "hf_gemma2")
@@ -162,6 +162,7 @@ def test_streamed_text_joins_to_the_same(case):
     assert "".join(pieces) == text["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import backbone_surgery as bs
 from backbone_surgery.recipes.store import read_recipe, write_recipe
 from backbone_surgery.weights.paths import variable_paths
-from tests.conftest import FAMILIES
+from tests.helpers import FAMILIES
 
 ROWS, SIZE, LATENTS = 2, 32, 12
 TOKENS = {

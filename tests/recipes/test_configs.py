@@ -7,7 +7,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.recipes.configs import layer_config, make_layer
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 from tests.recipes.edits import Put, outputs
 
 

@@ -11,7 +11,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.recipes.describe import Rebuilder
 from backbone_surgery.recipes.store import read_recipe
-from tests.conftest import make_deep_gpt2
+from tests.helpers import make_deep_gpt2
 from tests.recipes.edits import CASES, Own, Put, outputs, rewritten, vector
 
 

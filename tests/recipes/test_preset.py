@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, TASKS, make_gpt2
+from tests.helpers import FAMILIES, TASKS, make_gpt2
 from tests.recipes.edits import make, outputs
 
 
@@ -34,7 +34,7 @@ def files(folder):
     ("name", "case", "dtype"),
     [
         ("gpt2", "layered", "float32"),
-        ("gpt2", "lora", "bfloat16"),
+        pytest.param("gpt2", "lora", "bfloat16", marks=pytest.mark.slow),
         pytest.param("gemma2", "layered", "bfloat16", marks=pytest.mark.slow),
         pytest.param("gemma2", "lora", "float32", marks=pytest.mark.slow),
     ],

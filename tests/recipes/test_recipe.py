@@ -13,7 +13,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.recipes.store import read_recipe
 from backbone_surgery.weights.paths import variable_paths
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gemma, make_gpt2
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gemma, make_gpt2
 from tests.recipes.edits import CASES, INPUTS, Put, fill, make, outputs, rewritten, steering, vector
 
 
@@ -198,6 +198,7 @@ def unnamed(backbone):
     return bs.operate(backbone, rewrites)
 
 
+@pytest.mark.slow
 def test_layers_made_before_do_not_matter(shared, tmp_path):
     """Neither to a recipe nor to a transfer."""
     edited = unnamed(shared)
@@ -333,6 +334,7 @@ def test_nothing_of_others_is_touched(shared, folder, tmp_path):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_backbone_that_was_quantised_since_is_refused(tmp_path):
     backbone = make_gpt2(num_layers=1)
     bs.save_recipe(bs.operate(backbone, [bs.Skip("blocks.0")]), tmp_path / "it.recipe")

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save
 import backbone_surgery as bs
 from backbone_surgery.recipes import recipe as recipes
 from backbone_surgery.recipes.store import read_recipe, write_recipe
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 from tests.recipes.edits import Own, Put
 
 ROOT = Path(__file__).parents[2]

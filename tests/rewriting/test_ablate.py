@@ -5,7 +5,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
-from tests.conftest import FAMILIES, make_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -34,6 +34,7 @@ def after(backbone, inputs, replace):
     return captures, mixed, out
 
 
+@pytest.mark.slow
 def test_zeroed_heads_are_missing_from_the_output(backbone, rng):
     inputs = tokens(rng)
 

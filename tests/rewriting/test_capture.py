@@ -6,7 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_rewire import left_padded
-from tests.conftest import FAMILIES, make_deep_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, ragged, relative
 from tests.reference import run_chunks
 
 EXACT = 1e-5
@@ -88,6 +88,7 @@ def assert_captures_of(backbone, finished, captures, site_paths):
             assert relative(row[path], wanted[path][0]) <= EXACT, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["greedy", "beam"])
 def test_captures_of_generation_are_those_of_the_finished_text(lm, rng, sampler):
     lm.compile(sampler=sampler)

@@ -7,7 +7,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.by_hand import generate_by_hand, model_by_hand
-from tests.conftest import FAMILIES, make_deep_gpt2, ragged
+from tests.helpers import FAMILIES, make_deep_gpt2, ragged
 
 LENGTHS = [7, 3, 5, 6, 4, 2]
 
@@ -70,12 +70,14 @@ def test_rows_are_steered_from_the_token_on_that_meets_it(watched, rng):
     assert not np.array_equal(got[~untouched], plain[~untouched])
 
 
+@pytest.mark.slow
 def test_cached_equals_uncached(watched):
     _, lm, _, _, _ = watched
     for threshold in (0.05, 0.2, 0.3, 0.4):
         bs.check(lm.opened, controls={"weather_threshold": np.float32(threshold)})
 
 
+@pytest.mark.slow
 def test_generation_equals_by_hand(watched, rng):
     """Conditions that are met in the prompt, while generating, and never, in one batch."""
     backbone, lm, by_hand, direction, push = watched

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_deep_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, ragged, relative
 from tests.reference import by_hand, run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -58,6 +58,7 @@ def test_a_new_order_is_that_chain_of_blocks(backbone, rng, name):
         assert relative(run_chunks(cached, inputs, chunks)[0], wanted) <= EXACT
 
 
+@pytest.mark.slow
 def test_each_use_of_a_repeated_block_is_a_site_of_its_own(backbone, rng):
     steer = bs.Steer("mood", {2: np.ones(32)}, strength=3.0)
     edited = bs.operate(backbone, [bs.Repeat("blocks.1", times=2), steer])
@@ -89,6 +90,7 @@ def test_what_was_done_inside_a_block_goes_with_it(rng):
         bs.operate(backbone, [steer, bs.Remove("blocks.0")])
 
 
+@pytest.mark.slow
 def test_what_a_clone_fn_put_behind_a_block_goes_with_it(rng):
     backbone = make_deep_gpt2()
     dense = keras.layers.Dense(32, name="extra")
@@ -109,6 +111,7 @@ def test_what_a_clone_fn_put_behind_a_block_goes_with_it(rng):
     assert relative(run_chunks(bs.rewire(edited), inputs, [4, 1, 4])[0], wanted) <= EXACT
 
 
+@pytest.mark.slow
 def test_skip_takes_blocks_out_row_by_row(backbone, rng):
     edited = bs.operate(backbone, [bs.Skip("blocks.1:")])
     inputs = tokens(rng, rows=4)
@@ -159,6 +162,7 @@ def test_capture_before_and_after_skip(rng):
     assert not np.array_equal(got["before/blocks.1"], got["blocks.0"])
 
 
+@pytest.mark.slow
 def test_repeated_blocks_generate_as_the_uncached_graph_does(rng):
     edited = bs.operate(make_deep_gpt2(), [bs.Repeat("blocks.1:", times=2), bs.Capture("blocks.*")])
     lm = bs.CachedCausalLM(edited)

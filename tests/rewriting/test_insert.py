@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.reference import by_hand, run, run_chunks, stream_of, tokens
 
 EXACT = 1e-5
@@ -52,6 +52,7 @@ def test_a_whole_block_replaced_has_no_cache(backbone, rng):
     assert_is(edited, wanted, tokens(rng), len(backbone.transformer_layers) - 1)
 
 
+@pytest.mark.slow
 def test_a_replaced_computation_gets_what_the_old_one_got(backbone, rng):
     captures = bs.Capture("blocks.1.*")
     inputs = tokens(rng)
@@ -138,6 +139,7 @@ class Times(keras.layers.Layer):
         return self.owner.scale * x
 
 
+@pytest.mark.slow
 def test_a_wrapped_block_stays_open(rng):
     backbone = make_gpt2()
     rewrites = [
@@ -241,6 +243,7 @@ def test_errors(gpt2, rewrite, words):
         bs.operate(gpt2, [rewrite()])
 
 
+@pytest.mark.slow
 def test_a_layer_that_mixes_tokens_is_found_by_check(rng):
     class Average(keras.layers.Layer):
         def call(self, x):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 ZERO = np.zeros(32, "float32")
@@ -24,6 +24,7 @@ def learner(backbone, vector, optimizer=None, **options):
     return lm
 
 
+@pytest.mark.slow
 def test_one_step_is_the_gradient_of_the_loss(rng):
     """By KerasHub's own blocks and `jax.grad`."""
     backbone, strength = make_deep_gpt2(), 0.5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -31,6 +31,7 @@ def merge(backbone, edited, role, scale):
         dense.kernel.assign(kernel + (np.moveaxis(change, 1, 0) if heads_first else change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_adapters_equal_merged_weights(name, rng):
     backbone, merged = FAMILIES[name](num_layers=3), FAMILIES[name](num_layers=3)
@@ -102,6 +103,7 @@ def test_other_models_of_the_backbone_train_as_before(rng):
     assert digest(backbone) != before
 
 
+@pytest.mark.slow
 def test_a_direction_learned_by_gradient(rng):
     """A layer with one vector, inserted: the vector is all that trains."""
 

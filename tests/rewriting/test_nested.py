@@ -12,7 +12,7 @@ import pytest
 from keras import layers, ops
 
 import backbone_surgery as bs
-from tests.conftest import make_gpt2, ragged, relative
+from tests.helpers import make_gpt2, ragged, relative
 
 IMAGES = [np.random.default_rng(k).normal(size=(2, 5, 5, 2)).astype("float32") for k in range(2)]
 X = np.random.default_rng(3).normal(size=(2, 3)).astype("float32")

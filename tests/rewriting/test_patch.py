@@ -6,7 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_rewire import left_padded
-from tests.conftest import FAMILIES, make_deep_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, ragged, relative
 from tests.reference import by_hand, run, run_chunks, tokens
 
 EXACT = 1e-5
@@ -30,6 +30,7 @@ def backbone(request):
     return FAMILIES[request.param](num_layers=3)
 
 
+@pytest.mark.slow
 def test_a_patched_token_has_the_given_value(backbone, rng):
     edited = bs.operate(backbone, [bs.Patch("blocks.0")])
     inputs, value = tokens(rng), rng.normal(size=(2, 2, 32)).astype("float32")
@@ -79,6 +80,7 @@ def test_patching_every_site_with_its_own_value_is_bit_equal(backbone, rng):
             assert equal == same, path
 
 
+@pytest.mark.slow
 def test_all_of_a_block_from_another_prompt_gives_the_other_prompts_states(backbone, rng):
     clean, corrupted = tokens(rng, rows=1), tokens(rng, rows=1)
     edited = bs.operate(backbone, [bs.Patch("blocks.1")])
@@ -89,6 +91,7 @@ def test_all_of_a_block_from_another_prompt_gives_the_other_prompts_states(backb
     assert relative(run(edited, corrupted), run(backbone, corrupted)) <= EXACT
 
 
+@pytest.mark.slow
 def test_patching_in_generation_counts_tokens_of_each_row(rng):
     edited = bs.operate(
         make_deep_gpt2(), [bs.Patch("blocks.*.mlp_output"), bs.Capture("blocks.*.*")]
@@ -126,6 +129,7 @@ def test_fixed_positions_take_values_alone(rng):
     assert not np.array_equal(lm.generate(inputs, **options)["token_ids"], got)
 
 
+@pytest.mark.slow
 def test_fixed_positions_patch_in_one_pass_and_cached(backbone, rng):
     inputs, value = tokens(rng), rng.normal(size=(2, 2, 32)).astype("float32")
     fixed = bs.operate(backbone, [bs.Patch("blocks.0", positions=(1, 4))])

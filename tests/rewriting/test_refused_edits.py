@@ -8,7 +8,7 @@ import backbone_surgery as bs
 from backbone_surgery import graph
 from backbone_surgery.opening.site import is_block, stream_index
 from backbone_surgery.rewriting import Rows
-from tests.conftest import make_deep_gpt2, make_gpt2
+from tests.helpers import make_deep_gpt2, make_gpt2
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import make_gpt2
+from tests.helpers import make_gpt2
 
 INPUTS = {"token_ids": np.array([[5, 6, 7]], "int32"), "padding_mask": np.ones((1, 3), "int32")}
 

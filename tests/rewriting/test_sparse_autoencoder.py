@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import backbone_surgery as bs
-from tests.conftest import make_gpt2, ragged, relative
+from tests.helpers import make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 EXACT = 1e-5

@@ -6,7 +6,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
 from tests.by_hand import generate_by_hand, model_by_hand
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 
 LENGTHS, STEPS = [7, 3, 5, 1], 6
 

@@ -49,6 +49,7 @@ def test_vectors_and_pairs(tmp_path):
     assert not complaints(calls)
 
 
+@pytest.mark.slow
 def test_training(lm):
     train = {
         "pairs": lambda: PAIRS,

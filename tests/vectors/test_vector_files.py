@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import backbone_surgery as bs
-from tests.conftest import make_gemma2, make_gpt2
+from tests.helpers import make_gemma2, make_gpt2
 
 INFO = {"method": "pca_diff", "model_hint": "gpt2", "family": "gpt2", "num_blocks": "4"}
 SUFFIXES = [".gguf", ".safetensors"]
@@ -125,6 +125,7 @@ def test_writing_is_atomic(vector, tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == ["v.gguf"]
 
 
+@pytest.mark.slow
 def test_made_for_another_model(rng, tmp_path):
     lm, other = bs.CachedCausalLM(make_gpt2()), bs.CachedCausalLM(make_gemma2())
     pairs = [([1, 2, 3], [4, 5]), ([6, 7], [8, 9]), ([3], [5])]

@@ -7,7 +7,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, VOCABULARY, make_deep_gpt2, relative
+from tests.helpers import FAMILIES, VOCABULARY, make_deep_gpt2, relative
 
 METHODS = ["pca_diff", "pca_center", "mean_diff", "logistic"]
 
@@ -105,6 +105,7 @@ def test_padding_on_either_side_measures_the_same(trained):
             assert relative(found[f"blocks.{block}"], wanted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_given_token(trained):
     lm, pairs, _, _ = trained
     for token in (0, 2, -2):
@@ -171,6 +172,7 @@ def test_arithmetic(rng):
         a * "2"
 
 
+@pytest.mark.slow
 def test_relative_to_measures_the_residual_norm(trained):
     lm, _, _, vectors = trained
     rows = [[5, 6, 7, 8], [9, 10, 11]]

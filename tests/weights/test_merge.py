@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.conftest import FAMILIES, TASKS, make_gemma, make_gemma2, make_gpt2, relative
+from tests.helpers import FAMILIES, TASKS, make_gemma, make_gemma2, make_gpt2, relative
 
 EXACT = 5e-6
 TOKENS = {"token_ids": np.arange(1, 25).reshape(3, 8), "padding_mask": np.ones((3, 8), "int32")}
@@ -99,6 +99,7 @@ def test_lora_is_folded_as_kerashub_does_on_saving(family, tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=a.path)
 
 
+@pytest.mark.slow
 def test_lora_and_steering_together_generate_the_same_text():
     """KerasHub's own task over the merged backbone writes what the edited one did."""
     edited = bs.operate(with_lora(make_gpt2()), [add("blocks.*")])

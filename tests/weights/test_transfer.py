@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import backbone_surgery as bs
 from backbone_surgery.weights.owner import quantization
 from backbone_surgery.weights.paths import variable_paths
-from tests.conftest import FAMILIES, make_deep_gpt2, make_gpt2
+from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -328,6 +328,7 @@ def test_keras_mixes_up_reordered_blocks_and_this_does_not(family, backbone, tmp
     same(arrays(backbone), before)
 
 
+@pytest.mark.slow
 def test_sharded_files_and_archives_are_told_apart_too(tmp_path):
     """In shards so small that one layer is spread over several, and as a `.keras` file."""
     source = make_deep_gpt2(3)
@@ -839,6 +840,7 @@ def test_weights_stay_on_their_devices():
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_of_a_transfer_is_that_of_single_arrays(monkeypatch):
     """Counted after each write, what JAX holds; and at any time, what NumPy takes."""
 
@@ -999,6 +1001,7 @@ def test_a_tree_that_has_a_path_twice_is_refused():
         bs.transfer_weights(make_gpt2(num_layers=1), tree)
 
 
+@pytest.mark.slow
 def test_only_int8_is_a_part_of_an_edit():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
     model.quantize("int4")

@@ -1,0 +1,62 @@
+"""Fixtures and small helpers that the tests share."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.families import (  # noqa: F401 - tests take them from here
+    FAMILIES,
+    TASKS,
+    VOCABULARY,
+    make_deep_gpt2,
+    make_gemma,
+    make_gemma2,
+    make_gpt2,
+)
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def backbone(family):
+    return FAMILIES[family]()
+
+
+@pytest.fixture
+def upstream(family, backbone):
+    """KerasHub's own task over the same backbone: an independent way to generate."""
+    task = TASKS[family](backbone=backbone, preprocessor=None)
+    task.compile(sampler="greedy")
+    return task
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_names():
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+
+
+def ragged(rng, lengths, width, vocabulary=VOCABULARY):
+    """Right-padded random prompts of these lengths, as KerasHub takes them."""
+    ids = np.zeros((len(lengths), width), "int32")
+    mask = np.zeros((len(lengths), width), bool)
+    for i, length in enumerate(lengths):
+        ids[i, :length] = rng.integers(1, vocabulary, length)
+        mask[i, :length] = True
+    return {"token_ids": ids, "padding_mask": mask}
+
+
+def relative(a, b, mask=None):
+    """Largest difference, over the largest value."""
+    a, b = np.asarray(a, "float32"), np.asarray(b, "float32")
+    if mask is not None:
+        a, b = a[mask], b[mask]
+    return np.abs(a - b).max() / np.abs(b).max()
