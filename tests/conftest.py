@@ -21,7 +21,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-HARNESS = "test_families.py"
+HARNESS = ("test_families.py", "test_family_table.py")
 
 
 def pytest_configure(config):
@@ -51,5 +51,5 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         # Such as `gemma`, the bundled `tiny_gemma`, and the function `make_gemma`.
         names = [p if isinstance(p, str) else getattr(p, "__name__", "") for p in parameters]
-        if item.path.name != HARNESS and any(o in name for o in others for name in names):
+        if item.path.name not in HARNESS and any(o in name for o in others for name in names):
             item.add_marker(pytest.mark.slow)

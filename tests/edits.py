@@ -7,7 +7,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import backbone_surgery as bs
-from tests.numpy_models import Model, weights_of
+from backbone_surgery.opening.site import places
+from tests.numpy_models import weights_of
 
 TIME, SIZE = 6, 32
 
@@ -97,7 +98,8 @@ def insert(rng, _):
 
 
 def replace(rng, backbone):
-    width = Model(backbone).hidden_size
+    sites = {place.path: place.tensor for place in places(bs.open_backbone(backbone))}
+    width = sites["blocks.0.mlp_hidden"].shape[-1]
     dense = keras.layers.Dense(width, activation="tanh", name="other_mlp")
     dense.build((None, None, SIZE))
     kernel, _ = weights_of(dense)

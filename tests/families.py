@@ -1,7 +1,7 @@
 """The families as rows: to test another one with everything here, add a row to `ROWS`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras_hub
@@ -21,6 +21,16 @@ def _spread(backbone, seed):
             value = value + rng.normal(0, 0.1, value.shape)
         variable.assign(value.astype(value.dtype))
     return backbone
+
+
+def make(backbone_class, **defaults):
+    """Return a function that makes tiny random backbones of a class."""
+    config = {"vocabulary_size": VOCABULARY, "num_layers": 2, **defaults}
+
+    def make_one(seed=0, **kwargs):
+        return _spread(backbone_class(**{**config, **kwargs}), seed)
+
+    return make_one
 
 
 def make_gpt2(seed=0, **kwargs):
@@ -76,31 +86,89 @@ class Row:
         make: `(seed=0, **config) -> backbone`, tiny and random.
         task: KerasHub's own task of the family: an independent way to generate.
         shapes: configs of odd shapes, which are opened too.
+        layers: `{site: sub-layer}`, such as `{"query": "attention.query_dense"}`: sub-layers of the
+            backbone's own blocks that give what stands at a site.
+        block_mask: name of the block's argument for the padding mask.
+        block_arguments: other arguments that the backbone gives its blocks.
+        inputs: inputs of the backbone and of the task besides the text.
+        task_is_right: whether KerasHub's own task generates what its backbone computes.
+        in_numpy: whether `numpy_models.py` has the family, for the tests of every rewrite.
+        tolerance: of the opened and the cached graph, relative to the largest hidden state.
     """
 
     make: Callable[..., Any]
     task: type
     shapes: tuple[dict[str, Any], ...] = ()
+    layers: dict[str, str] = field(default_factory=dict)
+    block_mask: str = "decoder_padding_mask"
+    block_arguments: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    task_is_right: bool = True
+    in_numpy: bool = False
+    tolerance: float = 5e-6
 
+
+LLAMA_LAYERS = {
+    "attention_norm": "_self_attention_layernorm",
+    "query": "_self_attention_layer._query_dense",
+    "key": "_self_attention_layer._key_dense",
+    "value": "_self_attention_layer._value_dense",
+    "attention_output": "_self_attention_layer._output_dense",
+    "mlp_norm": "_feedforward_layernorm",
+    "mlp_output": "_feedforward_output_dense",
+}
 
 ROWS = {
     "gpt2": Row(
         make_gpt2,
         keras_hub.models.GPT2CausalLM,
         ({"num_heads": 2, "num_layers": 1, "hidden_dim": 24},),
+        layers={
+            "query": "_self_attention_layer.query_dense",
+            "attention_output": "_self_attention_layer.output_dense",
+            "mlp_hidden": "_feedforward_intermediate_dense",
+        },
+        in_numpy=True,
     ),
     "gemma": Row(
         make_gemma,
         keras_hub.models.GemmaCausalLM,
         ({"num_key_value_heads": 4, "head_dim": 16},),
+        layers={"query": "attention.query_dense", "mlp_output": "ffw_linear"},
+        block_mask="padding_mask",
+        in_numpy=True,
     ),
     "gemma2": Row(
         make_gemma2,
         keras_hub.models.GemmaCausalLM,
         ({"sliding_window_size": 3, "num_key_value_heads": 1},),
+        layers={"query": "attention.query_dense", "mlp_output": "post_ffw_norm"},
+        block_mask="padding_mask",
+        in_numpy=True,
+    ),
+    "llama": Row(
+        make(
+            keras_hub.models.Llama3Backbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+        ),
+        keras_hub.models.Llama3CausalLM,
+        (
+            {"num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_dim": 24},
+            {
+                "num_key_value_heads": 4,
+                "rope_frequency_adjustment_factor": 8.0,
+                "rope_low_freq_factor": 1.0,
+                "rope_high_freq_factor": 4.0,
+                "rope_pretraining_sequence_length": 16,
+            },
+        ),
+        layers=LLAMA_LAYERS,
     ),
 }
-"""The first is the one that tests outside of `test_families.py` run on by default."""
+"""The first is the one that tests outside of the harness run on by default."""
 
-FAMILIES = {name: row.make for name, row in ROWS.items()}
-TASKS = {name: row.task for name, row in ROWS.items()}
+FAMILIES = {name: row.make for name, row in ROWS.items() if row.in_numpy}
+TASKS = {name: ROWS[name].task for name in FAMILIES}

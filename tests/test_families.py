@@ -1,8 +1,7 @@
-"""Every family with everything: opened, cached, edited by each rewrite, and generating.
+"""Every rewrite on a family, cached and uncached, against plain NumPy.
 
-This is the harness: family x rewrite x mode. A family is a row of `tests/families.py`, a rewrite an
-entry of `tests/edits.py`. Whatever is computed is compared with something else that computes it:
-the backbone, KerasHub's own task, or NumPy.
+A rewrite is an entry of `tests/edits.py`. The families here are those that `tests/numpy_models.py`
+has in NumPy; `test_family_table.py` has all of them.
 """
 
 import itertools
@@ -15,13 +14,13 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
 from tests.edits import EDITS, SIZE, TIME
-from tests.families import ROWS
+from tests.families import FAMILIES, ROWS
 from tests.helpers import ragged, relative
 from tests.numpy_models import Model
 from tests.reference import run_chunks, tokens
 
 EXACT = 1e-5
-FIRST, *OTHERS = ROWS
+FIRST, *OTHERS = FAMILIES
 first_by_default = pytest.mark.parametrize(
     "family",
     [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
@@ -30,7 +29,7 @@ first_by_default = pytest.mark.parametrize(
 """What does not depend on the family runs on the first by default, on the others as slow tests."""
 
 
-@pytest.fixture(scope="module", params=list(ROWS))
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request):
     return request.param
 
@@ -38,50 +37,6 @@ def family(request):
 @pytest.fixture(scope="module")
 def backbone(family):
     return ROWS[family].make(num_layers=3)
-
-
-def left_padded(rng, lengths, width):
-    ids = rng.integers(1, 60, (len(lengths), width)).astype("int32")
-    mask = np.arange(width)[None] >= width - np.array(lengths)[:, None]
-    return {"token_ids": ids, "padding_mask": mask.astype("int32")}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [(name, shape) for name, row in ROWS.items() for shape in ({}, *row.shapes)],
-    ids=str,
-)
-def test_the_opened_graph_is_the_backbone(name, shape, rng):
-    backbone = ROWS[name].make(**shape)
-    ids = rng.integers(1, 60, (3, 20))
-    mask = np.arange(20)[None] < np.array([20, 11, 3])[:, None]
-    inputs = {"token_ids": ids, "padding_mask": mask.astype("int32")}
-    wanted = backbone.predict_on_batch(inputs)
-    assert relative(bs.open_backbone(backbone).predict_on_batch(inputs), wanted) <= 5e-6
-
-
-def test_cached_equals_the_backbone_however_tokens_are_cut(backbone, rng):
-    model = bs.rewire(backbone)
-    inputs = left_padded(rng, [20, 20], 20)
-    wanted = backbone.predict_on_batch(inputs)
-    for chunks in ([20], [1] * 20, [7, 1, 7, 1, 4]):
-        assert relative(run_chunks(model, inputs, chunks)[0], wanted) <= 5e-6
-
-
-def test_greedy_is_that_of_kerashub(family, backbone, rng):
-    upstream = ROWS[family].task(backbone=backbone, preprocessor=None)
-    upstream.compile(sampler="greedy")
-    lm = bs.CachedCausalLM(backbone)
-    lm.compile(sampler="greedy")
-    inputs = ragged(rng, (3, 9, 5), 16)
-    free = lm.generate(inputs, stop_token_ids=None)
-    stops = tuple(int(i) for i in free["token_ids"][0, -3:])  # some rows stop early, some do not
-    wanted = upstream.generate({k: v.copy() for k, v in inputs.items()}, stop_token_ids=stops)
-    mask = np.asarray(wanted["padding_mask"], bool)
-    got = lm.generate(inputs, stop_token_ids=stops)
-    assert np.array_equal(got["padding_mask"], mask)
-    assert np.array_equal(got["token_ids"][mask], np.asarray(wanted["token_ids"])[mask])
-    assert not mask.all()
 
 
 def make(names, backbone, rng, folder):

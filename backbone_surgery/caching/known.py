@@ -4,6 +4,7 @@ import types
 from typing import Any
 
 import keras
+import keras_hub
 from keras import layers, tree
 
 from backbone_surgery import graph
@@ -38,7 +39,7 @@ def is_known(operation: Any, args: tuple, kwargs: dict[str, Any], family: Family
         return False  # it runs something else than its class does
     if _library(operation) == _OWN:
         return all(_library(layer) in _LIBRARIES for layer in graph.sublayers(operation))
-    if isinstance(operation, family.position_layers):
+    if isinstance(operation, (*family.position_layers, keras_hub.layers.RotaryEmbedding)):
         return "positions" in kwargs
     if kind in family.pointwise_layers:
         return True

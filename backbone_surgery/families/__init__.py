@@ -1,8 +1,11 @@
-"""The families that come with the package: one file for each architecture that can be opened."""
+"""The families that come with the package: a module here with a `FAMILY` is an architecture."""
 
-from backbone_surgery.families.gemma import GEMMA
-from backbone_surgery.families.gpt2 import GPT2
+import importlib
+import pkgutil
+
 from backbone_surgery.opening.family import register_family
 
-for family in (GPT2, GEMMA):
-    register_family(family)
+for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    family = getattr(importlib.import_module(module.name), "FAMILY", None)
+    if family is not None:
+        register_family(family)

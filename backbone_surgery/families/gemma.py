@@ -11,7 +11,9 @@ import numpy as np
 from keras import layers, ops
 from keras_hub.src.models.gemma.gemma_decoder_block import GemmaDecoderBlock
 from keras_hub.src.models.gemma.rms_normalization import RMSNormalization
+from keras_hub.src.utils.keras_utils import gelu_approximate
 
+from backbone_surgery.families.parts import GatedProduct
 from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
@@ -40,16 +42,6 @@ class GemmaRotary(layers.Layer):
         return keras.KerasTensor(x.shape, self.compute_dtype)
 
 
-class GatedProduct(layers.Layer):
-    """Gate one projection by the approximate GELU of the other."""
-
-    def call(self, gate, x):
-        return keras.activations.gelu(gate, approximate=True) * x
-
-    def compute_output_spec(self, gate, x):
-        return keras.KerasTensor(x.shape, self.compute_dtype)
-
-
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block: x + attention(norm(x)), then x + mlp(norm(x)), each perhaps normed."""
     x = Site("attention_norm")(block.pre_attention_norm(hidden_states))
@@ -64,7 +56,7 @@ def open_block(block, hidden_states, padding_mask, positions):
 
     x = Site("mlp_norm")(block.pre_ffw_norm(residual))
     gate, x = block.gating_ffw(x), block.gating_ffw_2(x)
-    x = GatedProduct(dtype=block.dtype_policy, name="gated_product")(gate, x)
+    x = GatedProduct(gelu_approximate, dtype=block.dtype_policy, name="gated_product")(gate, x)
     x = block.ffw_linear(Site("mlp_hidden")(x))
     if block.use_post_ffw_norm:
         x = block.post_ffw_norm(x)
@@ -105,7 +97,7 @@ def _attention(block, x, padding_mask, positions):
     return attention.output_dense(Site("head_outputs")(x))
 
 
-GEMMA = Family(
+FAMILY = Family(
     name="gemma",
     block=GemmaDecoderBlock,
     open_block=open_block,

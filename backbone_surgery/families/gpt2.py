@@ -55,7 +55,7 @@ def refuse(block):
     return None
 
 
-GPT2 = Family(
+FAMILY = Family(
     name="gpt2",
     block=keras_hub.layers.TransformerDecoder,
     open_block=open_block,

@@ -80,7 +80,9 @@ def read_request(
         getattr(preprocessor, "sequence_length", None),
         lm.max_positions,
     )
-    stop_ids = resolve_stop_ids(stop_token_ids, preprocessor, vocabulary_size)
+    stop_ids = resolve_stop_ids(
+        stop_token_ids, preprocessor, vocabulary_size, lm.opened.family.stop_tokens
+    )
     texts, sequences = resolve_stop_sequences(stop_sequences, preprocessor, vocabulary_size)
     batch = Batch(
         rows=prompts.rows,
@@ -173,8 +175,13 @@ def check_count(operation: str, name: str, value: Any, unit: str) -> None:
         )
 
 
-def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any, vocabulary_size: int) -> list[int]:
-    """Resolve the stop token ids as KerasHub does; `"auto"` takes them from the tokenizer."""
+def resolve_stop_ids(
+    stop_token_ids: Any, preprocessor: Any, vocabulary_size: int, stop_tokens: tuple[str, ...]
+) -> list[int]:
+    """Resolve the stop token ids as KerasHub does.
+
+    `"auto"` takes the end tokens of the tokenizer and the stop tokens of the family.
+    """
     if stop_token_ids is None:
         return []
     if isinstance(stop_token_ids, str):
@@ -187,7 +194,8 @@ def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any, vocabulary_size: in
             )
         tokenizer = preprocessor.tokenizer
         ends = (getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id"))
-        return [int(i) for i in ends if i is not None]
+        others = (_id_of(tokenizer, token) for token in stop_tokens)
+        return list(dict.fromkeys(int(i) for i in (*ends, *others) if i is not None))
     ids = _read_ids(stop_token_ids, vocabulary_size)
     if ids is None:
         raise SurgeryError(
@@ -196,6 +204,15 @@ def resolve_stop_ids(stop_token_ids: Any, preprocessor: Any, vocabulary_size: in
             "`stop_sequences`."
         )
     return [int(i) for i in ids]
+
+
+def _id_of(tokenizer: Any, token: str) -> int | None:
+    """Look a special token up in the vocabulary; a tokenizer may be without it."""
+    try:
+        index = tokenizer.token_to_id(token)
+    except (KeyError, ValueError):
+        return None
+    return index if index is not None and tokenizer.id_to_token(index) == token else None
 
 
 def _read_ids(value: Any, vocabulary_size: int) -> np.ndarray | None:

@@ -1,7 +1,8 @@
 """Self-attention as a weightless layer, over whole rows or over a cache, whole or in two halves.
 
 `SelfAttention` carries everything that attention needs to know (heads, key/value heads, head size,
-scale, soft cap, window). Its state (see `state.py`) is the keys and values of the tokens before.
+scale, soft cap, window, slopes, sinks). Its state (see `state.py`) is the keys and values of the
+tokens before.
 
 Where a rewrite touches the attention pattern itself, the layer is split into the two halves
 `AttentionPattern` and `AttentionMix`: the first keeps the keys, the second the values. All are
@@ -27,6 +28,11 @@ class _Attention(keras.layers.Layer):
         logit_soft_cap: float or `None`; products become `cap * tanh(products / cap)`.
         sliding_window_size: int or `None`; how many latest tokens a token can see, itself
             included.
+        alibi_slopes: `num_heads` floats or `None`; how much a score falls for each token that the
+            key lies back (ALiBi, https://arxiv.org/abs/2108.12409).
+        sinks: the layer that owns `sinks`, float[num_heads], or `None`. A sink is one more score
+            in each softmax, of no key, so that the rows of a pattern sum to less than one
+            (https://arxiv.org/abs/2309.17453).
         dropout: a `keras.layers.Dropout` of the block this was opened from, or `None`. It is
             shared, so that training behaves as upstream.
     """
@@ -39,6 +45,8 @@ class _Attention(keras.layers.Layer):
         scale: float,
         logit_soft_cap: float | None = None,
         sliding_window_size: int | None = None,
+        alibi_slopes: tuple[float, ...] | None = None,
+        sinks: keras.layers.Layer | None = None,
         dropout: keras.layers.Dropout | None = None,
         **kwargs,
     ) -> None:
@@ -49,6 +57,8 @@ class _Attention(keras.layers.Layer):
         self.scale = scale
         self.logit_soft_cap = logit_soft_cap
         self.sliding_window_size = sliding_window_size
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
         self.dropout = dropout
         self.softmax = keras.layers.Softmax(dtype="float32", name="softmax")
 
@@ -61,33 +71,47 @@ class _Attention(keras.layers.Layer):
             "scale",
             "logit_soft_cap",
             "sliding_window_size",
+            "alibi_slopes",
+            "sinks",
         )
         return {name: getattr(self, name) for name in names}
 
-    def causal_mask(self, query_slots, key_slots):
-        """Tell which keys each query may see by their order: bool[queries, keys]."""
+    def uncached_mask(self, query, padding_mask):
+        """Return the mask among the tokens of one pass, and how far back each key lies.
+
+        They are bool[batch, queries, keys] and int32[queries, keys].
+        """
+        slots = ops.arange(ops.shape(query)[1], dtype="int32")
+        return self._mask(slots, slots, padding_mask)
+
+    def cached_mask(self, query, cache_update_index, cache_mask):
+        """Return the mask of new tokens over a cache, and how far back each key lies."""
+        queries = ops.arange(ops.shape(query)[1], dtype="int32")
+        queries = queries + ops.cast(cache_update_index, "int32")
+        keys = ops.arange(ops.shape(cache_mask)[1], dtype="int32")
+        return self._mask(queries, keys, cache_mask)
+
+    def _mask(self, query_slots, key_slots, is_token):
         distance = query_slots[:, None] - key_slots[None, :]
         mask = distance >= 0
         if self.sliding_window_size is not None:
             mask = ops.logical_and(mask, distance < self.sliding_window_size)
-        return mask
+        is_token = ops.cast(is_token, "bool")[:, None, :]
+        return ops.logical_and(mask[None], is_token), distance
 
-    def uncached_mask(self, query, padding_mask):
-        """Return the mask among the tokens of one pass: bool[batch, queries, keys]."""
-        slots = ops.arange(ops.shape(query)[1], dtype="int32")
-        padding = ops.cast(padding_mask, "bool")
-        return ops.logical_and(self.causal_mask(slots, slots)[None], padding[:, None, :])
-
-    def cached_mask(self, query, cache_update_index, cache_mask):
-        """Return the mask of new tokens over a cache: bool[batch, queries, length]."""
-        queries = ops.arange(ops.shape(query)[1], dtype="int32")
-        queries = queries + ops.cast(cache_update_index, "int32")
-        keys = ops.arange(ops.shape(cache_mask)[1], dtype="int32")
-        mask = ops.cast(cache_mask, "bool")
-        return ops.logical_and(self.causal_mask(queries, keys)[None], mask[:, None, :])
-
-    def pattern(self, query, key, mask):
+    def pattern(self, query, key, mask, distance):
         """Return the attention pattern, float[batch, num_heads, queries, keys]."""
+        scores = self._scores(query, key)
+        dtype = scores.dtype
+        if self.alibi_slopes is not None:
+            scores = scores - self._by_head(self.alibi_slopes) * ops.cast(distance, "float32")
+        pattern = self._softmax(scores, mask[:, None, None])
+        batch, _, _, time, length = ops.shape(scores)
+        # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
+        return ops.reshape(ops.cast(pattern, dtype), (batch, self.num_heads, time, length))
+
+    def _scores(self, query, key):
+        """Return what goes into the softmax, float[batch, key heads, groups, queries, keys]."""
         query = query * ops.cast(self.scale, query.dtype)
         batch, time, _, _ = ops.shape(query)
         heads = (self.num_key_value_heads, self.num_heads // self.num_key_value_heads)
@@ -105,9 +129,22 @@ class _Attention(keras.layers.Layer):
         scores = ops.reshape(scores, (batch, *heads, time, length))
         if self.logit_soft_cap is not None:
             scores = ops.tanh(scores / self.logit_soft_cap) * self.logit_soft_cap
-        pattern = ops.cast(self.softmax(scores, mask=mask[:, None, None]), scores.dtype)
-        # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
-        return ops.reshape(pattern, (batch, self.num_heads, time, length))
+        return scores
+
+    def _softmax(self, scores, mask):
+        if self.sinks is None:
+            return self.softmax(scores, mask=mask)
+        scores = ops.where(mask, ops.cast(scores, "float32"), -1e30)
+        sinks = self._by_head(self.sinks.sinks)
+        highest = ops.maximum(ops.max(scores, axis=-1, keepdims=True), sinks)
+        shares = ops.where(mask, ops.exp(scores - highest), 0.0)
+        return shares / (ops.sum(shares, axis=-1, keepdims=True) + ops.exp(sinks - highest))
+
+    def _by_head(self, numbers):
+        """Give a number for each head the dimensions of scores."""
+        numbers = ops.cast(ops.convert_to_tensor(numbers), "float32")
+        groups = self.num_heads // self.num_key_value_heads
+        return ops.reshape(numbers, (self.num_key_value_heads, groups, 1, 1))
 
     def mix(self, pattern, value):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
@@ -118,20 +155,21 @@ class _Attention(keras.layers.Layer):
         mixed = ops.reshape(mixed, (batch, self.num_heads, time, self.head_dim))
         return ops.transpose(mixed, (0, 2, 1, 3))
 
-    def attend(self, query, key, value, mask):
+    def attend(self, query, key, value, mask, distance):
         """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
 
-        That is on a GPU, in half precision and without a soft cap; Keras then chooses cuDNN's flash
-        attention where the shapes allow it.
+        That is on a GPU, in half precision and without a soft cap, slopes and sinks; Keras then
+        chooses cuDNN's flash attention where the shapes allow it.
         """
         half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
-        if half and self.logit_soft_cap is None and on_gpu():
+        others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
+        if half and all(x is None for x in others) and on_gpu():
             # All in one dtype, as cuDNN wants them.
             key, value = (ops.cast(x, query.dtype) for x in (key, value))
             return ops.dot_product_attention(
                 query, key, value, mask=mask[:, None], scale=self.scale
             )
-        return self.mix(self.pattern(query, key, mask), value)
+        return self.mix(self.pattern(query, key, mask, distance), value)
 
     def drop(self, pattern, training):
         """Apply the block's own dropout to a pattern."""
@@ -167,7 +205,7 @@ class SelfAttention(_Attention):
     """
 
     def call(self, query, key, value, padding_mask, training=None):
-        pattern = self.pattern(query, key, self.uncached_mask(query, padding_mask))
+        pattern = self.pattern(query, key, *self.uncached_mask(query, padding_mask))
         return self.mix(self.drop(pattern, training), value)
 
     def compute_output_spec(self, query, key, value, padding_mask, training=None):
@@ -179,15 +217,18 @@ class SelfAttention(_Attention):
     def call_with_state(self, query, key, value, state, cache_update_index, cache_mask):
         key = write_slots(state["key"], cache_update_index, key)
         value = write_slots(state["value"], cache_update_index, value)
-        mask = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.attend(query, key, value, mask), {"key": key, "value": value}
+        masks = self.cached_mask(query, cache_update_index, cache_mask)
+        return self.attend(query, key, value, *masks), {"key": key, "value": value}
 
 
 class AttentionPattern(_Attention):
-    """First half of `SelfAttention`: float[batch, num_heads, queries, keys], rows sum to one."""
+    """First half of `SelfAttention`: float[batch, num_heads, queries, keys], rows sum to one.
+
+    With sinks, rows sum to less.
+    """
 
     def call(self, query, key, padding_mask, training=None):
-        pattern = self.pattern(query, key, self.uncached_mask(query, padding_mask))
+        pattern = self.pattern(query, key, *self.uncached_mask(query, padding_mask))
         return self.drop(pattern, training)
 
     def compute_output_spec(self, query, key, padding_mask, training=None):
@@ -199,8 +240,8 @@ class AttentionPattern(_Attention):
 
     def call_with_state(self, query, key, state, cache_update_index, cache_mask):
         key = write_slots(state["key"], cache_update_index, key)
-        mask = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.pattern(query, key, mask), {"key": key}
+        masks = self.cached_mask(query, cache_update_index, cache_mask)
+        return self.pattern(query, key, *masks), {"key": key}
 
 
 class AttentionMix(_Attention):

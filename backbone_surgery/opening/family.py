@@ -41,6 +41,12 @@ class Family:
         refuse: `(block) -> reason`, or `None` when the block can be opened.
         embeddings: name of the layer whose output `score` hands to `layer_intercept_fn` with index
             -1, as KerasHub's own task for this family does.
+        ignored: names of arguments of the block that say nothing about a text, such as a mask of
+            images.
+        images: class of the layer that puts images into the text, given `text_embeddings=`. Where
+            it is in the graph, the text alone is opened.
+        most_positions: `(block) -> int`, where a block limits how long a row can be; `None` if not.
+        stop_tokens: tokens that end a text beside the tokenizer's own end token, as text.
         sampler: the sampler that KerasHub's own task for this family takes by default.
         model_types: the names that Hugging Face and llama.cpp have for the architecture.
         model_type: `(block) -> one of them`; the first by default.
@@ -56,6 +62,10 @@ class Family:
     pointwise_layers: tuple[type[keras.layers.Layer], ...] = ()
     refuse: Callable[[Any], str | None] = lambda block: None
     embeddings: str = "token_embedding"
+    ignored: tuple[str, ...] = ()
+    images: type[keras.layers.Layer] | None = None
+    most_positions: Callable[[Any], int | None] = lambda block: None
+    stop_tokens: tuple[str, ...] = ()
     sampler: str = "greedy"
     model_types: tuple[str, ...] = ()
     model_type: Callable[[Any], str] | None = None
@@ -65,7 +75,7 @@ class Family:
             raise self._wrong("a name that is an identifier", repr(self.name))
         if not (isinstance(self.block, type) and issubclass(self.block, keras.layers.Layer)):
             raise self._wrong("`block` to be a class of Keras layers", repr(self.block))
-        functions = ("open_block", "claims", "refuse")
+        functions = ("open_block", "claims", "refuse", "most_positions")
         for name in (*functions, *(["model_type"] if self.model_type is not None else [])):
             if not callable(getattr(self, name)):
                 raise self._wrong(f"`{name}` to be a function", repr(getattr(self, name)))
@@ -97,6 +107,8 @@ class Family:
         bound = inspect.signature(block.call).bind(*args, **kwargs).arguments
         hidden_states = bound.pop(self.hidden_states)
         padding_mask = bound.pop(self.padding_mask, None)
+        for name in ("kwargs", *self.ignored):  # some backbones hand their own options on
+            bound.pop(name, None)
         plain = {"use_causal_mask": True, "cache_update_index": 0, "training": None}
         other = {k: v for k, v in bound.items() if v is not None and v is not plain.get(k, None)}
         if padding_mask is None or other:
@@ -107,6 +119,12 @@ class Family:
                 "backbone does."
             )
         return hidden_states, padding_mask
+
+    def without_images(self, model: keras.Model) -> list[tuple[Any, Any]]:
+        """Pair what each layer gives that puts images into a text with the text alone."""
+        nodes = graph.graph_nodes(model) if self.images is not None else ()
+        mixing = [node for node in nodes if isinstance(node.operation, self.images or ())]
+        return [(n.outputs[0], n.arguments.kwargs["text_embeddings"]) for n in mixing]
 
     def open(
         self,
@@ -143,17 +161,16 @@ class Family:
 
     def max_positions(self, model: keras.Model) -> int | None:
         """Return how many positions the model has learned, or `None` when it has no limit."""
-        limits = [
-            node.operation.sequence_length
-            for node in graph.all_nodes(model)
-            if isinstance(node.operation, self.position_layers)
-        ]
-        return min(limits, default=None)
+        layers = [node.operation for node in graph.all_nodes(model)]
+        learned = [x.sequence_length for x in layers if isinstance(x, self.position_layers)]
+        blocks = [self.most_positions(x) for x in layers if self.owns(x)]
+        return min([*learned, *(limit for limit in blocks if limit is not None)], default=None)
 
 
 def _embeddings(model: keras.Model) -> list[keras.layers.Layer]:
     layers = (node.operation for node in graph.all_nodes(model))
-    return [layer for layer in layers if isinstance(layer, keras.layers.ReversibleEmbedding)]
+    inner = (getattr(layer, "token_embedding", layer) for layer in layers)
+    return [layer for layer in inner if isinstance(layer, keras.layers.ReversibleEmbedding)]
 
 
 _families: dict[str, Family] = {}

@@ -28,7 +28,8 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
 
     Returns:
         A new model on `token_ids` int[batch, time] and `padding_mask` int[batch, time], which
-        gives hidden states float[batch, time, hidden_dim]. Padding may be on either side.
+        gives hidden states float[batch, time, hidden_dim]. Padding may be on either side. A
+        backbone that takes images too is opened for text alone.
 
     Raises:
         UnknownArchitectureError: no family knows the decoder blocks of the graph.
@@ -51,9 +52,18 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
             f"{len(tree.flatten(backbone.output))}. Build the model with that output alone, and "
             "hand out other tensors by a rewrite."
         )
+    without_images = family.without_images(backbone)
+    if without_images:
+        others = [t for name, t in inputs.items() if name not in ("token_ids", "padding_mask")]
+        inputs = {name: inputs[name] for name in ("token_ids", "padding_mask")}
     positions = TokenPositions(name="positions")(inputs["token_ids"], inputs["padding_mask"])
     opener = _Opener(family, positions)
     mapping = {id(t): t for t in inputs.values()}
+    if without_images:
+        # Only arguments that the family ignores still lead to these inputs.
+        mapping.update((id(t), inputs["padding_mask"]) for t in others)
+        for image_and_text, text in without_images:
+            (mapping[id(image_and_text)],), _ = graph.replay([text], mapping, opener.visit)
     outputs, _ = graph.replay(backbone.output, mapping, opener.visit, per_use=True)
     outputs = tree.flatten(outputs)[0]
     return EditedBackbone(

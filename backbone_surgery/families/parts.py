@@ -1,0 +1,73 @@
+"""Weightless layers for what KerasHub's decoder blocks compute between their sub-layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import layers, ops
+
+
+class GatedProduct(layers.Layer):
+    """Multiply a projection by the activation of another one, the gate.
+
+    Args:
+        activation: a function.
+        upcast: whether the activation is computed in float32.
+
+    Call arguments:
+        gate: float[batch, time, ...].
+        x: of the shape of the gate.
+    """
+
+    def __init__(self, activation: Callable[[Any], Any], upcast: bool = False, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.activation, self.upcast = activation, upcast
+
+    def call(self, gate, x):
+        gate = ops.cast(gate, "float32") if self.upcast else gate
+        return ops.cast(self.activation(gate), self.compute_dtype) * x
+
+    def compute_output_spec(self, gate, x):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+class PartialRotary(layers.Layer):
+    """Rotate the first features of each head by position, and leave the others.
+
+    Args:
+        rotary: the block's own `keras_hub.layers.RotaryEmbedding`.
+        features: how many are rotated.
+
+    Call arguments:
+        x: float[batch, time, heads, head_dim].
+        positions: int32[batch, time].
+    """
+
+    def __init__(self, rotary: layers.Layer, features: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.rotary, self.features = rotary, features
+
+    def call(self, x, positions):
+        rotated = self.rotary(x[..., : self.features], positions=positions)
+        return ops.concatenate([rotated, x[..., self.features :]], axis=-1)
+
+    def compute_output_spec(self, x, positions):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+class Renamed(layers.Layer):
+    """Run a layer under another name, where a block has two of one name.
+
+    Args:
+        layer: the layer, which takes one tensor and keeps its shape.
+    """
+
+    def __init__(self, layer: layers.Layer, name: str) -> None:
+        super().__init__(dtype=layer.dtype_policy, name=name)
+        self.layer = layer
+
+    def call(self, x, training=None):
+        return self.layer(x, training=training)
+
+    def compute_output_spec(self, x, training=None):
+        return keras.KerasTensor(x.shape, self.compute_dtype)

@@ -1,0 +1,298 @@
+"""Every family: opened, cached, edited and generating, against KerasHub's own layers and tasks.
+
+A family is a row of `tests/families.py`; a test here is a column. By default each family runs two
+of them, on its first shape.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.edits import EDITS, TIME
+from tests.families import ROWS
+from tests.helpers import ragged, relative
+from tests.recording import patched, recorded, sublayer
+from tests.reference import run_chunks, tokens
+
+ROOT = Path(__file__).parents[1]
+SHAPES = [(name, shape) for name, row in ROWS.items() for shape in ({}, *row.shapes)]
+slow = pytest.mark.slow
+every_shape = pytest.mark.parametrize(
+    ("name", "shape"),
+    [pytest.param(n, s, marks=[slow] if s else []) for n, s in SHAPES],
+    ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()),
+)
+every_family = pytest.mark.parametrize("name", list(ROWS))
+
+
+def complete(name, inputs):
+    """Add what the backbone takes besides a text."""
+    more = ROWS[name].inputs.items()
+    return {**inputs, **{k: v(inputs) if callable(v) else v for k, v in more}}
+
+
+def run(name, backbone, inputs):
+    """Run the backbone itself, and return the hidden states."""
+    return np.asarray(backbone.predict_on_batch(complete(name, inputs)), "float32")
+
+
+def blocks_of(backbone):
+    """Return the decoder blocks, in the order in which they run."""
+    family = bs.open_backbone(backbone).family
+    return [layer for layer in backbone.layers if family.owns(layer)]
+
+
+@every_shape
+def test_opened_and_cached_are_the_backbone(name, shape, rng):
+    backbone, tolerance = ROWS[name].make(**shape), ROWS[name].tolerance
+    inputs = ragged(rng, [20, 11, 3], 20)
+    inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
+    real = inputs["padding_mask"].astype(bool)
+    opened = bs.open_backbone(backbone)
+    wanted = run(name, backbone, inputs)
+    assert relative(opened.predict_on_batch(inputs), wanted, real) <= tolerance
+    bs.rewire(opened)  # probes what it does not know
+    assert max(bs.check(opened).errors.values()) <= 3e-5
+
+
+@every_family
+def test_greedy_is_the_backbones_own(name, rng):
+    """Against the backbone uncached, token by token; rows stop at different times."""
+    backbone = ROWS[name].make()
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    inputs = ragged(rng, (3, 9, 5), 16)
+    free = lm.generate(inputs, stop_token_ids=None)
+    stops = tuple(int(i) for i in free["token_ids"][0, -3:])
+    got = lm.generate(inputs, stop_token_ids=stops)
+    head = lm.opened.token_embedding
+    ids, mask = free["token_ids"], np.ones((3, 16), "int32")
+    logits = np.asarray(
+        head(run(name, backbone, {"token_ids": ids, "padding_mask": mask}), reverse=True)
+    )
+    for i, length in enumerate((3, 9, 5)):
+        assert np.array_equal(logits[i, length - 1 : -1].argmax(-1), ids[i, length:])
+        new = ids[i, length:]
+        ends = np.flatnonzero(np.isin(new, stops))
+        end = length + (ends[0] + 1 if len(ends) else len(new))
+        assert got["padding_mask"][i].sum() == end
+        assert np.array_equal(got["token_ids"][i, :end], ids[i, :end])
+    assert not np.asarray(got["padding_mask"], bool).all()
+
+
+@slow
+@every_shape
+def test_greedy_is_that_of_kerashub(name, shape, rng):
+    row = ROWS[name]
+    if not row.task_is_right:
+        pytest.skip("KerasHub's own task does not generate what its backbone computes")
+    backbone = row.make(**shape)
+    upstream = row.task(backbone=backbone, preprocessor=None)
+    upstream.compile(sampler="greedy")
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    inputs = ragged(rng, (3, 9, 5), 16)
+    free = lm.generate(inputs, stop_token_ids=None)
+    stops = tuple(int(i) for i in free["token_ids"][0, -3:])
+    copies = {k: v.copy() for k, v in inputs.items()}
+    wanted = upstream.generate(complete(name, copies), stop_token_ids=stops)
+    mask = np.asarray(wanted["padding_mask"], bool)
+    got = lm.generate(inputs, stop_token_ids=stops)
+    assert np.array_equal(got["padding_mask"], mask)
+    assert np.array_equal(got["token_ids"][mask], np.asarray(wanted["token_ids"])[mask])
+
+
+@slow
+@every_family
+def test_the_default_sampler_is_that_of_kerashub(name):
+    row = ROWS[name]
+    backbone = row.make()
+    upstream = row.task(backbone=backbone, preprocessor=None)
+    lm = bs.CachedCausalLM(backbone)
+    assert type(lm.sampler) is type(upstream.sampler)
+    assert lm.sampler.get_config() == upstream.sampler.get_config()
+
+
+@slow
+@every_family
+def test_steered_by_row(name, rng):
+    """Against KerasHub's own block, that gives what it gives and the vector."""
+    backbone = ROWS[name].make()
+    inputs = tokens(rng, 3, 12)
+    vector = rng.normal(size=32).astype("float32")
+    strength = np.array([1.5, 0.0, -0.5], "float32")
+    model = bs.operate(backbone, [bs.Steer("mood", {0: vector})])
+    got = model.predict_on_batch({**inputs, "mood_strength": strength[:, None]})
+    plain = bs.open_backbone(backbone).predict_on_batch(inputs)
+    assert np.array_equal(got[1], plain[1])
+
+    def steered(x):
+        first, *others = x if isinstance(x, tuple) else (x,)
+        first = first + strength[:, None, None] * vector
+        return (first, *others) if others else first
+
+    with patched(blocks_of(backbone)[0], steered):
+        wanted = backbone(complete(name, inputs))
+    assert relative(got, wanted) <= ROWS[name].tolerance
+    assert relative(plain, wanted) > 1e-3
+
+    lm = bs.CachedCausalLM(model)
+    lm.compile(sampler="greedy")
+    options = {"max_new_tokens": 6, "stop_token_ids": None}
+    text = lm.generate(inputs, controls={"mood": strength}, **options)
+    unsteered = bs.CachedCausalLM(backbone)
+    unsteered.compile(sampler="greedy")
+    wanted = unsteered.generate(inputs, **options)
+    assert np.array_equal(text["token_ids"][1], wanted["token_ids"][1])
+
+
+@slow
+@every_family
+def test_captures_are_what_the_backbones_own_layers_give(name, rng):
+    row = ROWS[name]
+    backbone = row.make()
+    model = bs.operate(backbone, [bs.Capture("embeddings", "blocks.*", "blocks.*.*")])
+    inputs = tokens(rng, 2, 12)
+    captures = model.predict_on_batch(inputs)["captures"]
+    layers = {
+        f"blocks.{i}.{role}": sublayer(block, path)
+        for i, block in enumerate(blocks_of(backbone))
+        for role, path in row.layers.items()
+    }
+    layers |= {f"blocks.{i}": block for i, block in enumerate(blocks_of(backbone))}
+    for path, wanted in recorded(backbone, complete(name, inputs), layers).items():
+        value = np.asarray(captures[path])
+        assert relative(value, wanted.reshape(value.shape)) <= row.tolerance, path
+
+
+@slow
+@every_family
+def test_captures_of_generation_are_those_of_the_finished_text(name, rng):
+    model = bs.operate(ROWS[name].make(), [bs.Capture("blocks.*", "blocks.*.*")])
+    lm = bs.CachedCausalLM(model)
+    lm.compile(sampler="greedy")
+    prompts = ragged(rng, (4, 7), 7)
+    text, captures = lm.generate(
+        prompts, max_new_tokens=6, stop_token_ids=None, return_captures=True
+    )
+    for i, length in enumerate((4, 7)):
+        ids = text["token_ids"][i : i + 1, : length + 5]
+        outputs = model.predict_on_batch({"token_ids": ids, "padding_mask": np.ones_like(ids)})
+        for path, value in captures.row(i).items():
+            wanted = np.asarray(outputs["captures"][path][0])
+            assert np.abs(value - wanted).max() <= 3e-5 * max(np.abs(wanted).max(), 1), path
+
+
+@slow
+@every_family
+def test_every_rewrite(name, rng, tmp_path):
+    """All together: each takes effect wherever its site exists, cached as uncached."""
+    backbone = ROWS[name].make(num_layers=3)
+    paths = bs.sites(backbone)
+    edits = dict(EDITS)
+    if "blocks.0.mlp_hidden" not in paths:
+        del edits["replace"]
+        with pytest.raises(bs.SelectorError, match="matches nothing among"):
+            bs.operate(backbone, [bs.Ablate("blocks.0.mlp_hidden")])
+    extra = {"sparse_autoencoder": {"folder": tmp_path}}
+    made = [edit(rng, backbone, **extra.get(key, {})) for key, edit in edits.items()]
+    model = bs.operate(backbone, [edit.rewrite for edit in made])
+    controls = {k: v for edit in made for k, v in edit.inputs.items()}
+    inputs = tokens(rng, 2, TIME)
+    wanted = np.asarray(model.predict_on_batch({**inputs, **controls}))
+    assert relative(run(name, backbone, inputs), wanted) > 1e-3
+    got = run_chunks(bs.rewire(model), inputs, [3, 1, 1, 1], **controls)[0]
+    assert relative(got, wanted) <= 3e-5
+
+
+@slow
+@every_family
+def test_lora(name, rng):
+    backbone = ROWS[name].make()
+    inputs = tokens(rng, 2, 12)
+    before = run(name, backbone, inputs)
+    opened = bs.open_backbone(backbone)
+    backbone.enable_lora(2)
+    for variable in backbone.trainable_variables:
+        if "lora" in variable.path:
+            variable.assign(rng.normal(0, 0.1, variable.shape))
+    wanted = run(name, backbone, inputs)
+    assert relative(before, wanted) > 1e-3
+    assert relative(opened.predict_on_batch(inputs), wanted) <= ROWS[name].tolerance
+    got = run_chunks(bs.rewire(backbone), inputs, [5, 1, 6])[0]
+    assert relative(got, wanted) <= ROWS[name].tolerance
+
+
+@slow
+@every_family
+def test_bfloat16(name, rng):
+    """Rounding errs no more than in the backbone itself."""
+    half = ROWS[name].make(dtype="bfloat16")
+    full = ROWS[name].make()
+    full.set_weights([np.asarray(w, "float32") for w in half.get_weights()])
+    inputs = tokens(rng, 2, 12)
+    wanted = run(name, full, inputs)
+    allowed = 1.5 * relative(run(name, half, inputs), wanted) + 1e-2
+    opened = np.asarray(bs.open_backbone(half).predict_on_batch(inputs), "float32")
+    assert relative(opened, wanted) <= allowed
+    cached = run_chunks(bs.rewire(half), inputs, [5, 1, 6])[0]
+    assert relative(cached, wanted) <= allowed
+
+
+@slow
+@every_family
+def test_fit_changes_what_is_computed(name, rng):
+    backbone = ROWS[name].make()
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(optimizer=keras.optimizers.SGD(0.01), sampler="greedy")
+    ids = tokens(rng, 2, 13)["token_ids"]
+    x = {"token_ids": ids[:, :-1], "padding_mask": np.ones_like(ids[:, :-1])}
+    before = run(name, backbone, x)
+    losses = lm.fit(x, ids[:, 1:], epochs=2, shuffle=False, verbose=0).history["loss"]
+    assert losses[1] < losses[0]
+    assert relative(run(name, backbone, x), before) > 1e-5
+
+
+def edited(name):
+    """Make the edit that the next test keeps."""
+    backbone = ROWS[name].make(num_layers=3)
+    vector = np.random.default_rng(1).normal(size=32).astype("float32")
+    rewrites = [
+        bs.Steer("mood", {1: vector}, strength=0.7),
+        bs.Ablate("blocks.0.head_outputs", heads=[1]),
+    ]
+    return bs.operate(backbone, rewrites)
+
+
+def outputs_of(model):
+    return np.asarray(model.predict_on_batch(tokens(np.random.default_rng(2), 2, 9)))
+
+
+def load_all(folder):
+    """Load each recipe, in another process, and keep what the models compute."""
+    results = {}
+    for name in ROWS:
+        keras.utils.clear_session(free_memory=False)
+        backbone = ROWS[name].make(num_layers=3)
+        results[name] = outputs_of(bs.load_recipe(Path(folder) / name, backbone))
+    np.savez(Path(folder) / "results.npz", **results)
+
+
+@slow
+def test_recipes_are_bit_equal_in_another_process(tmp_path):
+    wanted = {}
+    for name in ROWS:
+        keras.utils.clear_session(free_memory=False)
+        model = edited(name)
+        bs.save_recipe(model, tmp_path / name)
+        wanted[name] = outputs_of(model)
+    code = f"from tests.test_family_table import load_all; load_all({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+    results = np.load(tmp_path / "results.npz")
+    for name, value in wanted.items():
+        assert np.array_equal(results[name], value), name
