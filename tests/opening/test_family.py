@@ -9,7 +9,7 @@ import pytest
 from keras import layers, ops
 
 import backbone_surgery as bs
-from backbone_surgery.families.gpt2 import GPT2
+from backbone_surgery.families.gpt2 import FAMILY as GPT2
 from backbone_surgery.opening import family
 from backbone_surgery.opening.open import find_family
 from backbone_surgery.opening.site import select
