@@ -31,6 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 import typer
+from bench_checkpoints import CONFIGS, load
 from bench_machine import describe, peak_extra_bytes, read_bandwidth
 from bench_peers import Contender, Work, backbone_of, contenders
 from bench_report import plot, table
@@ -116,6 +117,12 @@ ROWS = [
     Row("steering", "gpt2_124m", 1, 16, 128, kind="overhead"),
     Row("capture", "gpt2_124m", 1, 16, 128, kind="capture"),
     Row("stream", "gpt2_124m", 1, 16, 256, kind="stream"),
+    Row("llama", "llama_124m", 1, 16, 256),
+    Row("llama_batch8", "llama_124m", 8, 16, 256),
+    Row("qwen3", "qwen3_119m", 1, 16, 256),
+    Row("qwen3_batch8", "qwen3_119m", 8, 16, 256),
+    Row("gemma3", "gemma3_141m", 1, 16, 256),
+    Row("gemma3_batch8", "gemma3_141m", 8, 16, 256),
     Row("gpu_gemma", "gemma_2b", 1, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gemma_batch32", "gemma_2b", 32, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gpt2", "gpt2_124m", 1, 16, 1024, dtype="bfloat16", backend="gpu"),
@@ -124,7 +131,16 @@ ROWS = [
     Row("gpu_stream", "gemma_2b", 1, 64, 512, kind="stream", dtype="bfloat16", backend="gpu"),
 ]
 
-QUICK = ("gpt2_128", "first_token", "strengths", "steering", "capture", "stream", "gpu_gemma")
+QUICK = (
+    "gpt2_128",
+    "first_token",
+    "strengths",
+    "steering",
+    "capture",
+    "stream",
+    "llama",
+    "gpu_gemma",
+)
 
 
 def quick(row: Row) -> Row:
@@ -158,26 +174,28 @@ def chosen_rows(names: list[str], is_quick: bool) -> list[Row]:
 
 
 @cache
-def model(name: str, dtype: str) -> Any:
-    """Build the model of a row, once."""
-    return backbone_of(MODELS[name], name.split("_")[0], dtype)
+def models(name: str, dtype: str) -> tuple[Any, Any]:
+    """Build the model of a row, once, and that of `transformers` if they are built together."""
+    if name in CONFIGS:
+        return load(CONFIGS[name], dtype)
+    return backbone_of(MODELS[name], name.split("_")[0], dtype), None
 
 
 @cache
 def field(name: str, dtype: str, kind: str, only_keras: bool) -> tuple[list[Contender], list[str]]:
     """Make the contenders of a row, once for each model."""
-    return contenders(model(name, dtype), kind, only_keras)
+    return contenders(*models(name, dtype), kind, only_keras)
 
 
 def make_work(row: Row) -> Work:
     """Draw the prompts of a row, and its vectors and strengths."""
     rng = np.random.default_rng(1)
-    config = MODELS[row.model]
+    backbone, _ = models(row.model, row.dtype)
     shape = (row.batch, row.prompt)
-    prompts = rng.integers(1, config["vocabulary_size"], shape, dtype=np.int32)
+    prompts = rng.integers(1, backbone.vocabulary_size, shape, dtype=np.int32)
     if row.kind not in ("steered", "overhead"):
         return Work(prompts, row.length)
-    size = (row.batch, config["num_layers"], config["hidden_dim"])
+    size = (row.batch, backbone.num_layers, backbone.hidden_dim)
     directions = 0.1 * rng.standard_normal(size, "float32")
     strengths = np.linspace(-2, 2, row.batch, dtype="float32") if row.batch > 1 else np.ones(1)
     if row.name == "strengths":
@@ -237,7 +255,7 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
     """Run one row: the contenders take turns, round by round."""
     ours_and_peers, notes = field(row.model, row.dtype, row.kind, only_keras)
     work, first_only = make_work(row), row.kind == "first_token"
-    stop = first_tokens(model(row.model, row.dtype), work) if first_only else ()
+    stop = first_tokens(models(row.model, row.dtype)[0], work) if first_only else ()
     stop, first_runs = warm_up(ours_and_peers, work, first_only, stop)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in first_runs}
     bandwidths = []

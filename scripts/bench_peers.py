@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import keras
 import keras_hub
 import numpy as np
+from bench_checkpoints import spread
 from bench_convert import convert
 
 import backbone_surgery as bs
@@ -116,9 +117,8 @@ class KerasHub:
     on_jax = True
 
     def __init__(self, backbone: keras.Model) -> None:
-        is_gpt2 = isinstance(backbone, keras_hub.models.GPT2Backbone)
-        task = keras_hub.models.GPT2CausalLM if is_gpt2 else keras_hub.models.GemmaCausalLM
-        self.task = task(backbone=backbone, preprocessor=None)
+        tasks = [t for t in vars(keras_hub.models).values() if _is_task_of(t, backbone)]
+        self.task = tasks[0](backbone=backbone, preprocessor=None)
         self.task.compile(sampler="greedy")
 
     def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
@@ -129,9 +129,16 @@ class KerasHub:
         mask = np.zeros((batch, work.length), bool)
         mask[:, :prompt] = True
         inputs = {"token_ids": token_ids, "padding_mask": mask}
+        if isinstance(self.task, keras_hub.models.Gemma3CausalLM):
+            inputs["images"] = np.zeros((batch, 0, 1, 1, 3))  # which it asks for even of a text
         result = self.task.generate(inputs, stop_token_ids=stop or None)
         new = 1 if stop else work.new_tokens
         return np.asarray(result["token_ids"])[:, prompt : prompt + new]
+
+
+def _is_task_of(task: Any, backbone: keras.Model) -> bool:
+    is_task = isinstance(task, type) and issubclass(task, keras_hub.models.CausalLM)
+    return is_task and task.backbone_cls is type(backbone)
 
 
 class HuggingFace:
@@ -207,12 +214,13 @@ class Repeng(HuggingFace):
 
 
 def contenders(
-    backbone: keras.Model, kind: str, only_keras: bool
+    backbone: keras.Model, peer: Any, kind: str, only_keras: bool
 ) -> tuple[list[Contender], list[str]]:
     """Make all contenders of a kind of row that can run here, and notes on those that cannot.
 
     Args:
         backbone: holds the weights.
+        peer: the model of `transformers` with the same weights; `None` to convert the backbone.
         kind: see `bench.Row`.
         only_keras: leave out what needs PyTorch.
     """
@@ -228,7 +236,7 @@ def contenders(
     if only_keras:
         return on_keras, ["transformers: left out"]
     try:
-        model = convert(backbone)
+        model = convert(backbone) if peer is None else peer
         if kind == "steered":
             return [*on_keras, Repeng(model)], []
         if kind == "capture":
@@ -246,9 +254,5 @@ def backbone_of(config: dict[str, Any], family: str, dtype: str, seed: int = 0) 
     kinds = {"gpt2": keras_hub.models.GPT2Backbone, "gemma": keras_hub.models.GemmaBackbone}
     keras.utils.set_random_seed(seed)
     backbone = kinds[family](**config, dtype=dtype)
-    rng = np.random.default_rng(seed)
-    for variable in backbone.trainable_variables:
-        if variable.ndim > 1:
-            scale = 0.1 if "embedding" in variable.path else backbone.hidden_dim**-0.5
-            variable.assign(scale * rng.standard_normal(variable.shape, "float32"))
+    spread(backbone, seed)
     return backbone

@@ -31,6 +31,7 @@ def test_quick_runs_without_pytorch_and_tokens_agree(tmp_path):
         "steering": ["ours_steered", "ours"],
         "capture": ["ours_capturing", "ours"],
         "stream": ["ours_streaming", "ours"],
+        "llama": ["ours", "keras_hub"],
         "gemma": ["ours", "keras_hub"],
     }
     assert all(c["differs_from"] is None for field in rows.values() for c in field)
