@@ -167,6 +167,57 @@ ROWS = {
         ),
         layers=LLAMA_LAYERS,
     ),
+    "mistral": Row(
+        make(
+            keras_hub.models.MistralBackbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            sliding_window=5,
+        ),
+        keras_hub.models.MistralCausalLM,
+        (
+            {"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 30},
+            {"num_key_value_heads": 4, "head_dim": 6, "sliding_window": None},
+        ),
+        layers=LLAMA_LAYERS,
+    ),
+    "qwen2": Row(
+        make(
+            keras_hub.models.QwenBackbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+        ),
+        keras_hub.models.QwenCausalLM,
+        (
+            {"num_key_value_heads": 1, "tie_word_embeddings": False, "hidden_dim": 24},
+            {
+                "num_key_value_heads": 4,
+                "use_sliding_window_attention": True,
+                "sliding_window_size": 4,
+            },
+        ),
+        layers=LLAMA_LAYERS,
+    ),
+    "qwen3": Row(
+        make(
+            keras_hub.models.Qwen3Backbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            hidden_dim=32,
+            intermediate_dim=48,
+        ),
+        keras_hub.models.Qwen3CausalLM,
+        (
+            {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": False},
+            {"num_key_value_heads": 4, "head_dim": 6, "sliding_window_size": 4},
+        ),
+        layers=LLAMA_LAYERS,
+    ),
 }
 """The first is the one that tests outside of the harness run on by default."""
 

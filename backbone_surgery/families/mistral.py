@@ -1,0 +1,31 @@
+"""Mistral: Llama with a window, and perhaps a head size of its own.
+
+`sliding_window=None` is no window. KerasHub's default is 512 tokens.
+"""
+
+from keras_hub.src.models.mistral.mistral_transformer_decoder import MistralTransformerDecoder
+
+from backbone_surgery.families import llama
+from backbone_surgery.opening.family import Family
+
+
+def open_block(block, hidden_states, padding_mask, positions):
+    """Spell out one block."""
+    return llama.open_block(
+        block,
+        hidden_states,
+        padding_mask,
+        positions,
+        sliding_window_size=block.sliding_window,
+    )
+
+
+FAMILY = Family(
+    name="mistral",
+    block=MistralTransformerDecoder,
+    open_block=open_block,
+    hidden_states="decoder_sequence",
+    padding_mask="decoder_padding_mask",
+    sampler="top_k",
+    model_types=("mistral",),
+)

@@ -1,0 +1,36 @@
+"""Qwen 2 and 2.5: Llama with biases of the projections, and perhaps a window.
+
+KerasHub applies a window only where attention is not fused. On JAX it always is, so there the
+backbone attends to the whole text whatever `use_sliding_window_attention` says, and so does the
+opened graph. On other backends every block has the window. In Hugging Face only blocks from
+`max_window_layers` on have it; released Qwen 2.5 models use none.
+"""
+
+from keras_hub.src.models.qwen.qwen_decoder import QwenTransformerDecoder
+from keras_hub.src.utils.keras_utils import fused_attention_op_available
+
+from backbone_surgery.families import llama
+from backbone_surgery.opening.family import Family
+
+
+def open_block(block, hidden_states, padding_mask, positions):
+    """Spell out one block."""
+    windowed = block.use_sliding_window_attention and not fused_attention_op_available()
+    return llama.open_block(
+        block,
+        hidden_states,
+        padding_mask,
+        positions,
+        sliding_window_size=block.sliding_window_size if windowed else None,
+    )
+
+
+FAMILY = Family(
+    name="qwen2",
+    block=QwenTransformerDecoder,
+    open_block=open_block,
+    hidden_states="decoder_sequence",
+    padding_mask="decoder_padding_mask",
+    sampler="top_k",
+    model_types=("qwen2",),
+)

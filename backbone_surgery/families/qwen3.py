@@ -1,0 +1,41 @@
+"""Qwen 3: Llama with norms of queries and keys, a head size of its own, and perhaps a window.
+
+KerasHub applies a window only where attention is not fused. On JAX it always is, so there the
+backbone attends to the whole text whatever `sliding_window_size` says, and so does the opened
+graph. On other backends every block has the window. Released models use none.
+
+The norms of queries and keys have an epsilon of 1e-5 in KerasHub, that of the backbone in Hugging
+Face (1e-6).
+"""
+
+from keras_hub.src.models.qwen3.qwen3_decoder import Qwen3TransformerDecoder
+from keras_hub.src.utils.keras_utils import fused_attention_op_available
+
+from backbone_surgery.families import llama
+from backbone_surgery.opening.family import Family
+
+
+def open_block(block, hidden_states, padding_mask, positions):
+    """Spell out one block."""
+    attention = block._self_attention_layer
+    window_size = None if fused_attention_op_available() else block.sliding_window_size
+    return llama.open_block(
+        block,
+        hidden_states,
+        padding_mask,
+        positions,
+        query_norm=attention._query_dense_layer_norm,
+        key_norm=attention._key_dense_layer_norm,
+        sliding_window_size=window_size or None,
+    )
+
+
+FAMILY = Family(
+    name="qwen3",
+    block=Qwen3TransformerDecoder,
+    open_block=open_block,
+    hidden_states="decoder_sequence",
+    padding_mask="decoder_padding_mask",
+    sampler="top_k",
+    model_types=("qwen3",),
+)
