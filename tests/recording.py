@@ -29,6 +29,12 @@ def patched(layer, function):
         object.__delattr__(layer, "call")
 
 
+def on_first(function, x):
+    """Apply a function to what a layer gives, or to the first where it gives several."""
+    first, *others = x if isinstance(x, tuple) else (x,)
+    return (function(first), *others) if others else function(first)
+
+
 def recorded(model, inputs, layers):
     """Call a model eagerly, and return what each of some layers gives: `{name: array}`."""
     seen = {}

@@ -4,6 +4,8 @@ A family is a row of `tests/families.py`; a test here is a column. By default ea
 of them, on its first shape.
 """
 
+import contextlib
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ import backbone_surgery as bs
 from tests.edits import EDITS, TIME
 from tests.families import ROWS
 from tests.helpers import ragged, relative
-from tests.recording import patched, recorded, sublayer
+from tests.recording import on_first, patched, recorded, sublayer
 from tests.reference import run_chunks, tokens
 
 ROOT = Path(__file__).parents[1]
@@ -132,9 +134,7 @@ def test_steered_by_row(name, rng):
     assert np.array_equal(got[1], plain[1])
 
     def steered(x):
-        first, *others = x if isinstance(x, tuple) else (x,)
-        first = first + strength[:, None, None] * vector
-        return (first, *others) if others else first
+        return on_first(lambda first: first + strength[:, None, None] * vector, x)
 
     with patched(blocks_of(backbone)[0], steered):
         wanted = backbone(complete(name, inputs))
@@ -149,6 +149,50 @@ def test_steered_by_row(name, rng):
     unsteered.compile(sampler="greedy")
     wanted = unsteered.generate(inputs, **options)
     assert np.array_equal(text["token_ids"][1], wanted["token_ids"][1])
+
+
+def scored_by_layers(name, backbone, inputs, intercept):
+    """Score by the backbone's own layers, each of which hands what it gives to a function."""
+    opened = bs.open_backbone(backbone)
+    embeddings = backbone.get_layer(opened.family.embeddings)
+    with contextlib.ExitStack() as stack:
+        for index, layer in enumerate([embeddings, *blocks_of(backbone)], -1):
+            give = functools.partial(on_first, lambda x, i=index: intercept(x, i))
+            stack.enter_context(patched(layer, give))
+        hidden_states = backbone(complete(name, inputs))
+    return opened.token_embedding(hidden_states, reverse=True)
+
+
+@slow
+@every_family
+def test_score(name, rng):
+    """Against the backbone's own layers, and KerasHub's `score` where the task has one."""
+    row = ROWS[name]
+    backbone = row.make()
+    inputs = ragged(rng, (5, 8, 6), 8)
+    inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
+
+    def run(score):
+        seen = {}
+
+        def intercept(x, index):
+            seen[index] = np.asarray(x)
+            # Some tasks go on from the embeddings themselves, whatever the function returned.
+            return x * 1.5 + 0.1 * index if index >= 0 else x
+
+        return score(intercept), seen
+
+    got, seen = run(lambda f: bs.CachedCausalLM(backbone).score(**inputs, layer_intercept_fn=f))
+    wanted = [run(lambda f: scored_by_layers(name, backbone, inputs, f))]
+    if hasattr(row.task, "score"):
+        upstream = row.task(backbone=backbone, preprocessor=None)
+        wanted.append(run(lambda f: upstream.score(**inputs, layer_intercept_fn=f)))
+    real = inputs["padding_mask"].astype(bool)
+    for logits, activations in wanted:
+        assert relative(got, logits, real) <= row.tolerance
+        assert list(seen) == list(activations) == [-1, *range(backbone.num_layers)]
+        for index, x in activations.items():
+            assert relative(seen[index], x, real) <= row.tolerance
 
 
 @slow
@@ -225,6 +269,21 @@ def test_lora(name, rng):
     assert relative(before, wanted) > 1e-3
     assert relative(opened.predict_on_batch(inputs), wanted) <= ROWS[name].tolerance
     got = run_chunks(bs.rewire(backbone), inputs, [5, 1, 6])[0]
+    assert relative(got, wanted) <= ROWS[name].tolerance
+
+
+@slow
+@every_family
+def test_int8(name, rng):
+    backbone = ROWS[name].make()
+    inputs = tokens(rng, 2, 12)
+    before = run(name, backbone, inputs)
+    opened = bs.open_backbone(backbone)
+    backbone.quantize("int8")
+    wanted = run(name, backbone, inputs)
+    assert relative(before, wanted) > 1e-3
+    assert relative(opened.predict_on_batch(inputs), wanted) <= ROWS[name].tolerance
+    got = run_chunks(bs.rewire(backbone), inputs, [5, 7])[0]
     assert relative(got, wanted) <= ROWS[name].tolerance
 
 
