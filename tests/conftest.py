@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,9 +48,10 @@ def pytest_collection_modifyitems(items):
     from tests.families import ROWS
 
     _, *others = ROWS
+    other = re.compile(rf"(?<![a-z0-9])({'|'.join(others)})(?![a-z0-9])")
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         # Such as `gemma`, the bundled `tiny_gemma`, and the function `make_gemma`.
         names = [p if isinstance(p, str) else getattr(p, "__name__", "") for p in parameters]
-        if item.path.name not in HARNESS and any(o in name for o in others for name in names):
+        if item.path.name not in HARNESS and any(other.search(name) for name in names):
             item.add_marker(pytest.mark.slow)

@@ -108,6 +108,11 @@ class Row:
     tolerance: float = 5e-6
 
 
+GPT2_LAYERS = {
+    "query": "_self_attention_layer.query_dense",
+    "attention_output": "_self_attention_layer.output_dense",
+    "mlp_hidden": "_feedforward_intermediate_dense",
+}
 LLAMA_LAYERS = {
     "attention_norm": "_self_attention_layernorm",
     "query": "_self_attention_layer._query_dense",
@@ -123,11 +128,7 @@ ROWS = {
         make_gpt2,
         keras_hub.models.GPT2CausalLM,
         ({"num_heads": 2, "num_layers": 1, "hidden_dim": 24},),
-        layers={
-            "query": "_self_attention_layer.query_dense",
-            "attention_output": "_self_attention_layer.output_dense",
-            "mlp_hidden": "_feedforward_intermediate_dense",
-        },
+        layers=GPT2_LAYERS,
         in_numpy=True,
     ),
     "gemma": Row(
@@ -217,6 +218,22 @@ ROWS = {
             {"num_key_value_heads": 4, "head_dim": 6, "sliding_window_size": 4},
         ),
         layers=LLAMA_LAYERS,
+    ),
+    "opt": Row(
+        make(
+            keras_hub.models.OPTBackbone,
+            num_heads=4,
+            hidden_dim=32,
+            intermediate_dim=64,
+            max_sequence_length=64,
+            dropout=0.0,
+        ),
+        keras_hub.models.OPTCausalLM,
+        (
+            {"num_heads": 2, "hidden_dim": 24},
+            {"num_heads": 1, "num_layers": 1, "max_sequence_length": 20},
+        ),
+        layers=GPT2_LAYERS,
     ),
 }
 """The first is the one that tests outside of the harness run on by default."""

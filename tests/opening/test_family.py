@@ -117,11 +117,14 @@ def test_generation_with_a_family_from_outside_equals_uncached(rng):
         assert np.array_equal(got[i, : length + 6], ids[0, : length + 6])
 
 
-def test_opt_is_unknown_though_its_blocks_are_of_the_class_of_gpt2():
-    backbone = keras_hub.models.OPTBackbone(50, 2, 2, 8, 16)
-    assert type(backbone.transformer_layers[0]) is GPT2.block
-    with pytest.raises(bs.UnknownArchitectureError, match="Received the architecture of OPTBackb"):
-        bs.open_backbone(backbone)
+def test_blocks_of_one_class_are_told_apart_by_their_activation():
+    opt = keras_hub.models.OPTBackbone(50, 1, 2, 8, 16)
+    assert type(opt.transformer_layers[0]) is GPT2.block
+    assert find_family(opt).name == "opt"
+    inputs = keras.Input((None, 8)), keras.Input((None,), dtype="int32")
+    block = GPT2.block(16, 2, activation="silu", normalize_first=True)
+    with pytest.raises(bs.UnknownArchitectureError, match="with layers InputLayer, TransformerDec"):
+        find_family(keras.Model(inputs, block(inputs[0], decoder_padding_mask=inputs[1])))
 
 
 def without_positions(layer, *args, **kwargs):
