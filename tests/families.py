@@ -92,6 +92,8 @@ class Row:
         block_arguments: other arguments that the backbone gives its blocks.
         inputs: inputs of the backbone and of the task besides the text.
         task_is_right: whether KerasHub's own task generates what its backbone computes.
+        lora: names of the layers that LoRA goes into, where KerasHub's own are not there.
+        int8_error: what Keras says where it cannot quantise the backbone.
         in_numpy: whether `numpy_models.py` has the family, for the tests of every rewrite.
         tolerance: of the opened and the cached graph, relative to the largest hidden state.
     """
@@ -104,6 +106,8 @@ class Row:
     block_arguments: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     task_is_right: bool = True
+    lora: tuple[str, ...] | None = None
+    int8_error: str = ""
     in_numpy: bool = False
     tolerance: float = 5e-6
 
@@ -234,6 +238,38 @@ ROWS = {
             {"num_heads": 1, "num_layers": 1, "max_sequence_length": 20},
         ),
         layers=GPT2_LAYERS,
+    ),
+    "smollm3": Row(
+        make(
+            keras_hub.models.SmolLM3Backbone,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            attention_bias=False,
+            attention_dropout=0.0,
+            rope_layer_enabled_list=[True, False, True],
+            layer_types=["full_attention"] * 3,
+            mlp_bias=False,
+            layer_norm_epsilon=1e-6,
+            max_position_embeddings=64,
+            rope_theta=10000.0,
+            partial_rotary_factor=1.0,
+        ),
+        keras_hub.models.SmolLM3CausalLM,
+        (
+            {"num_key_value_heads": 1, "attention_bias": True, "hidden_dim": 24},
+            {"num_key_value_heads": 4, "mlp_bias": True, "rope_layer_enabled_list": [False] * 2},
+        ),
+        layers={
+            "attention_norm": "input_layernorm",
+            "query": "self_attn.q_proj",
+            "attention_output": "self_attn.o_proj",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_output": "mlp.down_proj",
+        },
+        lora=("q_proj", "v_proj"),
+        int8_error="isn't yet built",
     ),
 }
 """The first is the one that tests outside of the harness run on by default."""

@@ -261,7 +261,7 @@ def test_lora(name, rng):
     inputs = tokens(rng, 2, 12)
     before = run(name, backbone, inputs)
     opened = bs.open_backbone(backbone)
-    backbone.enable_lora(2)
+    backbone.enable_lora(2, ROWS[name].lora)
     for variable in backbone.trainable_variables:
         if "lora" in variable.path:
             variable.assign(rng.normal(0, 0.1, variable.shape))
@@ -279,6 +279,10 @@ def test_int8(name, rng):
     inputs = tokens(rng, 2, 12)
     before = run(name, backbone, inputs)
     opened = bs.open_backbone(backbone)
+    if ROWS[name].int8_error:
+        with pytest.raises(ValueError, match=ROWS[name].int8_error):
+            backbone.quantize("int8")
+        return
     backbone.quantize("int8")
     wanted = run(name, backbone, inputs)
     assert relative(before, wanted) > 1e-3

@@ -7,6 +7,7 @@ effect in KerasHub, and so none here.
 from typing import Any
 
 from keras_hub.src.models.llama.llama_decoder import LlamaTransformerDecoder
+from keras_hub.src.models.llama.llama_layernorm import LlamaLayerNorm
 
 from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm, rotary
 from backbone_surgery.opening.family import Family
@@ -59,6 +60,7 @@ FAMILY = Family(
     open_block=open_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
+    pointwise_layers=(LlamaLayerNorm,),
     sampler="top_k",
     model_types=("llama",),
 )

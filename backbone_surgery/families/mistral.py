@@ -3,6 +3,7 @@
 `sliding_window=None` is no window. KerasHub's default is 512 tokens.
 """
 
+from keras_hub.src.models.mistral.mistral_layer_norm import MistralLayerNormalization
 from keras_hub.src.models.mistral.mistral_transformer_decoder import MistralTransformerDecoder
 
 from backbone_surgery.families import llama
@@ -26,6 +27,7 @@ FAMILY = Family(
     open_block=open_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
+    pointwise_layers=(MistralLayerNormalization,),
     sampler="top_k",
     model_types=("mistral",),
 )

@@ -55,6 +55,40 @@ class PartialRotary(layers.Layer):
         return keras.KerasTensor(x.shape, self.compute_dtype)
 
 
+class SplitHeads(layers.Layer):
+    """Split what a projection gives into heads.
+
+    Args:
+        head_dim: size of one head.
+
+    Call arguments:
+        x: float[batch, time, heads * head_dim].
+    """
+
+    def __init__(self, head_dim: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.head_dim = head_dim
+
+    def call(self, x):
+        return ops.reshape(x, (*ops.shape(x)[:-1], -1, self.head_dim))
+
+    def compute_output_spec(self, x):
+        heads = x.shape[-1] // self.head_dim
+        return keras.KerasTensor((*x.shape[:-1], heads, self.head_dim), self.compute_dtype)
+
+
+class JoinHeads(layers.Layer):
+    """Put heads side by side: float[batch, time, heads, head_dim] to [batch, time, features]."""
+
+    def call(self, x):
+        batch, time, heads, head_dim = ops.shape(x)
+        return ops.reshape(x, (batch, time, heads * head_dim))
+
+    def compute_output_spec(self, x):
+        batch, time, heads, head_dim = x.shape
+        return keras.KerasTensor((batch, time, heads * head_dim), self.compute_dtype)
+
+
 class Renamed(layers.Layer):
     """Run a layer under another name, where a block has two of one name.
 

@@ -7,6 +7,7 @@ opened graph. On other backends every block has the window. In Hugging Face only
 """
 
 from keras_hub.src.models.qwen.qwen_decoder import QwenTransformerDecoder
+from keras_hub.src.models.qwen.qwen_layernorm import QwenLayerNorm
 from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 from backbone_surgery.families import llama
@@ -31,6 +32,7 @@ FAMILY = Family(
     open_block=open_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
+    pointwise_layers=(QwenLayerNorm,),
     sampler="top_k",
     model_types=("qwen2",),
 )

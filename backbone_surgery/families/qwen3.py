@@ -9,6 +9,7 @@ Face (1e-6).
 """
 
 from keras_hub.src.models.qwen3.qwen3_decoder import Qwen3TransformerDecoder
+from keras_hub.src.models.qwen3.qwen3_layernorm import Qwen3LayerNorm
 from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 from backbone_surgery.families import llama
@@ -36,6 +37,7 @@ FAMILY = Family(
     open_block=open_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
+    pointwise_layers=(Qwen3LayerNorm,),
     sampler="top_k",
     model_types=("qwen3",),
 )
