@@ -91,6 +91,7 @@ class Row:
         block_mask: name of the block's argument for the padding mask.
         block_arguments: other arguments that the backbone gives its blocks.
         inputs: inputs of the backbone and of the task besides the text.
+        task_inputs: inputs of the task alone.
         task_is_right: whether KerasHub's own task generates what its backbone computes.
         lora: names of the layers that LoRA goes into, where KerasHub's own are not there.
         int8_error: what Keras says where it cannot quantise the backbone.
@@ -105,6 +106,7 @@ class Row:
     block_mask: str = "decoder_padding_mask"
     block_arguments: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
+    task_inputs: dict[str, Any] = field(default_factory=dict)
     task_is_right: bool = True
     lora: tuple[str, ...] | None = None
     int8_error: str = ""
@@ -150,6 +152,43 @@ ROWS = {
         layers={"query": "attention.query_dense", "mlp_output": "post_ffw_norm"},
         block_mask="padding_mask",
         in_numpy=True,
+    ),
+    "gemma3": Row(
+        make(
+            keras_hub.models.Gemma3Backbone,
+            image_size=16,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            head_dim=16,
+            use_post_ffw_norm=True,
+            use_post_attention_norm=True,
+            use_sliding_window_attention=True,
+            sliding_window_size=6,
+        ),
+        keras_hub.models.Gemma3CausalLM,
+        (
+            {"num_layers": 7, "num_key_value_heads": 1, "global_rope_scaling_factor": 8.0},
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 6,
+                "sliding_window_size": 32,
+                "attention_logit_soft_cap": 5.0,
+                "final_logit_soft_cap": 3.0,
+                "use_query_key_norm": False,
+                "use_post_ffw_norm": False,
+                "use_post_attention_norm": False,
+            },
+        ),
+        layers={
+            "query": "attention.query_dense",
+            "attention_output": "post_attention_norm",
+            "mlp_norm": "pre_ffw_norm",
+            "mlp_output": "post_ffw_norm",
+        },
+        block_mask="padding_mask",
+        task_inputs={"images": np.zeros((3, 0, 1, 1, 3), "float32")},
     ),
     "llama": Row(
         make(

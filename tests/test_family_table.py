@@ -32,10 +32,10 @@ every_shape = pytest.mark.parametrize(
 every_family = pytest.mark.parametrize("name", list(ROWS))
 
 
-def complete(name, inputs):
-    """Add what the backbone takes besides a text."""
-    more = ROWS[name].inputs.items()
-    return {**inputs, **{k: v(inputs) if callable(v) else v for k, v in more}}
+def complete(name, inputs, task=False):
+    """Add what the backbone, or the task, takes besides a text."""
+    more = {**ROWS[name].inputs, **(ROWS[name].task_inputs if task else {})}
+    return {**inputs, **{k: v(inputs) if callable(v) else v for k, v in more.items()}}
 
 
 def run(name, backbone, inputs):
@@ -102,7 +102,7 @@ def test_greedy_is_that_of_kerashub(name, shape, rng):
     free = lm.generate(inputs, stop_token_ids=None)
     stops = tuple(int(i) for i in free["token_ids"][0, -3:])
     copies = {k: v.copy() for k, v in inputs.items()}
-    wanted = upstream.generate(complete(name, copies), stop_token_ids=stops)
+    wanted = upstream.generate(complete(name, copies, task=True), stop_token_ids=stops)
     mask = np.asarray(wanted["padding_mask"], bool)
     got = lm.generate(inputs, stop_token_ids=stops)
     assert np.array_equal(got["padding_mask"], mask)
@@ -129,9 +129,13 @@ def test_steered_by_row(name, rng):
     vector = rng.normal(size=32).astype("float32")
     strength = np.array([1.5, 0.0, -0.5], "float32")
     model = bs.operate(backbone, [bs.Steer("mood", {0: vector})])
-    got = model.predict_on_batch({**inputs, "mood_strength": strength[:, None]})
+    steering = {**inputs, "mood_strength": strength[:, None]}
+    got = model.predict_on_batch(steering)
     plain = bs.open_backbone(backbone).predict_on_batch(inputs)
-    assert np.array_equal(got[1], plain[1])
+    assert relative(got[1], plain[1]) <= ROWS[name].tolerance
+    # One operation at a time: in a program, XLA rounds a product and a sum once or twice, whichever
+    # it likes.
+    assert np.array_equal(model(steering)[1], bs.open_backbone(backbone)(inputs)[1])
 
     def steered(x):
         return on_first(lambda first: first + strength[:, None, None] * vector, x)

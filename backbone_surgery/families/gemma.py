@@ -1,10 +1,13 @@
-"""Gemma 1 and 2: rotary positions, grouped heads, gated MLP.
+"""Gemma 1 and 2, and what Gemma 3 shares: rotary positions, grouped heads, a gated MLP.
 
 Gemma 2 adds post norms, soft caps and a window on every other block. All of it is read off the
-block being opened.
+block being opened. `query_head_dim_normalize=False`, which Gemma 2 27B needs, does not reach the
+attention in KerasHub, and so has no effect here; opening warns of it.
 """
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,8 +16,7 @@ from keras_hub.src.models.gemma.gemma_decoder_block import GemmaDecoderBlock
 from keras_hub.src.models.gemma.rms_normalization import RMSNormalization
 from keras_hub.src.utils.keras_utils import gelu_approximate
 
-from backbone_surgery.families.parts import GatedProduct
-from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
@@ -43,58 +45,72 @@ class GemmaRotary(layers.Layer):
 
 
 def open_block(block, hidden_states, padding_mask, positions):
-    """Spell out one block: x + attention(norm(x)), then x + mlp(norm(x)), each perhaps normed."""
-    x = Site("attention_norm")(block.pre_attention_norm(hidden_states))
-    x = _attention(block, x, padding_mask, positions)
-    if block.use_post_attention_norm:
-        x = block.post_attention_norm(x)
-    x = Site("attention_output")(x)
-    if block.dropout:
-        x = block.attention_dropout(x)
-    x = layers.Add(dtype=block.dtype_policy, name="attention_residual")([hidden_states, x])
-    residual = Site("residual_mid")(x)
+    """Spell out one block."""
 
-    x = Site("mlp_norm")(block.pre_ffw_norm(residual))
-    gate, x = block.gating_ffw(x), block.gating_ffw_2(x)
-    x = GatedProduct(gelu_approximate, dtype=block.dtype_policy, name="gated_product")(gate, x)
-    x = block.ffw_linear(Site("mlp_hidden")(x))
-    if block.use_post_ffw_norm:
-        x = block.post_ffw_norm(x)
-    x = Site("mlp_output")(x)
-    return layers.Add(dtype=block.dtype_policy, name="mlp_residual")([x, residual])
+    def rotate(heads, name):
+        layer = GemmaRotary(block.attention.rope_layer, dtype=block.dtype_policy, name=name)
+        return layer(heads, positions)
+
+    return open_gemma_block(block, hidden_states, padding_mask, rotate)
 
 
-def _attention(block, x, padding_mask, positions):
-    attention = block.attention
-    policy = block.dtype_policy
-    query = Site("query")(attention.query_dense(x))
-    key = Site("key")(attention.key_dense(x))
-    value = Site("value")(attention.value_dense(x))
-    rotary = attention.rope_layer
-    query = GemmaRotary(rotary, dtype=policy, name="query_rotary")(query, positions)
-    key = GemmaRotary(rotary, dtype=policy, name="key_rotary")(key, positions)
-    width = attention.hidden_dim // attention.num_query_heads
-    if attention.query_head_dim_normalize and not block.query_head_dim_normalize:
+def open_gemma_block(
+    block: Any, x: Any, padding_mask: Any, rotate: Callable[[Any, str], Any], **norms: Any
+) -> Any:
+    """Spell out one block: x + attention(norm(x)), then x + mlp(norm(x)), each perhaps normed.
+
+    Args:
+        block: a decoder block of Gemma 1, 2 or 3.
+        x: float[batch, time, hidden_dim].
+        padding_mask: int[batch, time].
+        rotate: see `attend`.
+        **norms: `query_norm` and `key_norm`; see `attend`.
+    """
+    layer, policy = block.attention, block.dtype_policy
+    windowed = layer.use_sliding_window_attention
+
+    def attention(x):
+        x = attend(
+            x,
+            padding_mask,
+            query=layer.query_dense,
+            key=layer.key_dense,
+            value=layer.value_dense,
+            output=layer.output_dense,
+            scale=_scale(block),
+            policy=policy,
+            rotate=rotate,
+            logit_soft_cap=layer.logit_soft_cap,
+            sliding_window_size=layer.sliding_window_size if windowed else None,
+            dropout=layer.dropout_layer if layer.dropout > 0 else None,
+            **norms,
+        )
+        x = block.post_attention_norm(x) if block.use_post_attention_norm else x
+        x = Site("attention_output")(x)
+        return block.attention_dropout(x) if block.dropout else x
+
+    def down(x):
+        x = block.ffw_linear(x)
+        return block.post_ffw_norm(x) if block.use_post_ffw_norm else x
+
+    def mlp(x):
+        gate, up = block.gating_ffw, block.gating_ffw_2
+        return gated_mlp(x, gate, up, down, gelu_approximate, policy, upcast=False)
+
+    return pre_norm(x, block.pre_attention_norm, attention, block.pre_ffw_norm, mlp, policy)
+
+
+def _scale(block: Any) -> float:
+    layer = block.attention
+    if layer.query_head_dim_normalize and not block.query_head_dim_normalize:
         warnings.warn(
             f"open at '{block.name}': the backbone was made with `query_head_dim_normalize=False`, "
-            f"but its attention scales queries by the head size {attention.head_dim} all the same "
+            f"but its attention scales queries by the head size {layer.head_dim} all the same "
             f"(KerasHub does not pass the setting on). The opened graph does as the backbone does.",
             stacklevel=2,
         )
-    scaled_by = attention.head_dim if attention.query_head_dim_normalize else width
-    window_size = attention.sliding_window_size if attention.use_sliding_window_attention else None
-    x = SelfAttention(
-        num_heads=attention.num_query_heads,
-        num_key_value_heads=attention.num_key_value_heads,
-        head_dim=attention.head_dim,
-        scale=float(1 / np.sqrt(scaled_by)),
-        logit_soft_cap=attention.logit_soft_cap,
-        sliding_window_size=window_size,
-        dropout=attention.dropout_layer if attention.dropout > 0 else None,
-        dtype=policy,
-        name="self_attention",
-    )(query, key, value, padding_mask)
-    return attention.output_dense(Site("head_outputs")(x))
+    width = layer.hidden_dim // layer.num_query_heads
+    return float(1 / np.sqrt(layer.head_dim if layer.query_head_dim_normalize else width))
 
 
 FAMILY = Family(

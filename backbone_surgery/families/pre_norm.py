@@ -91,8 +91,10 @@ def attend(
     return output(Site("head_outputs")(x))
 
 
-def gated_mlp(x: Any, gate: Step, up: Step, down: Step, activation: Any, policy: Any) -> Any:
-    """Spell out a gated MLP whose activation is computed in float32, as KerasHub does.
+def gated_mlp(
+    x: Any, gate: Step, up: Step, down: Step, activation: Any, policy: Any, upcast: bool = True
+) -> Any:
+    """Spell out a gated MLP.
 
     Args:
         x: float[batch, time, hidden_dim].
@@ -101,8 +103,9 @@ def gated_mlp(x: Any, gate: Step, up: Step, down: Step, activation: Any, policy:
         down: back to float[batch, time, hidden_dim].
         activation: a function.
         policy: dtype policy of the block.
+        upcast: whether the activation is computed in float32.
     """
-    product = GatedProduct(activation, upcast=True, dtype=policy, name="gated_product")
+    product = GatedProduct(activation, upcast=upcast, dtype=policy, name="gated_product")
     return Site("mlp_output")(down(Site("mlp_hidden")(product(gate(x), up(x)))))
 
 

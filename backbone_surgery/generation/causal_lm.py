@@ -18,7 +18,7 @@ from backbone_surgery.generation.captures import pack
 from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.generation.prompts import Prompts, pack_right
+from backbone_surgery.generation.prompts import Prompts, pack_right, text_alone
 from backbone_surgery.generation.samplers import get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
 from backbone_surgery.opening.layers import RowConstant
@@ -172,6 +172,11 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         sampler = get_sampler(self.opened.family.sampler if automatic else sampler)
         make_strategy(sampler)
         super().compile(optimizer=optimizer, loss=loss, sampler=sampler, **kwargs)
+
+    def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        """As upstream; of a preprocessor that knows images, the text alone."""
+        packed = super().preprocess_samples(x, y, sample_weight)
+        return text_alone(x, packed, self.input)
 
     def generate(
         self,

@@ -1,6 +1,6 @@
 """Prompts: from what a user passes to `generate` to rows of token ids, and back to text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,30 @@ def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompt
                 f"Received ids from {row.min()} to {row.max()}. Use the tokenizer of the model."
             )
     return replace(prompts, rows=[row.astype(np.int32) for row in prompts.rows])
+
+
+def text_alone(samples: Any, packed: Any, names: Iterable[str]) -> Any:
+    """Leave out what a preprocessor makes of images, for a model opened for text alone.
+
+    Args:
+        samples: what the preprocessor was given.
+        packed: what it returned, `x` or a tuple that begins with `x`.
+        names: inputs of the model.
+
+    Returns:
+        As `packed`, with the inputs of the model alone in `x`.
+    """
+    x, *others = packed if isinstance(packed, tuple) else (packed,)
+    if not isinstance(x, dict) or set(x) <= set(names):
+        return packed
+    given = set(samples) - {"prompts", "responses"} if isinstance(samples, dict) else set()
+    if given:
+        raise SurgeryError(
+            "fit: expected samples of `prompts` and `responses`, since the model was opened for "
+            f"text alone. Received {shown(sorted(given))} too. Leave them out."
+        )
+    x = {name: x[name] for name in names}
+    return (x, *others) if others else x
 
 
 def _from_text(inputs: Any, preprocessor: Any) -> Prompts:

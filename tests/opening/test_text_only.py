@@ -1,0 +1,102 @@
+"""The text-only view of a backbone that takes images too."""
+
+import io
+
+import keras_hub
+import numpy as np
+import pytest
+import sentencepiece
+from keras_hub.src.models.gemma3.gemma3_vision_encoder import Gemma3VisionEncoder
+
+import backbone_surgery as bs
+from backbone_surgery.generation.request import resolve_stop_ids
+from backbone_surgery.opening.open import find_family
+from tests.families import ROWS
+from tests.helpers import ragged, relative
+
+SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    encoder = Gemma3VisionEncoder(SIZE, 4, 2, 8, 1, 8, output_dim=32, pool_size=2)
+    return ROWS["gemma3"].make(image_size=SIZE, vision_encoder=encoder)
+
+
+def no_images(rows, width):
+    return {
+        "images": np.zeros((rows, 0, SIZE, SIZE, 3), "float32"),
+        "vision_indices": np.zeros((rows, 0), "int32"),
+        "vision_mask": np.zeros((rows, width), "int32"),
+    }
+
+
+def test_a_backbone_with_images_opens_for_text_alone(backbone, rng):
+    inputs = ragged(rng, (12, 5), 12)
+    inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
+    wanted = backbone.predict_on_batch({**inputs, **no_images(2, 12)})
+    opened = bs.open_backbone(backbone)
+    assert set(opened.input) == {"token_ids", "padding_mask"}
+    assert bs.sites(opened) == bs.sites(ROWS["gemma3"].make())
+    assert not {"interleave_embeddings", "vision_encoder"} & {x.name for x in opened.layers}
+    got = opened.predict_on_batch(inputs)
+    assert relative(got, wanted, inputs["padding_mask"].astype(bool)) <= 5e-6
+    assert max(bs.check(opened).errors.values()) <= 5e-6
+
+
+def make_tokenizer(special):
+    """Train a tokenizer with these tokens, and the usual ones of Gemma."""
+    proto = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 9),
+        model_writer=proto,
+        vocab_size=56,
+        model_type="bpe",
+        user_defined_symbols=special,
+        minloglevel=2,
+        **{f"{name}_id": i for i, name in enumerate(("pad", "eos", "bos", "unk"))},
+        **{f"{name}_piece": f"<{name}>" for name in ("pad", "eos", "bos", "unk")},
+    )
+    return keras_hub.models.Gemma3Tokenizer(
+        proto=proto.getvalue(), has_vision_tokens="<img>" in special
+    )
+
+
+@pytest.fixture
+def preprocessor():
+    return keras_hub.models.Gemma3CausalLMPreprocessor(
+        make_tokenizer(["<img>", "<start_of_image>", "<end_of_image>", "<end_of_turn>"]),
+        image_converter=keras_hub.layers.Gemma3ImageConverter(image_size=(SIZE, SIZE)),
+        sequence_length=16,
+        num_vision_tokens_per_image=4,
+    )
+
+
+@pytest.mark.slow
+def test_text_is_generated_as_by_kerashub(backbone, preprocessor):
+    upstream = keras_hub.models.Gemma3CausalLM(backbone=backbone, preprocessor=preprocessor)
+    lm = bs.CachedCausalLM(backbone, preprocessor)
+    for model in (upstream, lm):
+        model.compile(sampler="greedy")
+    assert lm.generate("the quick", max_length=16) == upstream.generate("the quick", max_length=16)
+
+
+def test_the_end_of_a_turn_is_a_stop_token_where_there_is_one(preprocessor):
+    family, tokenizer = find_family(ROWS["gemma3"].make()), preprocessor.tokenizer
+    ends = [tokenizer.end_token_id, tokenizer.token_to_id("<end_of_turn>")]
+    assert resolve_stop_ids("auto", preprocessor, 60, family.stop_tokens) == ends
+    plain = keras_hub.models.Gemma3CausalLMPreprocessor(make_tokenizer([]))
+    ends = [plain.tokenizer.end_token_id]
+    assert resolve_stop_ids("auto", plain, 60, family.stop_tokens) == ends
+
+
+@pytest.mark.slow
+def test_fit_takes_text_and_no_images(backbone, preprocessor):
+    lm = bs.CachedCausalLM(backbone, preprocessor)
+    lm.compile(optimizer="sgd")
+    samples = {"prompts": ["the quick", "brown"], "responses": ["fox", "dog"]}
+    options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+    assert np.isfinite(lm.fit(samples, **options).history["loss"]).all()
+    samples["images"] = np.zeros((2, 1, SIZE, SIZE, 3), "float32")
+    with pytest.raises(bs.SurgeryError, match=r"opened for text alone. Received \['images'\] too"):
+        lm.preprocess_samples(samples)
