@@ -310,6 +310,34 @@ ROWS = {
         lora=("q_proj", "v_proj"),
         int8_error="isn't yet built",
     ),
+    "phi3": Row(
+        make(
+            keras_hub.models.Phi3Backbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+        ),
+        keras_hub.models.Phi3CausalLM,
+        (
+            {"num_key_value_heads": 1, "hidden_dim": 24, "num_query_heads": 2},
+            {
+                "num_key_value_heads": 4,
+                "rope_scaling_type": "su",
+                "rope_scaling_short_factor": [1.0, 1.3, 2.0, 5.0],
+                "rope_scaling_long_factor": [2.0, 4.0, 8.0, 16.0],
+                "pretraining_sequence_length": 24,
+                "max_sequence_length": 64,
+            },
+        ),
+        layers={
+            "attention_norm": "pre_attention_layernorm",
+            "query": "attention.query_dense",
+            "attention_output": "attention.output_dense",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_output": "feedforward_output_dense",
+        },
+    ),
 }
 """The first is the one that tests outside of the harness run on by default."""
 

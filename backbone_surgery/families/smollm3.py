@@ -14,7 +14,7 @@ from keras import ops
 from keras_hub.src.models.smollm3.smollm3_layers import SmolLM3DecoderLayer
 
 from backbone_surgery.families.parts import GatedProduct, SplitHeads
-from backbone_surgery.families.pre_norm import attend, pre_norm
+from backbone_surgery.families.pre_norm import attend, pre_norm, rotary
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
@@ -38,15 +38,11 @@ def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
     layer, mlp = block.self_attn, block.mlp
     policy = block.dtype_policy
+    rotating = SmolLM3Rotary(layer.rotary_embedding, dtype=policy, name="rotary")
 
     def heads(projection):
         split = SplitHeads(layer.head_dim, dtype=policy, name=f"{projection.name}_heads")
         return lambda x: split(projection(x))
-
-    def rotate(x, name):
-        return SmolLM3Rotary(layer.rotary_embedding, dtype=policy, name=name)(
-            x, positions=positions
-        )
 
     def attention(x):
         x = attend(
@@ -58,7 +54,7 @@ def open_block(block, hidden_states, padding_mask, positions):
             output=layer.o_proj,
             scale=layer._inv_norm_factor,
             policy=policy,
-            rotate=rotate if layer.use_rope else None,
+            rotate=rotary(rotating, positions) if layer.use_rope else None,
         )
         return Site("attention_output")(x)
 

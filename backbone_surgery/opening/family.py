@@ -159,12 +159,18 @@ class Family:
         layers = (node.operation for node in graph.all_nodes(owner))
         return self.model_type(next(x for x in layers if self.owns(x)))
 
-    def max_positions(self, model: keras.Model) -> int | None:
-        """Return how many positions the model has learned, or `None` when it has no limit."""
-        layers = [node.operation for node in graph.all_nodes(model)]
+    def max_positions(self, opened: keras.Model, owner: keras.Model) -> int | None:
+        """Return how many positions a model has learned, or `None` when it has no limit.
+
+        Args:
+            opened: the opened graph, whose own layers of positions count.
+            owner: what it was opened from, whose blocks may set a limit too.
+        """
+        layers = (node.operation for node in graph.all_nodes(opened))
         learned = [x.sequence_length for x in layers if isinstance(x, self.position_layers)]
-        blocks = [self.most_positions(x) for x in layers if self.owns(x)]
-        return min([*learned, *(limit for limit in blocks if limit is not None)], default=None)
+        blocks = (node.operation for node in graph.all_nodes(owner))
+        limits = [self.most_positions(x) for x in blocks if self.owns(x)]
+        return min([*learned, *(limit for limit in limits if limit is not None)], default=None)
 
 
 def _embeddings(model: keras.Model) -> list[keras.layers.Layer]:

@@ -109,7 +109,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             trained_layers=tuple(trained_layers),
             signals=dict(signals or {}),
             made_under=tuple(made_under),
-            max_positions=family.max_positions(self),
+            max_positions=family.max_positions(self, owner),
         )
         self.dtype_policy = owner.dtype_policy
         graph.share(self)

@@ -1,0 +1,92 @@
+"""What single families need beyond the table of tests/test_family_table.py."""
+
+import io
+
+import keras_hub
+import numpy as np
+import pytest
+import sentencepiece
+
+import backbone_surgery as bs
+from backbone_surgery.families import qwen, qwen3
+from tests.families import ROWS
+from tests.helpers import relative
+from tests.reference import tokens
+
+SU = ROWS["phi3"].shapes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "module", "settings"),
+    [
+        ("qwen2", qwen, {"use_sliding_window_attention": True, "sliding_window_size": 4}),
+        ("qwen3", qwen3, {"sliding_window_size": 4}),
+    ],
+)
+def test_qwen_has_a_window_where_kerashub_has(monkeypatch, rng, name, module, settings):
+    """That is where attention is not fused, as on backends other than JAX."""
+    backbone = ROWS[name].make(**settings)
+    inputs = tokens(rng, 2, 12)
+    fused = backbone(inputs)
+    attention = type(backbone.transformer_layers[0]._self_attention_layer)
+    for place in (module, __import__(attention.__module__, fromlist=["_"])):
+        monkeypatch.setattr(place, "fused_attention_op_available", lambda: False)
+    wanted = backbone(inputs)
+    assert relative(fused, wanted) > 1e-2
+    assert relative(bs.open_backbone(backbone)(inputs), wanted) <= 5e-6
+    assert max(bs.check(backbone).errors.values()) <= 3e-5
+
+
+@pytest.mark.slow
+def test_phi3_ends_where_its_short_frequencies_do(rng):
+    backbone = ROWS["phi3"].make(**SU)
+    opened, lm = bs.open_backbone(backbone), bs.CachedCausalLM(backbone)
+    assert opened.max_positions == lm.max_positions == 24
+    with pytest.raises(bs.SurgeryError, match="expected rows of at most 24 tokens"):
+        opened.predict_on_batch(tokens(rng, 1, 25))
+    with pytest.raises(bs.SurgeryError, match="expected at most 24 tokens in a row"):
+        lm.generate(tokens(rng, 1, 20), max_new_tokens=5, stop_token_ids=None)
+    assert bs.open_backbone(ROWS["phi3"].make()).max_positions is None
+
+
+@pytest.fixture
+def phi3_preprocessor():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox", "jumps over the lazy dog"]),
+        model_writer=model,
+        vocab_size=50,
+        user_defined_symbols=["<|endoftext|>", "<|end|>"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokenizer = keras_hub.models.Phi3Tokenizer(model.getvalue())
+    return keras_hub.models.Phi3CausalLMPreprocessor(tokenizer, sequence_length=32)
+
+
+@pytest.mark.slow
+def test_phi3_stops_at_the_end_of_a_turn_as_kerashub_does(phi3_preprocessor):
+    tokenizer = phi3_preprocessor.tokenizer
+    end, end_of_text = tokenizer.token_to_id("<|end|>"), tokenizer.end_token_id
+    assert 0 < end != end_of_text
+    backbone = ROWS["phi3"].make(vocabulary_size=tokenizer.vocabulary_size())
+    tasks = [
+        make(backbone=backbone, preprocessor=phi3_preprocessor)
+        for make in (bs.CachedCausalLM, keras_hub.models.Phi3CausalLM)
+    ]
+    for task in tasks:
+        task.compile(sampler="greedy")
+    prompt = phi3_preprocessor.generate_preprocess(["the quick"], sequence_length=16)
+    length = int(np.sum(prompt["padding_mask"]))
+    plain = bs.CachedCausalLM(backbone)
+    plain.compile(sampler="greedy")
+    token = plain.generate(prompt, stop_token_ids=None)["token_ids"][0, length]
+    head = backbone.token_embedding.reverse_embeddings
+    columns = np.array(head)
+    columns[:, [token, end]] = columns[:, [end, token]]
+    head.assign(columns)  # what it gives first is now the end of a turn
+    texts = [task.generate("the quick", max_length=16) for task in tasks]
+    assert texts[0] == texts[1]
+    longer = tasks[0].generate("the quick", max_length=16, stop_token_ids=(end_of_text,))
+    assert len(longer) > len(texts[0])
