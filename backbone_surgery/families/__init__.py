@@ -1,4 +1,7 @@
-"""The families that come with the package: a module here with a `FAMILY` is an architecture."""
+"""The families that come with the package: a module here with a `FAMILY` is an architecture.
+
+The module `unsupported` says why some others are not opened.
+"""
 
 import importlib
 import pkgutil

@@ -211,3 +211,22 @@ def register_family(family: Family) -> Family:
 def known_families() -> tuple[Family, ...]:
     """Return the families that were registered, in order."""
     return tuple(_families.values())
+
+
+_refusals: list[Callable[[keras.Model], str | None]] = []
+
+
+def register_refusal(refuse: Callable[[keras.Model], str | None]) -> None:
+    """Make architectures known that cannot be opened.
+
+    Args:
+        refuse: `(model) -> words`: which architecture it is, why it is not opened and what to use
+            instead, such as "a model of images, which takes no text. Use a language model."; `None`
+            for any other model.
+    """
+    _refusals.append(refuse)
+
+
+def refusal_of(model: keras.Model) -> str | None:
+    """Say why a model is of an architecture that is not opened, if it is."""
+    return next((words for refuse in _refusals if (words := refuse(model))), None)

@@ -9,7 +9,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, UnknownArchitectureError, shown
 from backbone_surgery.graph.twin import Twin
 from backbone_surgery.opening import site
-from backbone_surgery.opening.family import Family, known_families
+from backbone_surgery.opening.family import Family, known_families, refusal_of
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 
@@ -93,7 +93,8 @@ def find_family(model: keras.Model) -> Family:
     """Find the family of a model by the decoder blocks in its graph.
 
     Raises:
-        UnknownArchitectureError: there is none, with the list of those known.
+        UnknownArchitectureError: there is none, with the list of those known, or the reason why
+            the architecture is not opened.
     """
     if not isinstance(model, keras.Model):
         raise SurgeryError(
@@ -106,6 +107,12 @@ def find_family(model: keras.Model) -> Family:
             f"{type(model).__name__}. Pass its `.backbone`."
         )
     layers = [node.operation for node in graph.all_nodes(model)]
+    refusal = refusal_of(model)
+    if refusal is not None:
+        raise UnknownArchitectureError(
+            f"open at '{model.name}': expected a decoder-only language model with its decoder "
+            f"blocks in the graph. Received {refusal}"
+        )
     families = [f for f in known_families() if any(f.owns(layer) for layer in layers)]
     if len(families) > 1:
         raise SurgeryError(

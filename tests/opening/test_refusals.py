@@ -1,6 +1,11 @@
 """What cannot be opened is refused by name, with the reason."""
 
+import keras_hub
 import pytest
+from keras_hub.src.models.blip2.blip2_custom_opt import BLIP2CustomOPT
+from keras_hub.src.models.blip2.blip2_qformer import BLIP2QFormer
+from keras_hub.src.models.blip2.blip2_vision_encoder import BLIP2VisionEncoder
+from keras_hub.src.models.gemma3n.gemma3n_backbone import Gemma3nBackbone
 
 import backbone_surgery as bs
 from tests.families import ROWS
@@ -19,4 +24,71 @@ from tests.families import ROWS
 def test_blocks_of_gemma3_that_are_refused(options, words):
     backbone = ROWS["gemma3"].make(num_layers=1, **options)
     with pytest.raises(bs.SurgeryError, match=f"open at 'decoder_block_0': expected {words}"):
+        bs.open_backbone(backbone)
+
+
+def make_gemma3n():
+    return Gemma3nBackbone(
+        text_vocab_size=60,
+        text_hidden_size=16,
+        num_hidden_layers=1,
+        pad_token_id=0,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=[16],
+        hidden_activation="gelu_approximate",
+        layer_types=["full_attention"],
+        sliding_window=4,
+        rope_theta=10000.0,
+        max_position_embeddings=32,
+        vocab_size_per_layer_input=60,
+        hidden_size_per_layer_input=4,
+        altup_num_inputs=2,
+        laurel_rank=2,
+    )
+
+
+def make_pali_gemma():
+    return keras_hub.models.PaliGemmaBackbone(
+        60, 8, 1, 2, 1, 16, 16, 8, 4, 2, 8, 1, vit_intermediate_dim=8
+    )
+
+
+def make_blip2():
+    encoder = BLIP2VisionEncoder(8, 4, 1, 2, 8, 8, True, True, True, True, 0.0, 1e-6, 0.02)
+    former = BLIP2QFormer(2, 1, 2, 8, 8, 8, 2, 0.0, 1e-6)
+    text = BLIP2CustomOPT(60, 1, 2, 16, 16, 2, 0.0, 32, 8)
+    return keras_hub.models.BLIP2Backbone(encoder, former, text)
+
+
+def make_parseq():
+    encoder = keras_hub.models.ViTBackbone((8, 8, 3), (4, 4), 1, 2, 16, 16, use_class_token=False)
+    return keras_hub.models.PARSeqBackbone(encoder, 60, 8, 16, 1, 2, 16)
+
+
+UNSUPPORTED = {
+    "gemma3n": (make_gemma3n, "Gemma 3n, .* four streams .* no block .* Use Gemma 3 or Gemma 4"),
+    "rwkv7": (
+        lambda: keras_hub.models.RWKV7Backbone(16, 8, 1, 60, 32, 4, 4, 4, 4),
+        "RWKV-7, a recurrence without attention.* gives logits, no hidden states",
+    ),
+    "pali_gemma": (make_pali_gemma, "PaliGemma, whose prompt attends .* both directions.* Gemma 3"),
+    "bart": (lambda: keras_hub.models.BartBackbone(60, 1, 2, 16, 16), "an encoder-decoder model"),
+    "t5": (lambda: keras_hub.models.T5Backbone(60, 1, 2, 16, 16), "an encoder-decoder model"),
+    "blip2": (make_blip2, "BLIP-2, which puts images before the text"),
+    "parseq": (make_parseq, "PARSeq, which reads the text off an image"),
+    "vit": (
+        lambda: keras_hub.models.ViTBackbone((8, 8, 3), (4, 4), 1, 2, 8, 8),
+        "a model of images, which takes no text",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of KerasHub, as it builds them
+@pytest.mark.parametrize(("make", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_architectures_that_are_not_opened(make, words):
+    backbone = make()
+    words = f"a decoder-only language model with its .* in the graph. Received {words}"
+    with pytest.raises(bs.UnknownArchitectureError, match=words):
         bs.open_backbone(backbone)
