@@ -129,6 +129,17 @@ LLAMA_LAYERS = {
     "mlp_output": "_feedforward_output_dense",
 }
 
+MIXTRAL_LAYERS = {
+    "attention_norm": "_self_attention_layernorm",
+    "query": "_self_attention_layer.query_dense",
+    "key": "_self_attention_layer.key_dense",
+    "value": "_self_attention_layer.value_dense",
+    "attention_output": "_self_attention_layer.output_dense",
+    "mlp_norm": "_feedforward_layernorm",
+    "router": "_sparse_moe_block._sparse_feedforward_gate_dense",
+    "mlp_output": "_sparse_moe_block",
+}
+
 ROWS = {
     "gpt2": Row(
         make_gpt2,
@@ -261,6 +272,23 @@ ROWS = {
             {"num_key_value_heads": 4, "head_dim": 6, "sliding_window_size": 4},
         ),
         layers=LLAMA_LAYERS,
+    ),
+    "mixtral": Row(
+        make(
+            keras_hub.models.MixtralBackbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            num_experts=4,
+            sliding_window=5,
+        ),
+        keras_hub.models.MixtralCausalLM,
+        (
+            {"num_key_value_heads": 1, "num_experts": 6, "top_k": 1, "sliding_window": 30},
+            {"num_key_value_heads": 4, "top_k": 3, "hidden_dim": 24, "sliding_window": None},
+        ),
+        layers=MIXTRAL_LAYERS,
     ),
     "opt": Row(
         make(

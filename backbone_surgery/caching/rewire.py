@@ -7,12 +7,14 @@ import keras
 from keras import tree
 
 from backbone_surgery import graph
+from backbone_surgery.caching.experts import ChosenExperts, most_chosen
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
 from backbone_surgery.caching.stateful import WithState, is_own
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.emission import emit
+from backbone_surgery.opening.experts import BalancedLoad, MixedExperts
 from backbone_surgery.opening.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
@@ -106,7 +108,7 @@ class _Rewirer:
 
     def __init__(self, compute_dtype: str, probe: Probe | None) -> None:
         self.compute_dtype, self.probe = compute_dtype, probe
-        self.projections: dict[int, HeadProjection] = {}
+        self.instead: dict[tuple[int, ...], keras.layers.Layer] = {}
         self.twins: dict[int, WithState] = {}
         self.inputs = {
             "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
@@ -127,13 +129,23 @@ class _Rewirer:
             return self.inputs["positions"]
         if isinstance(layer, Stateful):
             return self._with_state(layer, args, kwargs)
+        if isinstance(layer, BalancedLoad):  # for training alone
+            return args[0]
+        top_k = most_chosen(args[1]) if type(layer) is MixedExperts else None
+        if top_k is not None:
+            return self._once(ChosenExperts, layer, top_k)(*args)
         if projects_heads(layer, self.compute_dtype):
-            if id(layer) not in self.projections:  # one, however often the layer runs
-                self.projections[id(layer)] = HeadProjection(layer)
-            return self.projections[id(layer)](*args, **kwargs)
+            return self._once(HeadProjection, layer)(*args, **kwargs)
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
         return graph.KEEP
+
+    def _once(self, kind: Any, layer: Any, *settings: Any) -> Any:
+        """Return the layer that runs another one here: one, however often that one runs."""
+        key = (id(layer), *settings)
+        if key not in self.instead:
+            self.instead[key] = kind(layer, *settings)
+        return self.instead[key]
 
     def _with_state(self, layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a stateful layer on its state, an input, and emit what it becomes."""

@@ -225,6 +225,7 @@ class Ablating(SiteLayer):
     def __init__(self, index: int, axis: int, pool: np.ndarray | None, **kwargs) -> None:
         super().__init__(**kwargs)
         self.index, self.axis, self.pool = index, axis, None
+        self.keeps_zeros = pool is None
         if pool is not None:
             self.pool = self.add_weight(
                 name="pool",

@@ -1,0 +1,146 @@
+"""Mixtures of experts as weightless layers: choosing experts, running them, balancing their load.
+
+The weights stay in the layers of the block: its router, and its *bank*, the layer that owns the
+kernels of all experts, each float[experts, inputs, outputs].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+ROUTER, EXPERT_WEIGHTS = "router", "expert_weights"
+"""Roles of the sites that count experts on their last axis, float[batch, time, experts]."""
+
+
+class TopExperts(keras.layers.Layer):
+    """Choose experts for each token: turn router logits into the weights of the experts.
+
+    Args:
+        top_k: how many experts are chosen for a token.
+        normalize: whether the weights of the chosen experts are made to sum to one.
+        chosen_first: whether the experts are chosen by their logits, and the softmax is over those
+            alone. Else it is over all experts, before some are chosen.
+        upcast: whether the softmax is in float32.
+
+    Call arguments:
+        logits: float[batch, time, experts].
+
+    Returns:
+        float[batch, time, experts]: zero for an expert that is not chosen.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        normalize: bool = True,
+        chosen_first: bool = False,
+        upcast: bool = False,
+        **kwargs,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.top_k, self.normalize = top_k, normalize
+        self.chosen_first, self.upcast = chosen_first, upcast
+
+    def call(self, logits):
+        best, index = ops.top_k(logits if self.chosen_first else self._softmax(logits), self.top_k)
+        if self.chosen_first:
+            best = self._softmax(best)
+        elif self.normalize:
+            best = best / ops.sum(best, axis=-1, keepdims=True)
+        chosen = ops.one_hot(index, logits.shape[-1], dtype=best.dtype)
+        return ops.sum(chosen * best[..., None], axis=-2)
+
+    def _softmax(self, logits):
+        scores = ops.cast(logits, "float32") if self.upcast else logits
+        return ops.cast(ops.softmax(scores, axis=-1), self.compute_dtype)
+
+    def compute_output_spec(self, logits):
+        return keras.KerasTensor(logits.shape, self.compute_dtype)
+
+
+class BalancedLoad(keras.layers.Layer):
+    """Hand router logits on, and in training add the loss that keeps all experts in use.
+
+    Args:
+        loss: `(float[tokens, experts], padding_mask) -> float[]`, from router logits.
+
+    Call arguments:
+        logits: float[batch, time, experts].
+        padding_mask: int[batch, time].
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any], **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.loss = loss
+
+    def call(self, logits, padding_mask, training=None):
+        if training:
+            self.add_loss(self.loss(ops.reshape(logits, (-1, logits.shape[-1])), padding_mask))
+        return logits
+
+    def compute_output_spec(self, logits, padding_mask, training=None):
+        return keras.KerasTensor(logits.shape, logits.dtype)
+
+
+class Experts:
+    """The kernels of a bank, as one pass over its experts reads them.
+
+    Args:
+        bank: the layer that owns the kernels.
+    """
+
+    def __init__(self, bank: keras.layers.Layer) -> None:
+        self.bank = bank
+
+    def project(self, x: Any, name: str) -> Any:
+        """Multiply float[experts, tokens, inputs] by a kernel, float[experts, inputs, outputs].
+
+        As one einsum over tokens without experts, XLA on a CPU copies the kernel, at each call.
+        """
+        return ops.matmul(x, self.kernel(name))
+
+    def vector(self, name: str) -> Any:
+        """Return a weight float[experts, size], such as a bias, as float[experts, 1, size]."""
+        return self.kernel(name)[:, None]
+
+    def kernel(self, name: str) -> Any:
+        """Return a weight of the bank as it lies, in the dtype that is computed in."""
+        return ops.convert_to_tensor(getattr(self.bank, name))
+
+
+Expert = Callable[[Any, Experts], Any]
+"""What each expert computes, `(x, experts) -> y`, float[experts, tokens, hidden_dim] both."""
+
+
+class MixedExperts(keras.layers.Layer):
+    """Run all experts on each token, and mix what they give by their weights.
+
+    Args:
+        bank: the layer of the block that owns the kernels.
+        expert: what each expert computes with them.
+
+    Call arguments:
+        x: float[batch, time, hidden_dim].
+        weights: float[batch, time, experts].
+
+    Returns:
+        float[batch, time, hidden_dim].
+    """
+
+    def __init__(self, bank: keras.layers.Layer, expert: Expert, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.bank, self.expert = bank, expert
+
+    def call(self, x, weights):
+        batch, time, hidden_dim = ops.shape(x)
+        count = weights.shape[-1]
+        tokens = ops.reshape(x, (1, batch * time, hidden_dim))
+        each = ops.broadcast_to(tokens, (count, batch * time, hidden_dim))
+        shares = ops.transpose(ops.reshape(weights, (batch * time, count)))
+        made = self.expert(each, Experts(self.bank)) * shares[..., None]
+        return ops.reshape(ops.sum(made, axis=0), (batch, time, hidden_dim))
+
+    def compute_output_spec(self, x, weights):
+        return keras.KerasTensor(x.shape, self.compute_dtype)

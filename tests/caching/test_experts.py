@@ -1,0 +1,105 @@
+"""While few tokens are run at a time, the chosen experts alone are read, and nothing changes."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import backbone_surgery as bs
+from backbone_surgery.caching import experts
+from backbone_surgery.caching.experts import ChosenExperts
+from backbone_surgery.opening.experts import MixedExperts, TopExperts
+from tests.families import ROWS
+from tests.helpers import relative
+from tests.reference import run_chunks, tokens
+
+EXPERTS, HIDDEN, INNER = 8, 12, 20
+
+
+class Bank(keras.layers.Layer):
+    """Kernels of experts, and a bias."""
+
+    def build(self, _):
+        shapes = {"up": (HIDDEN, INNER), "down": (INNER, HIDDEN), "bias": (HIDDEN,)}
+        for name, shape in shapes.items():
+            setattr(self, name, self.add_weight(shape=(EXPERTS, *shape), name=name))
+
+    def call(self, x):
+        return x
+
+
+def expert(x, bank):
+    return bank.project(ops.tanh(bank.project(x, "up")), "down") + bank.vector("bias")
+
+
+@pytest.fixture
+def mixed(rng):
+    bank = Bank()
+    bank.build(None)
+    for variable in bank.weights:
+        variable.assign(rng.normal(size=variable.shape))
+    return MixedExperts(bank, expert)
+
+
+def inputs_of(rng, rows, time=1, top_k=2):
+    x = rng.normal(size=(rows, time, HIDDEN)).astype("float32")
+    logits = rng.normal(size=(rows, time, EXPERTS)).astype("float32")
+    return x, np.array(TopExperts(top_k)(logits))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("piece_bytes", [1, 500, 2**22])
+@pytest.mark.parametrize(("rows", "time"), [(1, 1), (3, 1), (1, 2), (2, 2), (4, 5)])
+def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes, on_cpu):
+    monkeypatch.setattr(experts, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(experts, "_PIECE_BYTES", piece_bytes)
+    x, weights = inputs_of(rng, rows, time)
+    kernels = [np.asarray(w) for w in mixed.bank.weights]
+    made = [np.tanh(x @ up) @ down + bias for up, down, bias in zip(*kernels, strict=True)]
+    wanted = np.einsum("ebth,bte->bth", made, weights)
+    assert relative(mixed(x, weights), wanted) <= 1e-6
+    assert relative(ChosenExperts(mixed, 2)(x, weights), wanted) <= 1e-6
+
+
+def test_it_reads_the_chosen_experts_alone(rng, mixed):
+    """An expert of NaNs shows where it is read, though its weight be zero."""
+    x, weights = inputs_of(rng, 3)
+    weights[..., 5] = 0
+    for variable in mixed.bank.weights:
+        value = np.array(variable)
+        value[5] = np.nan
+        variable.assign(value)
+    chosen = ChosenExperts(mixed, 2)
+    assert np.isnan(mixed(x, weights)).all()
+    assert np.isfinite(chosen(x, weights)).all()
+    more = inputs_of(rng, 4)  # as many choices as experts
+    assert np.isnan(chosen(*more)).all()
+
+
+VECTOR = np.ones(6, "float32")
+EDITS = {
+    "nothing": (None, True),
+    "capture": (bs.Capture("blocks.0.expert_weights"), True),
+    "steered router": (bs.Steer("mood", {0: VECTOR}, "blocks.*.router"), True),
+    "steered weights": (bs.Steer("mood", {0: VECTOR}, "blocks.*.expert_weights"), False),
+    "patched": (bs.Patch("blocks.0.expert_weights"), False),
+    "repeated": (bs.Repeat("blocks.0", times=2), True),
+    "ablated": (bs.Ablate("blocks.0.expert_weights"), True),
+    "mean": (
+        bs.Ablate("blocks.0.expert_weights", to="mean", values={"blocks.0.expert_weights": VECTOR}),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_gives_weight_to_more_experts_has_all_of_them_run(rng, edit):
+    rewrite, is_chosen = EDITS[edit]
+    backbone = ROWS["mixtral"].make(num_layers=1, num_experts=6)
+    model = bs.operate(backbone, [rewrite] if rewrite else [])
+    cached = bs.rewire(model)
+    assert is_chosen == any(isinstance(x, ChosenExperts) for x in cached._flatten_layers())
+    inputs = tokens(rng, 2, 6)
+    wanted = model.predict_on_batch(inputs)
+    wanted = wanted["hidden_states"] if isinstance(wanted, dict) else wanted
+    assert relative(run_chunks(cached, inputs, [3, 1, 1, 1])[0], wanted) <= 1e-5
