@@ -366,6 +366,54 @@ ROWS = {
             "mlp_output": "feedforward_output_dense",
         },
     ),
+    "falcon": Row(
+        make(
+            keras_hub.models.FalconBackbone,
+            num_attention_heads=4,
+            hidden_dim=32,
+            intermediate_dim=64,
+        ),
+        keras_hub.models.FalconCausalLM,
+        (
+            {"num_attention_heads": 3, "hidden_dim": 24},
+            {"num_attention_heads": 1, "hidden_dim": 12, "num_layers": 1},
+        ),
+        layers={
+            "attention_norm": "input_layernorm",
+            "query": "attention_layer.query_dense",
+            "attention_output": "attention_layer.output_dense",
+            "mlp_hidden": "dense_h_to_4h",
+            "mlp_output": "dense_4h_to_h",
+        },
+    ),
+    "bloom": Row(
+        make(keras_hub.models.BloomBackbone, num_heads=4, hidden_dim=32, intermediate_dim=64),
+        keras_hub.models.BloomCausalLM,
+        ({"num_heads": 6, "hidden_dim": 36}, {"num_heads": 1, "hidden_dim": 12, "num_layers": 1}),
+        layers={
+            "attention_norm": "_pre_attention_layernorm",
+            "query": "_self_attention_layer._query_dense",
+            "attention_output": "_self_attention_layer._output_dense",
+            "mlp_output": "_mlp_output_dense",
+        },
+    ),
+    "gpt_neo_x": Row(
+        make(keras_hub.models.GPTNeoXBackbone, num_heads=4, hidden_dim=32, intermediate_dim=64),
+        keras_hub.models.GPTNeoXCausalLM,
+        (
+            {"num_heads": 2, "hidden_dim": 24, "rotary_percentage": 0.5},
+            {"num_heads": 1, "hidden_dim": 12, "rotary_percentage": 1.0},
+        ),
+        layers={
+            "attention_norm": "_self_attention_layer_norm",
+            "attention_output": "_self_attention_layer._output_dense",
+            "mlp_norm": "_feedforward_layer_norm",
+            "mlp_hidden": "_feedforward_intermediate_dense",
+            "mlp_output": "_feedforward_output_dense",
+        },
+        task_is_right=False,
+        lora=("query_key_value",),
+    ),
 }
 """The first is the one that tests outside of the harness run on by default."""
 

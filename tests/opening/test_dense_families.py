@@ -1,7 +1,10 @@
 """What single families need beyond the table of tests/test_family_table.py."""
 
+import contextlib
+import functools
 import io
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import backbone_surgery as bs
 from backbone_surgery.families import qwen, qwen3
 from tests.families import ROWS
 from tests.helpers import relative
+from tests.recording import patched
 from tests.reference import tokens
 
 SU = ROWS["phi3"].shapes[1]
@@ -36,6 +40,32 @@ def test_qwen_has_a_window_where_kerashub_has(monkeypatch, rng, name, module, se
     assert relative(fused, wanted) > 1e-2
     assert relative(bs.open_backbone(backbone)(inputs), wanted) <= 5e-6
     assert max(bs.check(backbone).errors.values()) <= 3e-5
+
+
+DROPOUT = {
+    "falcon": ("attention_dropout_rate", "feedforward_dropout_rate"),
+    **dict.fromkeys("llama mistral qwen2 qwen3 opt phi3 bloom gpt_neo_x".split(), ("dropout",)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(DROPOUT))
+def test_dropout_falls_where_it_does_upstream(rng, name):
+    """The same layers drop out of tensors of the same shape, in training, as in the backbone."""
+    backbone = ROWS[name].make(**dict.fromkeys(DROPOUT[name], 0.5))
+    layers = [x for x in backbone._flatten_layers() if isinstance(x, keras.layers.Dropout)]
+    opened, inputs = bs.open_backbone(backbone), tokens(rng, 2, 5)
+
+    def dropped(model):
+        seen = []
+        with contextlib.ExitStack() as stack:
+            for i, layer in enumerate(layers):
+                note = functools.partial(lambda i, x: seen.append((i, x.shape)) or x, i)
+                stack.enter_context(patched(layer, note))
+            model(inputs, training=True)
+        return sorted(seen)
+
+    assert dropped(opened) == dropped(backbone) != []
 
 
 @pytest.mark.slow
