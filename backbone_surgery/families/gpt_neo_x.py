@@ -60,5 +60,5 @@ FAMILY = Family(
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
     sampler="top_k",
-    model_types=("gpt_neox",),
+    model_types=("gpt_neox", "gptneox"),
 )

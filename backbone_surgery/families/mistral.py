@@ -29,5 +29,5 @@ FAMILY = Family(
     padding_mask="decoder_padding_mask",
     pointwise_layers=(MistralLayerNormalization,),
     sampler="top_k",
-    model_types=("mistral",),
+    model_types=("mistral", "llama"),
 )

@@ -15,7 +15,7 @@ from backbone_surgery.families import qwen, qwen3
 from tests.families import ROWS
 from tests.helpers import relative
 from tests.recording import patched
-from tests.reference import tokens
+from tests.reference import run_chunks, tokens
 
 SU = ROWS["phi3"].shapes[1]
 
@@ -66,6 +66,21 @@ def test_dropout_falls_where_it_does_upstream(rng, name):
         return sorted(seen)
 
     assert dropped(opened) == dropped(backbone) != []
+
+
+@pytest.mark.slow
+def test_kerashubs_own_gpt_neo_x_rotates_cached_queries_as_the_first_token(rng):
+    """Why tests/test_family_table.py does not compare with its task: `task_is_right=False`."""
+    backbone = ROWS["gpt_neo_x"].make()
+    task = keras_hub.models.GPTNeoXCausalLM(backbone=backbone, preprocessor=None)
+    inputs = tokens(rng, 2, 12)
+    ids = inputs["token_ids"]
+    wanted = np.asarray(backbone(inputs))[:, -1:]
+    _, cache = task._build_cache(ids)
+    _, hidden_states, _ = task.call_with_cache(ids[:, -1:], cache, 11)
+    assert relative(hidden_states, wanted) > 1e-2
+    got = run_chunks(bs.rewire(backbone), inputs, [11, 1])[0]
+    assert relative(got[:, -1:], wanted) <= 3e-5
 
 
 @pytest.mark.slow
