@@ -7,7 +7,6 @@ The models and the expected values were made by `scripts/make_hf_fixtures.py`; n
 import json
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.helpers import relative
+from tests.opening.hf_cases import Case, generate, run_whole
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDERS = ("hf_gpt2", "hf_gemma", "hf_gemma2")
@@ -28,32 +28,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Case(NamedTuple):
-    lm: bs.CachedCausalLM
-    arrays: dict
-    texts: list
-    new_tokens: int
-
-    @property
-    def mask(self):
-        lengths = self.arrays["lengths"]
-        return np.arange(lengths.max())[None] < lengths[:, None]
-
-    @property
-    def prompts(self):
-        return [ids[:n] for ids, n in zip(*self.batch, strict=True)]
-
-    @property
-    def batch(self):
-        return self.arrays["token_ids"], self.arrays["lengths"]
-
-
 def load(folder):
     lm = bs.CachedCausalLM.from_preset(str(folder))
     lm.compile(sampler="greedy")
     arrays = dict(np.load(folder / "expected.npz"))
     expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
-    return Case(lm, arrays, expected["texts"], expected["max_new_tokens"])
+    return Case(lm, arrays, expected["texts"])
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
@@ -74,11 +54,6 @@ def copy(name, tmp_path, without=()):
     return folder
 
 
-def run_whole(case):
-    inputs = {"token_ids": case.arrays["token_ids"], "padding_mask": case.mask.astype("int32")}
-    return np.asarray(case.lm(inputs))
-
-
 def run_token_by_token(case):
     """Run the prompts padded on the left, one token of each row at a time."""
     longest, lengths = case.mask.shape[1], case.arrays["lengths"]
@@ -97,25 +72,6 @@ def run_token_by_token(case):
     return np.stack([np.roll(row, n, axis=0) for row, n in zip(logits, lengths, strict=True)])
 
 
-def pack(prompts):
-    longest = max(map(len, prompts))
-    ids = np.stack([np.pad(p, (0, longest - len(p))) for p in prompts])
-    mask = np.arange(longest)[None] < np.array([len(p) for p in prompts])[:, None]
-    return {"token_ids": ids, "padding_mask": mask}
-
-
-def generate(lm, prompts, max_new_tokens, stop_token_ids=None):
-    """Return the new tokens of each row."""
-    result = lm.generate(
-        pack(prompts),
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=stop_token_ids,
-        strip_prompt=True,
-    )
-    pairs = zip(result["token_ids"], result["padding_mask"], strict=True)
-    return [ids[mask.astype(bool)].tolist() for ids, mask in pairs]
-
-
 @pytest.mark.parametrize("run", [run_whole, run_token_by_token])
 def test_logits_of_a_ragged_batch(case, run):
     logits, expected = run(case), case.arrays["logits"]
@@ -125,19 +81,18 @@ def test_logits_of_a_ragged_batch(case, run):
 
 def test_greedy_of_a_ragged_batch(case, lm):
     new = generate(lm, case.prompts, case.new_tokens)
-    assert new == case.arrays["greedy"].tolist()
+    assert new == case.greedy
 
 
 def test_greedy_of_each_prompt_alone(case, lm):
-    for prompt, expected in zip(case.prompts, case.arrays["greedy"].tolist(), strict=True):
+    for prompt, expected in zip(case.prompts, case.greedy, strict=True):
         assert generate(lm, [prompt], case.new_tokens) == [expected]
 
 
 def test_stop_token_ends_each_row_where_it_does_there(case, lm):
-    stop, lengths = int(case.arrays["stop_token_id"]), case.arrays["stopped_lengths"]
-    expected = [row[:n] for row, n in zip(case.arrays["greedy"].tolist(), lengths, strict=True)]
+    stop = int(case.arrays["stop_token_id"])
     new = generate(lm, case.prompts, case.new_tokens, (stop,))
-    assert new == expected
+    assert new == case.stopped
     assert {row[-1] == stop for row in new} == {True, False}
 
 
