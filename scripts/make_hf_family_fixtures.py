@@ -25,7 +25,14 @@ import safetensors.torch
 import torch
 import transformers
 import typer
-from make_hf_fixtures import VOCABULARY_SIZE, Oracle, expect_arrays, make_model, weaknesses
+from make_hf_fixtures import (
+    VOCABULARY_SIZE,
+    Oracle,
+    expect_arrays,
+    load_model,
+    make_model,
+    weaknesses,
+)
 
 LARGEST_FOLDER = 150_000
 LEAST_EFFECT = 1e-4
@@ -294,13 +301,6 @@ def change_config(folder: Path, **kwargs: Any) -> None:
     path.write_text(json.dumps({**config, **kwargs}, indent=2) + "\n", encoding="utf-8")
 
 
-def load(recipe: Recipe, folder: Path, **kwargs: Any) -> transformers.PreTrainedModel:
-    """Load a saved model in float32, with some values of its config changed."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=recipe.attention, dtype=torch.float32, **kwargs
-    ).eval()
-
-
 def save(recipe: Recipe, seed: int, folder: Path) -> None:
     """Save the weights of a seed, in float16."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -318,9 +318,9 @@ def save(recipe: Recipe, seed: int, folder: Path) -> None:
 
 def check_effects(name: str, recipe: Recipe, folder: Path, prompt: list[int]) -> None:
     """Refuse a fixture that would not notice if something of its config were lost."""
-    logits = Oracle(load(recipe, folder)).logits(prompt)
+    logits = Oracle(load_model(folder, recipe.attention)).logits(prompt)
     for change in recipe.matters:
-        other = Oracle(load(recipe, folder, **change)).logits(prompt)
+        other = Oracle(load_model(folder, recipe.attention, **change)).logits(prompt)
         effect = np.abs(other - logits).max() / np.abs(logits).max()
         if not effect > LEAST_EFFECT:
             raise ValueError(
@@ -333,7 +333,7 @@ def make(name: str, recipe: Recipe, folder: Path) -> None:
     """Make one fixture in place of the one that is there, from the first seed that is strong."""
     for seed in itertools.count():
         save(recipe, seed, folder)
-        oracle = Oracle(load(recipe, folder))
+        oracle = Oracle(load_model(folder, recipe.attention))
         arrays = expect_arrays(seed, VOCABULARY_SIZE - 1, oracle)
         weak = list(weaknesses(oracle.margin, arrays))
         if not weak:

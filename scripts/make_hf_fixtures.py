@@ -1,7 +1,7 @@
 """Make the fixtures of `tests/opening/test_hf_parity.py`: tiny models and what they answer.
 
-Each folder is a random GPT-2, Gemma or Gemma 2 saved by `transformers`, with a tokenizer of its
-own, as a downloaded checkpoint would be. Beside it lie the logits and the greedy texts that
+Each folder is a random GPT-2, Gemma, Gemma 2 or Qwen 3 saved by `transformers`, with a tokenizer of
+its own, as a downloaded checkpoint would be. Beside it lie the logits and the greedy texts that
 `transformers` gave, so that the tests need neither PyTorch nor `transformers`. This script does:
 
     pip install torch transformers sentencepiece protobuf typer
@@ -25,6 +25,7 @@ weights that would make a weak fixture.
 import io
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,21 +64,28 @@ class Recipe:
         config: of the model.
         save_tokenizer: writes the tokenizer's files to a folder and returns it.
         embedding_scale: standard deviation of the token embedding.
+        dtype: of the saved weights.
     """
 
     seed: int
     config: transformers.PretrainedConfig
     save_tokenizer: Callable[[Path], Any]
     embedding_scale: float
+    dtype: torch.dtype = torch.float32
+
+
+def train_byte_pairs(size: int) -> tokenizers.models.BPE:
+    """Train a byte-pair model of so many tokens."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer.model
 
 
 def save_gpt2_tokenizer(folder: Path) -> Any:
     """Train a byte-pair tokenizer whose end token comes last, as in the published GPT-2."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE - 1, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.model.save(str(folder))
+    train_byte_pairs(VOCABULARY_SIZE - 1).save(str(folder))
     vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     vocabulary[END] = len(vocabulary)
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
@@ -104,6 +112,21 @@ def save_gemma_tokenizer(folder: Path) -> Any:
     return _reload(transformers.GemmaTokenizer, folder, add_bos_token=True, mask_token=None)
 
 
+def save_qwen_tokenizer(folder: Path) -> Any:
+    """Train a byte-pair tokenizer with special tokens of Qwen, saved as `tokenizer.json` alone."""
+    with tempfile.TemporaryDirectory() as files:
+        vocabulary, merges = train_byte_pairs(VOCABULARY_SIZE - 3).save(files)
+        tokenizer = transformers.Qwen2Tokenizer(
+            vocabulary,
+            merges,
+            eos_token="<|im_end|>",
+            pad_token=END,
+            extra_special_tokens=["<|im_start|>"],
+        )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def _reload(tokenizer_class: type, folder: Path, **kwargs: Any) -> Any:
     """Load a tokenizer from its files, and add the files that `transformers` saves."""
     tokenizer = tokenizer_class.from_pretrained(folder, **kwargs)
@@ -126,6 +149,24 @@ def gpt2_config() -> transformers.PretrainedConfig:
         n_head=4,
         bos_token_id=VOCABULARY_SIZE - 1,
         eos_token_id=VOCABULARY_SIZE - 1,
+    )
+
+
+def qwen3_config() -> transformers.PretrainedConfig:
+    """Return a Qwen 3 config; KerasHub's norms of queries and keys have an epsilon of 1e-5."""
+    return transformers.Qwen3Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        eos_token_id=VOCABULARY_SIZE - 3,
+        pad_token_id=VOCABULARY_SIZE - 2,
     )
 
 
@@ -166,6 +207,7 @@ RECIPES = {
         save_gemma_tokenizer,
         0.1,
     ),
+    "hf_qwen3": Recipe(6, qwen3_config(), save_qwen_tokenizer, 0.2, torch.float16),
 }
 
 
@@ -192,6 +234,13 @@ def make_model(
     # The end token is made likely, so that some texts end by themselves.
     model.get_output_embeddings().weight.data[config.eos_token_id] *= 1.5
     return model
+
+
+def load_model(folder: Path, attention: str = "eager", **kwargs: Any) -> Any:
+    """Load a saved model in float32, with some values of its config changed."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention, dtype=torch.float32, **kwargs
+    ).eval()
 
 
 class Oracle:
@@ -256,12 +305,12 @@ def expect_arrays(seed: int, eos: int, oracle: Oracle) -> dict[str, np.ndarray]:
 def expect_texts(oracle: Oracle, tokenizer: Any) -> list[dict[str, Any]]:
     """Return prompts of text with their greedy continuations, ended by the end token.
 
-    The start token is put before each prompt, since KerasHub does so for GPT-2 as for Gemma.
+    The start token, if there is one, is put before each prompt: KerasHub does so, also for GPT-2.
     """
     texts = []
     for prompt in TEXT_PROMPTS:
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        ids = [tokenizer.bos_token_id, *ids]
+        ids = [*([tokenizer.bos_token_id] if tokenizer.bos_token else []), *ids]
         new = oracle.greedy(ids, tokenizer.eos_token_id)
         texts.append(
             {
@@ -320,8 +369,8 @@ def make(name: str, recipe: Recipe, folder: Path) -> None:
             f"{len(tokenizer)}. Change CORPUS or VOCABULARY_SIZE."
         )
     model = make_model(recipe.config, recipe.seed, recipe.embedding_scale)
-    model.save_pretrained(folder, safe_serialization=True)
-    oracle = Oracle(model)
+    model.to(recipe.dtype).save_pretrained(folder)
+    oracle = Oracle(load_model(folder))
     arrays = expect_arrays(recipe.seed, int(recipe.config.eos_token_id), oracle)
     texts = expect_texts(oracle, tokenizer)
     check(name, oracle.margin, arrays, texts, tokenizer)
