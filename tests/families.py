@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import keras_hub
 import numpy as np
 
@@ -28,6 +29,7 @@ def make(backbone_class, **defaults):
     config = {"vocabulary_size": VOCABULARY, "num_layers": 2, **defaults}
 
     def make_one(seed=0, **kwargs):
+        keras.utils.set_random_seed(seed)  # vectors, such as sinks, may begin at random
         return _spread(backbone_class(**{**config, **kwargs}), seed)
 
     return make_one
@@ -138,6 +140,12 @@ MIXTRAL_LAYERS = {
     "mlp_norm": "_feedforward_layernorm",
     "router": "_sparse_moe_block._sparse_feedforward_gate_dense",
     "mlp_output": "_sparse_moe_block",
+}
+
+QWEN_MOE_LAYERS = {
+    "attention_output": "_self_attention_layer._output_dense",
+    "router": "mlp._sparse_feedforward_gate_dense",
+    "mlp_output": "mlp",
 }
 
 ROWS = {
@@ -289,6 +297,79 @@ ROWS = {
             {"num_key_value_heads": 4, "top_k": 3, "hidden_dim": 24, "sliding_window": None},
         ),
         layers=MIXTRAL_LAYERS,
+    ),
+    "qwen2_moe": Row(
+        make(
+            keras_hub.models.QwenMoeBackbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            moe_intermediate_dim=24,
+            shared_expert_intermediate_dim=40,
+            num_experts=4,
+            top_k=2,
+        ),
+        keras_hub.models.QwenMoeCausalLM,
+        (
+            {"num_key_value_heads": 1, "norm_top_k_prob": True, "mlp_only_layers": [0]},
+            {"num_key_value_heads": 4, "hidden_dim": 24, "tie_word_embeddings": True},
+        ),
+        layers={**MIXTRAL_LAYERS, **QWEN_MOE_LAYERS},
+    ),
+    "qwen3_moe": Row(
+        make(
+            keras_hub.models.Qwen3MoeBackbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            hidden_dim=32,
+            intermediate_dim=48,
+            moe_intermediate_dim=24,
+            num_experts=8,
+            top_k=2,
+            norm_top_k_prob=True,
+        ),
+        keras_hub.models.Qwen3MoeCausalLM,
+        (
+            {"num_key_value_heads": 1, "head_dim": 12, "decoder_sparse_step": 2},
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 6,
+                "norm_top_k_prob": False,
+                "tie_word_embeddings": True,
+                "sliding_window_size": 4,
+            },
+        ),
+        layers={**LLAMA_LAYERS, **QWEN_MOE_LAYERS},
+    ),
+    "gpt_oss": Row(
+        make(
+            keras_hub.models.GptOssBackbone,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            num_experts=4,
+            sliding_window=5,
+            rope_scaling_factor=32.0,
+        ),
+        keras_hub.models.GptOssCausalLM,
+        (
+            {"num_key_value_heads": 1, "head_dim": 7, "num_experts": 2, "sliding_window": 30},
+            {"num_key_value_heads": 4, "head_dim": 12, "num_experts": 7, "top_k": 3},
+        ),
+        layers={
+            "attention_norm": "input_layernorm",
+            "query": "self_attention_layer.query_dense",
+            "key": "self_attention_layer.key_dense",
+            "value": "self_attention_layer.value_dense",
+            "attention_output": "self_attention_layer.output_dense",
+            "mlp_norm": "post_attention_layernorm",
+            "router": "sparse_moe_block.router.router_dense",
+            "expert_weights": "sparse_moe_block.router",
+            "mlp_output": "sparse_moe_block",
+        },
     ),
     "opt": Row(
         make(

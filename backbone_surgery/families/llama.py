@@ -14,8 +14,8 @@ from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
 
-def open_block(block, hidden_states, padding_mask, positions, **settings: Any):
-    """Spell out one block; the settings are those of `attend`."""
+def open_block(block, hidden_states, padding_mask, positions, mlp: Any = None, **settings: Any):
+    """Spell out one block, perhaps with another MLP; the settings are those of `attend`."""
     layer, policy = block._self_attention_layer, block.dtype_policy
 
     def attention(x):
@@ -34,7 +34,7 @@ def open_block(block, hidden_states, padding_mask, positions, **settings: Any):
         )
         return block._self_attention_dropout(Site("attention_output")(x))
 
-    def mlp(x):
+    def own_mlp(x):
         return gated_mlp(
             x,
             block._feedforward_gate_dense,
@@ -49,7 +49,7 @@ def open_block(block, hidden_states, padding_mask, positions, **settings: Any):
         block._self_attention_layernorm,
         attention,
         block._feedforward_layernorm,
-        mlp,
+        mlp or own_mlp,
         policy,
     )
 

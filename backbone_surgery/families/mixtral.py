@@ -10,6 +10,7 @@ from keras_hub.src.models.mixtral.mixtral_decoder import (
     MixtralTransformerDecoder,
     compute_load_balancing_loss,
 )
+from keras_hub.src.models.mixtral.mixtral_layer_norm import MixtralLayerNormalization
 
 from backbone_surgery.families.mixtures import gated, mixture, refuse_router_logits
 from backbone_surgery.families.pre_norm import attend, pre_norm, rotary
@@ -79,6 +80,7 @@ FAMILY = Family(
     open_block=open_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
+    pointwise_layers=(MixtralLayerNormalization,),
     refuse=_refuse,
     sampler="top_k",
     model_types=("mixtral",),
