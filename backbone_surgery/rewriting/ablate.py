@@ -1,6 +1,6 @@
-"""Ablate: knock out heads, or whole sites, by zero, by a mean or by activations of other texts."""
+"""Ablate: knock out heads, experts or sites, by zero, a mean or the activations of other texts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int, read_finite, read_int32
 from backbone_surgery.opening.attention import SelfAttention
+from backbone_surgery.opening.experts import EXPERT_WEIGHTS, ROUTER
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
@@ -25,15 +26,18 @@ _FURTHEST = 2**30
 @keras.saving.register_keras_serializable("backbone_surgery")
 @dataclass(frozen=True, eq=False)
 class Ablate(ControlledRewrite):
-    """Ablate sites, or some attention heads of them.
+    """Ablate sites, or some attention heads or experts of them.
 
-    Which heads are ablated is a control, row by row. A number or float[batch] acts on the heads
-    named here: 1 ablates them, 0 leaves them. float[batch, sites, heads] says it for each head,
-    where a site without heads counts as one. What is not ablated stays bit-equal.
+    Which of them are ablated is a control, row by row. A number or float[batch] acts on those named
+    here: 1 ablates them, 0 leaves them. float[batch, sites, heads] says it for each head, or
+    float[batch, sites, experts] for each expert, where a site without either counts as one. What is
+    not ablated stays bit-equal.
 
     What stands in for an ablated activation:
 
-    * `to="zero"`: zeros.
+    * `to="zero"`: zeros. At `router`, where zero is a logit like any other, it is minus infinity:
+      the expert is never chosen, and the next best takes its place. At `expert_weights` an expert
+      that was chosen counts nothing, and none takes its place.
     * `to="mean"`: the mean over a reference set of texts, as `GeneratedActivations.mean()` gives
       it.
     * `to="resample"`: the activations of reference texts. The token at position p takes entry
@@ -42,8 +46,10 @@ class Ablate(ControlledRewrite):
 
     Attributes:
         at: site selector. Heads are counted at `query`, `key`, `value`, `head_outputs` and
-            `attention_pattern`. Patterns can be ablated to zero only.
+            `attention_pattern`, experts at `router` and `expert_weights`. Patterns can be ablated
+            to zero only.
         heads: a head or a list of heads; `None` means all, or the whole site.
+        experts: an expert or a list of experts; `None` means all.
         to: `"zero"`, `"mean"` or `"resample"`.
         values: for a mean `{site path: float[...]}`, with the shape of one token at the site; for
             resampling `{site path: float[entries, ...]}`.
@@ -58,6 +64,7 @@ class Ablate(ControlledRewrite):
 
     at: str
     heads: Any = None
+    experts: Any = None
     to: Literal["zero", "mean", "resample"] = "zero"
     values: Mapping[str, Any] | None = None
     name: str = "ablate"
@@ -67,8 +74,13 @@ class Ablate(ControlledRewrite):
         fields.selector()
         fields.name()
         fields.choice("to", ("zero", "mean", "resample"))
-        if self.heads is not None:
-            fields.keep("heads", _read_heads(self.heads, fields))
+        for field in ("heads", "experts"):
+            if getattr(self, field) is not None:
+                fields.keep(field, _read_units(field, getattr(self, field), fields))
+        if self.heads is not None and self.experts is not None:
+            raise fields.refuse(
+                "`heads` or `experts`", {"heads": self.heads, "experts": self.experts}, "Use two."
+            )
         if (self.values is None) != (self.to == "zero"):
             raise SurgeryError(
                 f"{fields.where}: expected to='zero' without `values`, or 'mean' or 'resample' "
@@ -83,37 +95,57 @@ class Ablate(ControlledRewrite):
         places = self.choose(surgery)
         units = {place.path: _units(place) for place in places}
         if len(set(units.values())) > 1:
+            listed = {path: f"{count} {kind}".strip() for path, (kind, count) in units.items()}
             raise SurgeryError(
-                f"Ablate at '{self.at}': expected sites with as many heads each. Received {units}. "
-                "Use one Ablate for each kind of site."
+                f"Ablate at '{self.at}': expected sites with as many heads each, or experts. "
+                f"Received {listed}. Use one Ablate for each kind of site."
             )
-        mask = np.zeros((len(places), units[places[0].path]), "float32")
-        mask[:, self._columns(places[0], mask.shape[1], surgery)] = 1
-        surgery.control(f"{self.name}_heads", mask)
+        kind, count = _units(places[0])
+        mask = np.zeros((len(places), count), "float32")
+        mask[:, self._columns(places[0], surgery)] = 1
+        self._check_choice(mask, units, f"Ablate at '{self.at}'")
+        surgery.control(f"{self.name}_{_counted(kind)}", mask)
         if self.to == "resample":
             surgery.control(f"{self.name}_start", np.int32(0))
         return super().visitor(surgery)
 
-    def _columns(self, place: Place, count: int, surgery: Surgery) -> Any:
-        """Return which columns of the mask the heads are."""
-        if self.heads is None:
+    def _columns(self, place: Place, surgery: Surgery) -> Any:
+        """Return which columns of the mask are ablated unless a call says otherwise."""
+        field = "heads" if self.experts is None else "experts"
+        named = self.heads if self.experts is None else self.experts
+        if named is None:
             return slice(None)
-        has_heads = _has_heads(place)
-        if not has_heads or max(self.heads) >= count:
-            rule = f"heads from 0 to {count - 1}" if has_heads else "no heads, since it has none"
+        kind, count = _units(place)
+        if kind != field or max(named) >= count:
+            others = f"{count} {kind}" if kind else "none"
+            rule = f"no {field}, since it has {others}"
+            rule = f"{field} from 0 to {count - 1}" if kind == field else rule
             block = place.block or 0
-            near = [p.path for p in surgery.places if p.block == block and _has_heads(p)]
+            near = [p.path for p in surgery.places if p.block == block and _units(p)[0] == field]
             raise SurgeryError(
-                f"Ablate at '{place.path}': expected {rule}. Received {shown(self.heads)}. Pass "
-                f"`heads=None` for the whole site; sites with heads are {', '.join(near)}."
+                f"Ablate at '{place.path}': expected {rule}. Received {shown(named)}. Pass "
+                f"`{field}=None` for the whole site; sites with {field} are "
+                f"{', '.join(near) or 'none'}."
             )
-        return list(self.heads)
+        return list(named)
+
+    def _check_choice(self, mask: np.ndarray, paths: Iterable[str], where: str) -> None:
+        """Refuse to leave a router no expert to choose; the mask is [..., sites, experts]."""
+        routers = [i for i, path in enumerate(paths) if _role(path) == ROUTER]
+        if self.to == "zero" and mask[..., routers, :].all(axis=-1).any():
+            raise SurgeryError(
+                f"{where}: expected experts to be left for the router to choose. Received all "
+                f"{mask.shape[-1]} to be ablated. Name some of them by `experts`, or ablate "
+                f"'{EXPERT_WEIGHTS}', where none need be left."
+            )
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an ablating layer at the site."""
         axis = 1 if place.is_pattern else 2
-        layer = Ablating(surgery.index, axis, self._pool(place), name=self.layer_name(place))
-        mask = surgery.inputs[f"{self.name}_heads"]
+        nothing = -np.inf if _role(place.path) == ROUTER else 0.0
+        name = self.layer_name(place)
+        layer = Ablating(surgery.index, axis, self._pool(place), nothing, name=name)
+        mask = surgery.inputs[f"{self.name}_{_counted(_units(place)[0])}"]
         if self.to == "zero":
             return layer(x, mask)
         if self.to == "mean":
@@ -138,18 +170,20 @@ class Ablate(ControlledRewrite):
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind which heads are ablated, and where resampling starts; see the class."""
-        control = value if isinstance(value, Mapping) else {"heads": value}
+        counted = "experts" if f"{self.name}_experts" in rows.shapes else "heads"
+        control = value if isinstance(value, Mapping) else {counted: value}
         where = f"controls at '{self.name}'"
-        keys = ["heads", "start"] if self.to == "resample" else ["heads"]
+        keys = [counted, "start"] if self.to == "resample" else [counted]
         if not set(control) <= set(keys):
             raise SurgeryError(
                 f"{where}: expected {' or '.join(keys)}. Received {shown(list(control))}. See "
                 "`Ablate`."
             )
         bound = {}
-        heads, start = control.get("heads"), control.get("start")
-        if heads is not None:
-            bound[f"{self.name}_heads"] = self._bind_heads(heads, where, rows)
+        units, start = control.get(counted), control.get("start")
+        if units is not None:
+            name = f"{self.name}_{counted}"
+            bound[name] = self._bind_units(name, units, where, rows)
         if start is not None:
             starts = read_int32(start, -_FURTHEST, _FURTHEST)
             if starts is None or starts.shape not in ((), (1,), (rows.batch,)):
@@ -160,24 +194,26 @@ class Ablate(ControlledRewrite):
             bound[f"{self.name}_start"] = np.broadcast_to(starts, rows.batch)
         return bound
 
-    def _bind_heads(self, heads: Any, where: str, rows: Rows) -> np.ndarray:
-        name = f"{self.name}_heads"
-        mask = bind_amounts(heads, where, rows.batch, rows.shapes[name])
+    def _bind_units(self, name: str, units: Any, where: str, rows: Rows) -> np.ndarray:
+        mask = bind_amounts(units, where, rows.batch, rows.shapes[name])
         if not np.isin(mask, (0, 1)).all():
+            one = "an expert" if name.endswith("_experts") else "a head"
             raise SurgeryError(
-                f"{where}: expected 1 to ablate a head, 0 to leave it. Received {shown(heads)}. "
+                f"{where}: expected 1 to ablate {one}, 0 to leave it. Received {shown(units)}. "
                 "Pass whole numbers; nothing is ablated in part."
             )
-        by_head = np.ndim(heads) == 3
-        return mask if by_head else mask * rows.defaults[name]
+        mask = mask if np.ndim(units) == 3 else mask * rows.defaults[name]
+        self._check_choice(mask, rows.sites, where)
+        return mask
 
 
-def _read_heads(heads: Any, fields: Fields) -> tuple[int, ...]:
-    listed = [heads] if is_int(heads) else heads
+def _read_units(field: str, value: Any, fields: Fields) -> tuple[int, ...]:
+    listed = [value] if is_int(value) else value
     array = read_int32(listed, smallest=0)
     if array is None or array.ndim != 1 or not len(array):
+        one = f"`{field}` to be {'a head' if field == 'heads' else 'an expert'}"
         raise fields.refuse(
-            "`heads` to be a head, counted from 0, or a list of them", heads, "Pass `[0, 2]`, say."
+            f"{one}, counted from 0, or a list of them", value, "Pass `[0, 2]`, say."
         )
     return tuple(array.tolist())
 
@@ -194,17 +230,24 @@ def _read_values(values: Any, fields: Fields) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _has_heads(place: Place) -> bool:
-    return place.is_pattern or len(place.tensor.shape) == 4
+def _role(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
-def _units(place: Place) -> int:
-    """How many heads a site has; one for a site without."""
+def _units(place: Place) -> tuple[str, int]:
+    """Return what a site counts, `heads` or `experts`, and how many; ("", 1) for another site."""
     shape = place.tensor.shape
     if place.is_pattern:
         whole = isinstance(graph.node_of(place.tensor).operation, SelfAttention)
-        return shape[2] if whole else shape[1]
-    return shape[2] if len(shape) == 4 else 1
+        return "heads", shape[2] if whole else shape[1]
+    if _role(place.path) in (ROUTER, EXPERT_WEIGHTS):
+        return "experts", shape[2]
+    return ("heads", shape[2]) if len(shape) == 4 else ("", 1)
+
+
+def _counted(kind: str) -> str:
+    """Return the end of the name of the input for sites that count this, or nothing."""
+    return kind or "heads"
 
 
 class Ablating(SiteLayer):
@@ -213,19 +256,22 @@ class Ablating(SiteLayer):
     Args:
         index: which of the ablated sites this is.
         axis: which axis of `x` counts heads, if any does.
-        pool: what may stand in, float32[entries, ...]; `None` for zeros.
+        pool: what may stand in, float32[entries, ...]; `None` for one number.
+        nothing: that number.
 
     Call arguments:
         x: float[batch, time, ...], or a pattern float[batch, heads, time, keys].
-        mask: float32[batch, sites, heads]: 1 ablates the head, 0 leaves it.
+        mask: float32[batch, sites, heads] or [batch, sites, experts]: 1 ablates, 0 leaves.
         positions: int32[batch, time], the number of each token.
         start: int32[batch], the entry for the token at position 0; zero by default.
     """
 
-    def __init__(self, index: int, axis: int, pool: np.ndarray | None, **kwargs) -> None:
+    def __init__(
+        self, index: int, axis: int, pool: np.ndarray | None, nothing: float = 0.0, **kwargs
+    ) -> None:
         super().__init__(**kwargs)
-        self.index, self.axis, self.pool = index, axis, None
-        self.keeps_zeros = pool is None
+        self.index, self.axis, self.pool, self.nothing = index, axis, None, nothing
+        self.keeps_zeros = pool is None and nothing == 0
         if pool is not None:
             self.pool = self.add_weight(
                 name="pool",
@@ -245,7 +291,7 @@ class Ablating(SiteLayer):
         else:
             mask = mask[:, :, None, None] if self.axis == 1 else mask[:, None, :, None]
         if self.pool is None:
-            other = ops.zeros_like(x)
+            other = ops.full_like(x, self.nothing)
         else:
             offset = 0 if start is None else start[:, None]
             entries = ops.mod(positions + offset, self.pool.shape[0])
