@@ -39,7 +39,9 @@ def is_known(operation: Any, args: tuple, kwargs: dict[str, Any], family: Family
         return False  # it runs something else than its class does
     if _library(operation) == _OWN:
         return all(_library(layer) in _LIBRARIES for layer in graph.sublayers(operation))
-    if isinstance(operation, (*family.position_layers, keras_hub.layers.RotaryEmbedding)):
+    rotates = isinstance(operation, keras_hub.layers.RotaryEmbedding)
+    rotates = rotates and _library(operation) in _LIBRARIES
+    if rotates or isinstance(operation, family.position_layers):
         return "positions" in kwargs
     if kind in family.pointwise_layers:
         return True

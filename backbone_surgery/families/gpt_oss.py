@@ -81,5 +81,5 @@ FAMILY = Family(
     pointwise_layers=(GptOssLayerNormalization,),
     refuse=refuse_router_logits,
     sampler="top_k",
-    model_types=("gpt_oss",),
+    model_types=("gpt_oss", "gpt-oss"),
 )

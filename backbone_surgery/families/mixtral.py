@@ -83,5 +83,5 @@ FAMILY = Family(
     pointwise_layers=(MixtralLayerNormalization,),
     refuse=_refuse,
     sampler="top_k",
-    model_types=("mixtral",),
+    model_types=("mixtral", "llama"),
 )

@@ -43,5 +43,5 @@ FAMILY = Family(
     padding_mask="decoder_padding_mask",
     pointwise_layers=(Qwen3MoeLayerNorm,),
     sampler="top_k",
-    model_types=("qwen3_moe",),
+    model_types=("qwen3_moe", "qwen3moe"),
 )

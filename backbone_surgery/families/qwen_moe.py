@@ -121,5 +121,5 @@ FAMILY = Family(
     pointwise_layers=(QwenMoeLayerNorm,),
     refuse=refuse_router_logits,
     sampler="top_k",
-    model_types=("qwen2_moe",),
+    model_types=("qwen2_moe", "qwen2moe"),
 )

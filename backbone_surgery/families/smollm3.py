@@ -79,6 +79,7 @@ FAMILY = Family(
     open_block=open_block,
     hidden_states="hidden_states",
     padding_mask="decoder_padding_mask",
+    ignored=("kwargs",),  # the backbone hands its own options on
     sampler="top_k",
     model_types=("smollm3",),
 )

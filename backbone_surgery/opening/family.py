@@ -42,7 +42,7 @@ class Family:
         embeddings: name of the layer whose output `score` hands to `layer_intercept_fn` with index
             -1, as KerasHub's own task for this family does.
         ignored: names of arguments of the block that say nothing about a text, such as a mask of
-            images.
+            images, or a `kwargs` that the backbone fills with its own options.
         images: class of the layer that puts images into the text, given `text_embeddings=`. Where
             it is in the graph, the text alone is opened.
         most_positions: `(block) -> int`, where a block limits how long a row can be; `None` if not.
@@ -107,7 +107,7 @@ class Family:
         bound = inspect.signature(block.call).bind(*args, **kwargs).arguments
         hidden_states = bound.pop(self.hidden_states)
         padding_mask = bound.pop(self.padding_mask, None)
-        for name in ("kwargs", *self.ignored):  # some backbones hand their own options on
+        for name in self.ignored:
             bound.pop(name, None)
         plain = {"use_causal_mask": True, "cache_update_index": 0, "training": None}
         other = {k: v for k, v in bound.items() if v is not None and v is not plain.get(k, None)}
@@ -152,12 +152,15 @@ class Family:
             )
         return embeddings[0]
 
-    def model_type_of(self, owner: keras.Model) -> str:
-        """Return the name that Hugging Face and llama.cpp have for the architecture of a model."""
+    def model_types_of(self, owner: keras.Model) -> tuple[str, ...]:
+        """Return the names that Hugging Face and llama.cpp have for the architecture of a model.
+
+        The first is Hugging Face's.
+        """
         if self.model_type is None:
-            return next(iter(self.model_types), self.name)
+            return self.model_types or (self.name,)
         layers = (node.operation for node in graph.all_nodes(owner))
-        return self.model_type(next(x for x in layers if self.owns(x)))
+        return (self.model_type(next(x for x in layers if self.owns(x))),)
 
     def max_positions(self, opened: keras.Model, owner: keras.Model) -> int | None:
         """Return how many positions a model has learned, or `None` when it has no limit.

@@ -115,7 +115,12 @@ def checksum(directions: Mapping[int, np.ndarray], info: Mapping[str, str]) -> s
 
 
 def check_made_for(
-    path: Path, info: Info, model: Info, directions: Directions, strict: bool
+    path: Path,
+    info: Info,
+    model: Info,
+    types: tuple[str, ...],
+    directions: Directions,
+    strict: bool,
 ) -> None:
     """Refuse, or warn of, a vector that was made for another model."""
     where = f"load at '{path}'"
@@ -135,10 +140,10 @@ def check_made_for(
                 "leave out `lm` to go without this check."
             )
     hint = info.get("model_hint")
-    if hint is not None and hint != model["model_hint"]:
+    if hint is not None and hint not in types:
         warnings.warn(
             f"{where}: the file says that it was made for a model of type '{hint}'; this one is "
-            f"of type '{model['model_hint']}'.",
+            f"of type {' or '.join(map(repr, types))}.",
             stacklevel=4,
         )
 

@@ -175,7 +175,8 @@ class ControlVector:
         if lm is not None:
             check_task(lm, f"load at '{path}'")
             strict = path.suffix == ".safetensors"
-            files.check_made_for(path, info, _describe(lm), directions, strict)
+            types = lm.opened.family.model_types_of(lm.opened.owner)
+            files.check_made_for(path, info, _describe(lm), types, directions, strict)
         return cls(directions, info)
 
     @classmethod
@@ -338,7 +339,7 @@ def _describe(lm: Any, **facts: str) -> dict[str, str]:
     return {
         **facts,
         "family": opened.family.name,
-        "model_hint": opened.family.model_type_of(opened.owner),
+        "model_hint": opened.family.model_types_of(opened.owner)[0],
         "hidden_dim": str(opened.token_embedding.output_dim),
         "num_blocks": str(len(blocks)),
         "source_digest": weights_digest(opened.owner),

@@ -111,8 +111,7 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
             if not np.isfinite(vector).all():
                 refused.append(f"{shown} at '{path}': its direction is not finite")
                 continue
-            ablate = rewrite.mode == "ablate"
-            folds.append(_Fold(layer, vector, rewrite.strength, ablate, residual))
+            folds.append(_Fold(layer, vector, rewrite.strength, rewrite.mode == "ablate", residual))
     if refused:
         raise SurgeryError(
             f"merge at '{edited.name}': expected edits that weights can hold. Received "

@@ -1,5 +1,6 @@
 """The backbone that owns the weights: a copy of it, its LoRA and its quantisation."""
 
+import inspect
 from typing import Any
 
 import keras
@@ -22,7 +23,9 @@ def check_backbone(model: keras.Model, operation: str) -> None:
 
 def copy_backbone(backbone: keras.Model) -> keras.Model:
     """Make another backbone of the same config and weights, without LoRA."""
-    copy = type(backbone).from_config(backbone.get_config())
+    takes = inspect.signature(type(backbone).__init__).parameters
+    left_out = {k: v for k, v in vars(backbone).items() if k in takes}  # by some configs
+    copy = type(backbone).from_config({**left_out, **backbone.get_config()})
     transfer_weights(copy, backbone, rename=lambda path: None if is_lora(path) else path)
     return copy
 
@@ -48,12 +51,10 @@ def lora(owner: keras.Model) -> dict[str, Any] | None:
 
 def quantization(owner: keras.Model) -> str | None:
     """Return how a backbone is quantised; a recipe can hold int8 alone."""
-    modes = {getattr(layer, "quantization_mode", None) for layer in graph.layers_within(owner)}
-    modes.discard(None)
+    modes = {getattr(x, "quantization_mode", None) for x in graph.layers_within(owner)} - {None}
     if modes - {"int8"}:
         raise SurgeryError(
             f"recipe at '{owner.name}': expected a backbone that is not quantised, or to int8. "
-            f"Received one quantised to {', '.join(sorted(map(str, modes)))}. Make the recipe "
-            "before quantising."
+            f"Received one quantised to {', '.join(sorted(map(str, modes)))}. Make it first."
         )
     return "int8" if modes else None

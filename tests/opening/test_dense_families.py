@@ -135,3 +135,21 @@ def test_phi3_stops_at_the_end_of_a_turn_as_kerashub_does(phi3_preprocessor):
     assert texts[0] == texts[1]
     longer = tasks[0].generate("the quick", max_length=16, stop_token_ids=(end_of_text,))
     assert len(longer) > len(texts[0])
+
+
+def test_a_rotary_layer_of_a_user_is_probed():
+    """It may rotate as it likes, by no positions of rows."""
+
+    class BySlot(keras_hub.layers.RotaryEmbedding):
+        def call(self, x, start_index=0, positions=None):
+            return super().call(x)
+
+    rotary = BySlot(name="by_slot")
+
+    def by_slot(layer, *args, **kwargs):
+        own = isinstance(layer, keras_hub.layers.RotaryEmbedding)
+        return rotary(*args, **kwargs) if own else layer(*args, **kwargs)
+
+    model = bs.operate(ROWS["llama"].make(num_layers=1), [bs.Capture("blocks.0"), by_slot])
+    with pytest.raises(bs.SurgeryError, match=r"'by_slot' \(BySlot\).*depends on other tokens"):
+        bs.rewire(model)

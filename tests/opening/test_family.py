@@ -221,3 +221,22 @@ def test_lora_is_of_a_backbone_of_keras_hub():
 def test_a_selector_is_a_string():
     with pytest.raises(bs.SelectorError, match=r"select: expected a site selector .* of type int"):
         select(3, ["blocks.0"])
+
+
+def test_options_that_a_block_is_called_with_are_not_ignored():
+    """Unless the family says so, as that of SmolLM3 does."""
+
+    class WithOptions(layers.Layer):
+        def call(self, x, padding_mask, **kwargs):
+            return x * kwargs.get("factor", 1)
+
+        def compute_output_spec(self, x, padding_mask, **kwargs):
+            return x
+
+    block, x, mask = WithOptions(), keras.Input((None, 4)), keras.Input((None,))
+    known = bs.Family("own", WithOptions, open_own, hidden_states="x", padding_mask="padding_mask")
+    assert known.arguments(block, (x, mask), {}) == (x, mask)
+    with pytest.raises(bs.SurgeryError, match=r"a call with hidden states .* Received kwargs"):
+        known.arguments(block, (x, mask), {"factor": 2})
+    lenient = replace(known, ignored=("kwargs",))
+    assert lenient.arguments(block, (x, mask), {"factor": 2}) == (x, mask)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import backbone_surgery as bs
+from backbone_surgery.opening.family import known_families
+from tests.families import ROWS
 from tests.helpers import make_gemma2, make_gpt2
 
 INFO = {"method": "pca_diff", "model_hint": "gpt2", "family": "gpt2", "num_blocks": "4"}
@@ -99,6 +101,32 @@ def test_what_repeng_writes_is_read(rng, tmp_path):
     loaded = bs.ControlVector.load(tmp_path / "r.gguf")
     assert loaded == bs.ControlVector(directions)
     assert dict(loaded.info) == {"model_hint": "mistral", "method": "umap", "origin": "elsewhere"}
+
+
+WITHOUT_LLAMA_CPP = ["opt"]
+
+
+@pytest.mark.parametrize("family", known_families(), ids=lambda family: family.name)
+def test_each_family_has_the_names_of_llama_cpp(family):
+    """llama.cpp writes the name of the architecture, and repeng that of the config."""
+    known = set(gguf.constants.MODEL_ARCH_NAMES.values())
+    as_one_word = {name.translate({ord(c): None for c in "-_."}): name for name in known}
+    for name in family.model_types:
+        there = as_one_word.get(name.replace("-", "").replace("_", "").replace(".", ""))
+        assert there is None or there in family.model_types
+    assert known & set(family.model_types) or family.name in WITHOUT_LLAMA_CPP
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("mixtral", "llama"), ("gpt_oss", "gpt-oss"), ("qwen3_moe", "qwen3moe")]
+)
+def test_vectors_of_llama_cpp_load_without_a_warning(name, hint, rng, tmp_path, recwarn):
+    backbone = ROWS[name].make()
+    directions = {1: rng.normal(size=32).astype("float32")}
+    bs.ControlVector(directions, {"model_hint": hint}).save(tmp_path / "v.gguf")
+    loaded = bs.ControlVector.load(tmp_path / "v.gguf", lm=bs.CachedCausalLM(backbone))
+    bs.operate(backbone, [bs.Steer("mood", loaded)])
+    assert not [w for w in recwarn if "made for" in str(w.message)]
 
 
 def test_safetensors_hold_what_is_documented(vector, tmp_path):

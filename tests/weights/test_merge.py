@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests.families import ROWS
 from tests.helpers import FAMILIES, TASKS, make_gemma, make_gemma2, make_gpt2, relative
 
 EXACT = 5e-6
@@ -154,6 +155,14 @@ def test_nothing_to_fold_gives_a_copy():
     merged = bs.merge(bs.operate(backbone, []))
     assert bs.weights_digest(merged) == bs.weights_digest(backbone)
     assert not {id(v) for v in merged.weights} & {id(v) for v in backbone.weights}
+
+
+def test_what_a_config_leaves_out_is_kept():
+    """KerasHub's `LlamaBackbone.get_config` does not say that the head is tied."""
+    backbone = ROWS["llama"].make(num_layers=1, tie_word_embeddings=True)
+    merged = bs.merge(backbone)
+    assert merged.tie_word_embeddings
+    assert np.array_equal(merged.predict_on_batch(TOKENS), backbone.predict_on_batch(TOKENS))
 
 
 @dataclass(frozen=True)
