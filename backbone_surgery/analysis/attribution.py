@@ -133,7 +133,7 @@ class _Nudge(SiteRewrite):
                     f"attribution at '{place.path}': expected sites with a value for each token. "
                     "Received an attention pattern. Choose `head_outputs`, say."
                 )
-            shape = place.tensor.shape[2:]
+            shape = place.shape[2:]
             surgery.control(f"{_NAME}_{i}", np.zeros((1, *shape), "float32"), (None, *shape))
         return super().visitor(surgery)
 

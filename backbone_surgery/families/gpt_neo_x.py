@@ -10,32 +10,21 @@ as Pythia's. `enable_lora` finds no layers by itself: pass
 `target_layer_names=["query_key_value"]`.
 """
 
-import keras
-from keras import layers, ops
+from keras import layers
 from keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder import GPTNeoXDecoder
 
-from backbone_surgery.families.parts import JoinHeads, PartialRotary
+from backbone_surgery.families.parts import JoinHeads, PartialRotary, Split
 from backbone_surgery.families.pre_norm import attend
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
-
-
-class SplitProjection(layers.Layer):
-    """Split a projection, float[batch, time, heads, 3 * head_dim], into the three of attention."""
-
-    def call(self, x):
-        return ops.split(x, 3, axis=-1)
-
-    def compute_output_spec(self, x):
-        shape = (*x.shape[:-1], x.shape[-1] // 3)
-        return [keras.KerasTensor(shape, self.compute_dtype) for _ in range(3)]
 
 
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block: x + attention(norm(x)) + mlp(other_norm(x))."""
     layer, policy = block._self_attention_layer, block.dtype_policy
     x = Site("attention_norm")(block._self_attention_layer_norm(hidden_states))
-    split = SplitProjection(dtype=policy, name="split_projection")
+    size = layer.attn_head_size
+    split = Split(size, 2 * size, dtype=policy, name="split_projection")
     query, key, value = split(layer._qkv_dense(x))
     join = JoinHeads(dtype=policy, name="join_heads")
 

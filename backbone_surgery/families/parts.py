@@ -89,6 +89,31 @@ class JoinHeads(layers.Layer):
         return keras.KerasTensor((batch, time, heads * head_dim), self.compute_dtype)
 
 
+class Split(layers.Layer):
+    """Split features that one projection gives for several purposes.
+
+    Args:
+        places: where, as for `keras.ops.split`.
+
+    Call arguments:
+        x: float[batch, time, ..., features].
+    """
+
+    def __init__(self, *places: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.places = places
+
+    def call(self, x):
+        return ops.split(x, self.places, axis=-1)
+
+    def compute_output_spec(self, x):
+        ends = zip((0, *self.places), (*self.places, x.shape[-1]), strict=True)
+        return [
+            keras.KerasTensor((*x.shape[:-1], stop - start), self.compute_dtype)
+            for start, stop in ends
+        ]
+
+
 class Renamed(layers.Layer):
     """Run a layer under another name, where a block has two of one name.
 

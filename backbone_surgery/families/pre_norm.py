@@ -48,6 +48,7 @@ def attend(
     key_norm: Step | None = None,
     rotate: Callable[[Any, str], Any] | None = None,
     mixed_dropout: keras.layers.Dropout | None = None,
+    gate: Step | None = None,
     **settings: Any,
 ) -> Any:
     """Spell out self-attention from its input to its output projection.
@@ -65,6 +66,7 @@ def attend(
         key_norm: likewise, of the keys.
         rotate: `(heads, layer name) -> heads`, for queries and keys.
         mixed_dropout: the block's dropout of what attention mixed, before `output`.
+        gate: what is done to what attention mixed, before the site `head_outputs`.
         **settings: of `SelfAttention`.
     """
     query_heads = Site("query")(query(x))
@@ -88,6 +90,7 @@ def attend(
     )(query_heads, key_heads, value_heads, padding_mask)
     if mixed_dropout is not None and mixed_dropout.rate > 0:
         x = mixed_dropout(x)
+    x = x if gate is None else gate(x)
     return output(Site("head_outputs")(x))
 
 

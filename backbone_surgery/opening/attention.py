@@ -204,6 +204,20 @@ class SelfAttention(_Attention):
     a token that sees nothing.
     """
 
+    inner_site = "attention_pattern"
+
+    def inner_shape(self, query, key, value, padding_mask):
+        batch, time, heads, _ = query.shape
+        return batch, heads, time, key.shape[1]
+
+    def split_around(self, edit, query, key, value, padding_mask):
+        settings, policy = self.settings(), self.dtype_policy
+        pattern = AttentionPattern(
+            **settings, dropout=self.dropout, dtype=policy, name=f"{self.name}_pattern"
+        )
+        mix = AttentionMix(**settings, dtype=policy, name=f"{self.name}_mix")
+        return mix(edit(pattern(query, key, padding_mask)), value)
+
     def call(self, query, key, value, padding_mask, training=None):
         pattern = self.pattern(query, key, *self.uncached_mask(query, padding_mask))
         return self.mix(self.drop(pattern, training), value)
@@ -260,12 +274,3 @@ class AttentionMix(_Attention):
     def call_with_state(self, pattern, value, state, cache_update_index):
         value = write_slots(state["value"], cache_update_index, value)
         return self.mix(pattern, value), {"value": value}
-
-
-def split(attention: SelfAttention) -> tuple[AttentionPattern, AttentionMix]:
-    """Split an attention layer into its two halves."""
-    settings, policy = attention.settings(), attention.dtype_policy
-    pattern = AttentionPattern(
-        **settings, dropout=attention.dropout, dtype=policy, name=f"{attention.name}_pattern"
-    )
-    return pattern, AttentionMix(**settings, dtype=policy, name=f"{attention.name}_mix")

@@ -5,7 +5,8 @@ to touch. Being a node of the graph it survives every clone, and a rewrite at a 
 more than another node put before it.
 
 The attention pattern is a site too, but one without a node of its own: it is inside `SelfAttention`
-until a rewrite asks for it, and only then is that layer split in two.
+until a rewrite asks for it, and only then is that layer split in two. So is the state of a
+recurrence; see `HasInnerSite`.
 
 Paths are read off the graph as it is: a nested model that holds a `Site("block")` is a decoder
 block, and blocks are counted in the order in which they run.
@@ -13,15 +14,14 @@ block, and blocks are counted in the order in which they run.
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SelectorError, closest, shown
-from backbone_surgery.opening.attention import SelfAttention
 
 BLOCK = "block"
 """Role of the site at the output of a decoder block: its path is the block's own."""
@@ -70,6 +70,23 @@ class BlockInput(Identity):
         super().__init__(**kwargs)
 
 
+@runtime_checkable
+class HasInnerSite(Protocol):
+    """A layer with a site inside: it is split in two where a rewrite asks for the site.
+
+    Attributes:
+        inner_site: role of the site.
+    """
+
+    inner_site: str
+
+    def inner_shape(self, *args: Any) -> tuple[Any, ...]:
+        """Return the shape of what stands at the site, for the arguments of `call`."""
+
+    def split_around(self, edit: Callable[[Any], Any], *args: Any) -> Any:
+        """Call the two halves of the layer instead of it, and `edit` between them."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A site of one graph: its path, and its node, after the nested models that it is in."""
@@ -81,6 +98,14 @@ class Place:
     def tensor(self) -> keras.KerasTensor:
         """The tensor of the node that holds the site."""
         return self.nodes[-1].outputs[0]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of what stands at the site."""
+        layer = self.nodes[-1].operation
+        if isinstance(layer, HasInnerSite):
+            return layer.inner_shape(*self.nodes[-1].arguments.args)
+        return self.tensor.shape
 
     @property
     def block(self) -> int | None:
@@ -119,8 +144,8 @@ def _walk(
         if isinstance(layer, Site):
             path = prefix.rstrip(".") if layer.role == BLOCK else prefix + layer.role
             yield Place(path, (*around, node))
-        elif isinstance(layer, SelfAttention):
-            yield Place(prefix + PATTERN, (*around, node))
+        elif isinstance(layer, HasInnerSite):
+            yield Place(prefix + layer.inner_site, (*around, node))
         elif nested is not None:
             inner = f"blocks.{next(blocks)}." if is_block(nested) else prefix
             yield from _walk(nested, inner, blocks, (*around, node))

@@ -11,8 +11,8 @@ from keras import ops
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int, read_finite, read_int32
-from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.experts import EXPERT_WEIGHTS, ROUTER
+from backbone_surgery.opening.recurrence import DECAY, WRITE_STRENGTH
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
@@ -45,8 +45,9 @@ class Ablate(ControlledRewrite):
       gives each row its `start`, so a row does not depend on the rest of its batch.
 
     Attributes:
-        at: site selector. Heads are counted at `query`, `key`, `value`, `head_outputs` and
-            `attention_pattern`, experts at `router` and `expert_weights`. Patterns can be ablated
+        at: site selector. Heads are counted at `query`, `key`, `value`, `head_outputs`,
+            `attention_pattern`, and where an architecture has them `output_gate`, `state`, `decay`
+            and `write_strength`; experts at `router` and `expert_weights`. Patterns can be ablated
             to zero only.
         heads: a head or a list of heads; `None` means all, or the whole site.
         experts: an expert or a list of experts; `None` means all.
@@ -156,7 +157,7 @@ class Ablate(ControlledRewrite):
         """Return what may stand in at a site, float32[entries, ...]."""
         if self.values is None:
             return None
-        shape = tuple(place.tensor.shape[2:])
+        shape = tuple(place.shape[2:])
         value = self.values.get(place.path, np.zeros(0))
         pool = value[None] if self.to == "mean" else value
         if place.is_pattern or pool.shape[1:] != shape or not len(pool):
@@ -236,13 +237,11 @@ def _role(path: str) -> str:
 
 def _units(place: Place) -> tuple[str, int]:
     """Return what a site counts, `heads` or `experts`, and how many; ("", 1) for another site."""
-    shape = place.tensor.shape
-    if place.is_pattern:
-        whole = isinstance(graph.node_of(place.tensor).operation, SelfAttention)
-        return "heads", shape[2] if whole else shape[1]
-    if _role(place.path) in (ROUTER, EXPERT_WEIGHTS):
+    shape, role = place.shape, _role(place.path)
+    if role in (ROUTER, EXPERT_WEIGHTS):
         return "experts", shape[2]
-    return ("heads", shape[2]) if len(shape) == 4 else ("", 1)
+    has_heads = len(shape) > 3 or role in (DECAY, WRITE_STRENGTH)
+    return ("heads", shape[1 if place.is_pattern else 2]) if has_heads else ("", 1)
 
 
 def _counted(kind: str) -> str:
@@ -286,10 +285,7 @@ class Ablating(SiteLayer):
     def call(self, x, mask, positions=None, start=None):
         """Replace what is ablated; leave all else exactly as it is."""
         mask = ops.not_equal(mask[:, self.index], 0)
-        if len(x.shape) == 3:
-            mask = mask[:, None]
-        else:
-            mask = mask[:, :, None, None] if self.axis == 1 else mask[:, None, :, None]
+        mask = ops.expand_dims(mask, tuple(i for i in range(1, len(x.shape)) if i != self.axis))
         if self.pool is None:
             other = ops.full_like(x, self.nothing)
         else:

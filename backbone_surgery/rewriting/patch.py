@@ -77,7 +77,7 @@ class Patch(ControlledRewrite):
         default = np.tile(np.array(fixed, "int32"), (len(places), 1))
         surgery.control(f"{self.name}_positions", default, (len(places), None))
         for i, place in enumerate(places):
-            shape = place.tensor.shape[2:]
+            shape = place.shape[2:]
             none = np.broadcast_to(np.float32("nan"), (default.shape[-1], *shape))
             surgery.control(f"{self.name}_value_{i}", none, (None, *shape))
         return super().visitor(surgery)

@@ -11,9 +11,8 @@ import numpy as np
 from backbone_surgery import graph
 from backbone_surgery.errors import SelectorError, SurgeryError, closest, shown
 from backbone_surgery.graph.emission import Emitted
-from backbone_surgery.opening.attention import split
 from backbone_surgery.opening.layers import TokenPositions
-from backbone_surgery.opening.site import PATTERN, BlockInput, Place, Site, is_block, select
+from backbone_surgery.opening.site import BlockInput, Place, Site, is_block, select
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Surgery:
     def sites_of(self, shape: tuple[int | None, ...], place: Place) -> str:
         """Say which sites of a block hold tokens of a shape, for errors at a site of that block."""
         near = [p.path for p in self.places if p.block == place.block]
-        fits = [p.path for p in self.places if p.path in near and p.tensor.shape[2:] == shape]
+        fits = [p.path for p in self.places if p.path in near and p.shape[2:] == shape]
         return f"Sites of {list(shape)} here are {', '.join(fits) or 'none'}."
 
     def train(self, layer: keras.layers.Layer) -> None:
@@ -243,10 +242,8 @@ class SiteRewrite(Rewrite):
             surgery.fired.append(place.path)
             if isinstance(layer, Site):
                 return layer(self._checked(args[0], place, surgery))
-            query, key, value, padding_mask = args
-            pattern_layer, mix_layer = split(layer)
-            pattern = self._checked(pattern_layer(query, key, padding_mask), place, surgery)
-            return mix_layer(Site(PATTERN)(pattern), value)
+            role = layer.inner_site
+            return layer.split_around(lambda x: Site(role)(self._checked(x, place, surgery)), *args)
 
         return visit
 

@@ -1,0 +1,280 @@
+"""Linear attention: a causal convolution and the gated delta rule, with state instead of a cache.
+
+Both are layers without weights of their own, run over whole rows or in pieces (see `state.py`).
+What they keep of the tokens before has one size, however many these are.
+
+Padding comes before the first token of a row, where the state is zero. It leaves the state as it
+is: its inputs count as zero, it writes nothing, and nothing decays.
+"""
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery.opening.state import StateSpec
+
+DECAY, WRITE_STRENGTH = "decay", "write_strength"
+"""Roles of the sites that count heads on their last axis, float[batch, time, heads]."""
+
+_CHUNK = 64
+"""Tokens that one step of the delta rule takes."""
+_SMALLEST = 1e-30
+"""What a decay is at least, so that it has a logarithm."""
+
+
+class CausalConvolution(keras.layers.Layer):
+    """Convolve each channel over the latest tokens.
+
+    Args:
+        owner: the layer that owns the kernel.
+        kernel: name of its attribute, float[channels, kernel_size].
+
+    Call arguments:
+        x: float[batch, time, channels].
+        padding_mask: int or bool[batch, time], zero where a token is padding.
+
+    Returns:
+        float[batch, time, channels].
+    """
+
+    def __init__(self, owner: keras.layers.Layer, kernel: str, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.owner, self.kernel = owner, kernel
+
+    def call(self, x, padding_mask):
+        before = ops.zeros((ops.shape(x)[0], *self._before(x)), x.dtype)
+        return self._convolve(x, padding_mask, before)[0]
+
+    def compute_output_spec(self, x, padding_mask):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+    def state_specs(self, x, padding_mask):
+        return [StateSpec("inputs", (None, *self._before(x)), self.compute_dtype)]
+
+    def call_with_state(self, x, padding_mask, state):
+        x, inputs = self._convolve(x, padding_mask, state["inputs"])
+        return x, {"inputs": inputs}
+
+    def _before(self, x):
+        """Return the shape of the inputs that the next token still sees, of one row."""
+        channels, size = getattr(self.owner, self.kernel).shape
+        return size - 1, channels
+
+    def _convolve(self, x, padding_mask, before):
+        """Return the outputs, and the latest inputs."""
+        time = ops.shape(x)[1]
+        x = x * ops.cast(padding_mask, x.dtype)[..., None]
+        inputs = ops.concatenate([before, x], axis=1)
+        kernel = ops.cast(getattr(self.owner, self.kernel), "float32")
+        parts = [
+            ops.cast(inputs[:, i : i + time], "float32") * kernel[:, i]
+            for i in range(kernel.shape[1])
+        ]
+        return ops.cast(sum(parts), x.dtype), inputs[:, time:]
+
+
+class _DeltaRule(keras.layers.Layer):
+    """What the gated delta rule and its two halves share. All of it is computed in float32."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+
+    def query_heads(self, query, groups):
+        """Return queries of length 1 / sqrt(key_dim), one for each value head."""
+        return ops.repeat(_unit(query), groups, axis=2) * query.shape[-1] ** -0.5
+
+    def steps(self, key, value, decay, write_strength, padding_mask):
+        """Return for each token, by value head, its key, its value, log of its decay, strength."""
+        is_token = ops.cast(padding_mask, "float32")[..., None]
+        decay = ops.maximum(ops.cast(decay, "float32"), _SMALLEST)
+        return (
+            ops.repeat(_unit(key), value.shape[2] // key.shape[2], axis=2),
+            ops.cast(value, "float32"),
+            ops.log(decay) * is_token,
+            ops.cast(write_strength, "float32") * is_token,
+        )
+
+    def before(self, key, value):
+        """Return the state before the first token."""
+        return ops.zeros((ops.shape(key)[0], *_sizes(key, value)), "float32")
+
+    def state_specs(self, *args):
+        """Return the state: float32[batch, heads, key_dim, value_dim]."""
+        key, value = args[-5:-3]
+        return [StateSpec("state", (None, *_sizes(key, value)), "float32", head_axis=1)]
+
+
+class DeltaRule(_DeltaRule):
+    """The gated delta rule: a memory from keys to values, one for each head.
+
+    Each token lets the memory S decay, and corrects what it gives for the token's key:
+    S := decay · S, then S := S + strength · k (v - Sᵀ k)ᵀ. Then the memory is read: Sᵀ q. Keys have
+    length one, queries 1 / sqrt(key_dim). Source: Yang et al. 2024, Gated Delta Networks,
+    https://arxiv.org/abs/2412.06464.
+
+    Many tokens are taken in one step, in which the corrections are the solution of a triangular
+    system of equations.
+
+    Call arguments:
+        query: float[batch, time, key_heads, key_dim].
+        key: likewise.
+        value: float[batch, time, heads, value_dim]; `key_heads` divides `heads`.
+        decay: float[batch, time, heads], the share of the memory that a token keeps; at least 0.
+        write_strength: float[batch, time, heads], the share of the error that a token corrects.
+        padding_mask: int or bool[batch, time], zero where a token is padding.
+
+    Returns:
+        What each token reads, float[batch, time, heads, value_dim], in the dtype of the values.
+    """
+
+    inner_site = "state"
+
+    def inner_shape(self, query, key, value, decay, write_strength, padding_mask):
+        return (*value.shape[:2], *_sizes(key, value))
+
+    def split_around(self, edit, query, *others):
+        states = DeltaStates(dtype=self.dtype_policy, name=f"{self.name}_states")
+        reading = DeltaReading(
+            others[1].dtype, dtype=self.dtype_policy, name=f"{self.name}_reading"
+        )
+        return reading(query, edit(states(*others)))
+
+    def call(self, query, key, value, decay, write_strength, padding_mask):
+        steps = self.steps(key, value, decay, write_strength, padding_mask)
+        return self._run(self.before(key, value), query, value, steps)[1]
+
+    def compute_output_spec(self, query, key, value, decay, write_strength, padding_mask):
+        return keras.KerasTensor(value.shape, value.dtype)
+
+    def call_with_state(self, query, key, value, decay, write_strength, padding_mask, state):
+        steps = self.steps(key, value, decay, write_strength, padding_mask)
+        last, read = self._run(state["state"], query, value, steps)
+        return read, {"state": last}
+
+    def _run(self, state, query, value, steps):
+        query = self.query_heads(query, value.shape[2] // query.shape[2])
+        time = query.shape[1]
+        count = -(-time // _CHUNK)
+        chunks = [_cut(x, count) for x in (query, *steps)]
+        if count == 1:
+            state, read = _step(state, *(x[0] for x in chunks))
+            read = read[None]
+        else:
+            state, read = ops.scan(lambda state, xs: _step(state, *xs), state, tuple(chunks))
+        return state, ops.cast(_join(read, time), value.dtype)
+
+
+class DeltaStates(_DeltaRule):
+    """First half of `DeltaRule`: the memory after each token.
+
+    Returns float32[batch, time, heads, key_dim, value_dim].
+    """
+
+    def call(self, key, value, decay, write_strength, padding_mask):
+        steps = self.steps(key, value, decay, write_strength, padding_mask)
+        return self._run(self.before(key, value), steps)[1]
+
+    def compute_output_spec(self, key, value, decay, write_strength, padding_mask):
+        return keras.KerasTensor((*value.shape[:2], *_sizes(key, value)), "float32")
+
+    def call_with_state(self, key, value, decay, write_strength, padding_mask, state):
+        steps = self.steps(key, value, decay, write_strength, padding_mask)
+        last, states = self._run(state["state"], steps)
+        return states, {"state": last}
+
+    def _run(self, state, steps):
+        def step(state, xs):
+            key, *others = (x[:, :, None] for x in xs)
+            state, _ = _step(state, key, key, *others)
+            return state, state
+
+        tokens = tuple(ops.moveaxis(x, 1, 0) for x in steps)
+        state, states = ops.scan(step, state, tokens)
+        return state, ops.moveaxis(states, 0, 1)
+
+
+class DeltaReading(_DeltaRule):
+    """Second half of `DeltaRule`: what each token reads from the memory it is given.
+
+    Args:
+        output_dtype: of what is read.
+    """
+
+    def __init__(self, output_dtype: str, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.output_dtype = output_dtype
+
+    def call(self, query, states):
+        query = self.query_heads(query, states.shape[2] // query.shape[2])
+        read = ops.matmul(query[..., None, :], ops.cast(states, "float32"))
+        return ops.cast(read[..., 0, :], self.output_dtype)
+
+    def compute_output_spec(self, query, states):
+        return keras.KerasTensor((*states.shape[:3], states.shape[4]), self.output_dtype)
+
+
+def _sizes(key, value):
+    """Return the shape of the memory of one row."""
+    return value.shape[2], key.shape[3], value.shape[3]
+
+
+def _unit(x):
+    """Scale heads to length one, in float32."""
+    x = ops.cast(x, "float32")
+    return x * ops.rsqrt(ops.sum(ops.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def _cut(x, count):
+    """Cut [batch, time, heads, ...] into [count, batch, heads, chunk, ...], with zeros at the end.
+
+    Zeros leave the memory as it is: a decay of one, by its logarithm, and no strength.
+    """
+    batch, time, *rest = ops.shape(x)
+    size = -(-time // count)
+    x = ops.pad(x, [(0, 0), (0, count * size - time), *[(0, 0)] * len(rest)])
+    x = ops.reshape(x, (batch, count, size, *rest))
+    return ops.transpose(x, (1, 0, 3, 2, *range(4, len(x.shape))))
+
+
+def _join(x, time):
+    """Undo `_cut`."""
+    count, batch, heads, size, *rest = ops.shape(x)
+    x = ops.transpose(x, (1, 0, 3, 2, *range(4, len(x.shape))))
+    return ops.reshape(x, (batch, count * size, heads, *rest))[:, :time]
+
+
+def _step(state, query, key, value, log_decay, strength):
+    """Run one chunk of tokens: the memory after them, and what each of them reads.
+
+    With S the memory before the chunk, and `kept[i, j]` what token i keeps of what token j wrote,
+    the memory after token i is Sᵢ = kept[i] · S + Σⱼ kept[i, j] · kⱼ cⱼᵀ, over all j up to i. Each
+    correction depends on those before: cᵢ = strengthᵢ · (vᵢ - kept[i] · Sᵀ kᵢ - Σⱼ kept[i, j] ·
+    (kᵢ · kⱼ) cⱼ), over all j before i.
+
+    Args:
+        state: S, float32[batch, heads, key_dim, value_dim].
+        query: float32[batch, heads, chunk, key_dim].
+        key: likewise.
+        value: float32[batch, heads, chunk, value_dim].
+        log_decay: float32[batch, heads, chunk].
+        strength: likewise.
+    """
+    size = key.shape[2]
+    before = np.tril(np.ones((size, size), "float32"), -1)
+    # Sums of the very decays between two tokens: differences of sums from the start would round.
+    between = ops.cumsum(log_decay[..., None] * before, axis=-2)
+    kept_of = ops.exp(between) * (before + np.eye(size, dtype="float32"))
+    kept = ops.exp(ops.cumsum(log_decay, axis=-1))[..., None]
+    strength = strength[..., None]
+
+    both = ops.concatenate([key, query], axis=2)
+    key_reads, query_reads = ops.split(ops.matmul(both, state), 2, axis=2)
+    products = ops.matmul(both, ops.swapaxes(key, -1, -2))
+    key_products, query_products = ops.split(products, 2, axis=2)
+    change = strength * (value - kept * key_reads)
+    if size > 1:
+        system = strength * key_products * kept_of * before + np.eye(size, dtype="float32")
+        change = ops.solve_triangular(system, change, lower=True)
+    read = kept * query_reads + ops.matmul(query_products * kept_of, change)
+    written = ops.matmul(ops.swapaxes(key * kept_of[..., -1, :, None], -1, -2), change)
+    return kept[..., -1:, :] * state + written, read
