@@ -27,6 +27,18 @@ def test_examples_run(name, monkeypatch, capsys):
     assert "cached = uncached" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_example_of_qwen3_runs(capsys):
+    """On a random model, as `transformers` saves it with its tokenizer."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"<!-- example: qwen3 -->\n```python\n(.*?)^```", text, re.M | re.S)
+    folder = ROOT / "tests/fixtures/hf_qwen3"
+    code = block.replace("./Qwen3-0.6B", str(folder), 1)
+    assert code != block
+    exec(code, {"__name__": "readme"})
+    assert len(set(capsys.readouterr().out.splitlines())) >= 3
+
+
 def test_every_public_name_is_on_one_api_page():
     public = {name: 1 for name in bs.__all__ if name != "__version__"}
     text = "".join(page.read_text() for page in API)
