@@ -5,15 +5,10 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
-from tests.helpers import FAMILIES, make_gpt2, ragged, relative
+from tests.helpers import make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
 EXACT = 1e-5
-
-
-@pytest.fixture(scope="module", params=["gpt2", "gemma2"])
-def backbone(request):
-    return FAMILIES[request.param]()
 
 
 @pytest.fixture(scope="module")
@@ -35,43 +30,42 @@ def after(backbone, inputs, replace):
 
 
 @pytest.mark.slow
-def test_zeroed_heads_are_missing_from_the_output(backbone, rng):
+def test_zeroed_heads_are_missing_from_the_output(gpt2, rng):
     inputs = tokens(rng)
 
     def zero(mixed):
         mixed[:, :, [1, 3]] = 0
         return mixed
 
-    _, mixed, out = after(backbone, inputs, zero)
+    _, mixed, out = after(gpt2, inputs, zero)
     rewrites = [bs.Ablate("blocks.1.head_outputs", heads=[1, 3]), bs.Capture("blocks.1.*")]
-    edited = bs.operate(backbone, rewrites)
+    edited = bs.operate(gpt2, rewrites)
     got = edited.predict_on_batch(inputs)
     assert np.array_equal(got["captures"]["blocks.1.head_outputs"] == 0, mixed == 0)
     assert relative(got["captures"]["blocks.1.head_outputs"], mixed) <= EXACT
-    if hasattr(backbone.transformer_layers[1], "_self_attention_layer"):  # no norm behind it
-        assert relative(got["captures"]["blocks.1.attention_output"], out) <= EXACT
+    assert relative(got["captures"]["blocks.1.attention_output"], out) <= EXACT
     cached = run_chunks(bs.rewire(edited), inputs, [4, 1, 4])[0]
     assert relative(cached, got["hidden_states"]) <= EXACT
-    pattern = bs.operate(backbone, [bs.Ablate("blocks.1.attention_pattern", heads=[1, 3])])
+    pattern = bs.operate(gpt2, [bs.Ablate("blocks.1.attention_pattern", heads=[1, 3])])
     assert relative(run(pattern, inputs), got["hidden_states"]) <= EXACT
     chunks = run_chunks(bs.rewire(pattern), inputs, [4, 1, 4])[0]
     assert relative(chunks, got["hidden_states"]) <= EXACT
 
 
-def test_masks_are_controls_for_each_row(backbone, rng):
+def test_masks_are_controls_for_each_row(gpt2, rng):
     inputs = tokens(rng, rows=3)
-    edited = bs.operate(backbone, [bs.Ablate("blocks.0:2.head_outputs", heads=[0])])
+    edited = bs.operate(gpt2, [bs.Ablate("blocks.0:2.head_outputs", heads=[0])])
     masks = np.zeros((3, 2, 4), "float32")
     masks[1, :, 0] = masks[2, 1, 2] = 1
     got = run(edited, {**inputs, "ablate_heads": masks})
-    assert np.array_equal(got[0], run(bs.open_backbone(backbone), inputs)[0])
+    assert np.array_equal(got[0], run(bs.open_backbone(gpt2), inputs)[0])
     assert np.array_equal(got[1], run(edited, inputs)[1])
-    other = bs.operate(backbone, [bs.Ablate("blocks.1.head_outputs", heads=[2])])
+    other = bs.operate(gpt2, [bs.Ablate("blocks.1.head_outputs", heads=[2])])
     assert relative(got[2], run(other, inputs)[2]) <= EXACT
     assert relative(got[2], got[0][None].repeat(3, 0)[2]) > 1e-3
 
 
-def test_mean_and_resample(backbone, rng):
+def test_mean_and_resample(gpt2, rng):
     inputs = tokens(rng)
     mean = rng.normal(size=(4, 8)).astype("float32")
     pool = rng.normal(size=(5, 32)).astype("float32")
@@ -81,9 +75,9 @@ def test_mean_and_resample(backbone, rng):
         bs.Ablate("blocks.1", to="resample", values={"blocks.1": pool}, name="b"),
         bs.Capture(path, "blocks.1"),
     ]
-    edited = bs.operate(backbone, rewrites)
+    edited = bs.operate(gpt2, rewrites)
     starts = {"b_start": np.array([0, 3], "int32")}
-    plain = bs.operate(backbone, [bs.Capture(path)]).predict_on_batch(inputs)["captures"][path]
+    plain = bs.operate(gpt2, [bs.Capture(path)]).predict_on_batch(inputs)["captures"][path]
     got = edited.predict_on_batch({**inputs, **starts})
     keep = [0, 1, 3]
     assert np.array_equal(got["captures"][path][:, :, keep], plain[:, :, keep])

@@ -6,17 +6,16 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_rewire import left_padded
-from tests.helpers import FAMILIES, make_deep_gpt2, ragged, relative
+from tests.helpers import make_deep_gpt2, ragged, relative
 from tests.reference import run_chunks
 
 EXACT = 1e-5
 ALL = ("embeddings", "blocks.*.*", "blocks.*", "final_norm")
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gemma2"])
-def lm(request):
-    backbone = FAMILIES[request.param](num_layers=3)
-    return bs.CachedCausalLM(bs.operate(backbone, [bs.Capture(*ALL)]))
+@pytest.fixture(scope="module")
+def lm():
+    return bs.CachedCausalLM(bs.operate(make_deep_gpt2(), [bs.Capture(*ALL)]))
 
 
 def captured(model, inputs):

@@ -7,7 +7,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.by_hand import generate_by_hand, model_by_hand
-from tests.helpers import FAMILIES, make_deep_gpt2, ragged
+from tests.helpers import make_deep_gpt2, ragged
 
 LENGTHS = [7, 3, 5, 6, 4, 2]
 
@@ -28,11 +28,11 @@ def some_but_not_all(found):
     raise AssertionError("no such threshold")
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gemma2"])
-def watched(request):
+@pytest.fixture(scope="module")
+def watched():
     """A backbone, its conditionally steered task, and what both were made of."""
     rng = np.random.default_rng(3)
-    backbone = FAMILIES[request.param](num_layers=3)
+    backbone = make_deep_gpt2()
     direction, push = rng.normal(size=32), 3 * rng.normal(size=32) / np.sqrt(32)
     rewrites = [
         bs.Condition("weather", direction, 0.3, at="blocks.0"),
