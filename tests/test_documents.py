@@ -5,10 +5,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.opening import family
+from tests.families import ROWS
+from tests.helpers import relative
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -25,6 +28,23 @@ def test_examples_run(name, monkeypatch, capsys):
     assert blocks
     exec("\n".join(blocks), {"__name__": name})
     assert "cached = uncached" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_worked_example_of_a_family(monkeypatch):
+    """The file that the guide shows opens Qwen 3 as the package does."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "families.md").read_text(), re.M | re.S)
+    names = {"__name__": "families"}
+    exec(code, names)
+    backbone = ROWS["qwen3"].make()
+    inputs = {"token_ids": np.array([[3, 1, 4, 1, 5]]), "padding_mask": np.ones((1, 5), "int32")}
+    known = {name: f for name, f in family._families.items() if name != "qwen3"}
+    monkeypatch.setattr(family, "_families", known)
+    bs.register_family(names["FAMILY"])
+    opened = bs.open_backbone(backbone)
+    assert opened.family.name == "my_qwen3"
+    assert relative(opened.predict_on_batch(inputs), backbone.predict_on_batch(inputs)) <= 5e-6
+    assert max(bs.check(opened).errors.values()) <= 1e-5
 
 
 @pytest.mark.slow
