@@ -11,7 +11,9 @@ from backbone_surgery import graph
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
+from backbone_surgery.caching.routing import with_routing
 from backbone_surgery.errors import CacheMismatchError
+from backbone_surgery.opening.experts import TopExperts
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.predict import predict
@@ -26,7 +28,8 @@ class CheckReport:
     """What `check` measured.
 
     Attributes:
-        errors: `{way of cutting: largest difference of a hidden state, over the largest one}`.
+        errors: `{way of cutting: largest difference of a hidden state, over the largest one}`, or
+            of a logit of a router where that is larger; see `check`.
         tolerance: what each of them must not exceed.
         tokens: number of tokens in a row.
         caches: number of nodes that keep state.
@@ -56,6 +59,9 @@ def check(
     padding. What fails here must not be used to generate: some layer of the graph mixes tokens
     without keeping state, attends to other tokens than its own past, or mixes rows.
 
+    In half precision the experts of a mixture are chosen as in the uncached pass, since rounding
+    alone may choose others. The logits of the routers must agree as the hidden states must.
+
     Args:
         backbone: whatever `rewire` takes.
         controls: `{input name: array of one row}` for inputs that have no default.
@@ -74,22 +80,28 @@ def check(
         True
     """
     opened = open_backbone(backbone)
-    cached = derive(opened)
+    dtype = keras.backend.standardize_dtype(opened.compute_dtype)
+    uncached, cached = _models(opened, dtype != "float32")
     rng = np.random.default_rng(seed)
     time = _length(opened)
     token_ids = rng.integers(0, opened.token_embedding.input_dim, (_BATCH, time), dtype=np.int32)
     mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
     rows = {k: np.repeat(np.asarray(v)[None], _BATCH, 0) for k, v in (controls or {}).items()}
-    wanted = predict(opened, {"token_ids": token_ids, "padding_mask": mask, **rows})
-    wanted = np.asarray(opened.hidden_states(wanted), "float32")
+    outputs = predict(uncached, {"token_ids": token_ids, "padding_mask": mask, **rows})
+    wanted = _compared(cached, outputs)
+    routing = {name: value for name, value in wanted.items() if name != "hidden_states"}
+    by_token = {"token_ids": token_ids, **routing}
     errors = {}
     for way, chunks in _ways(time).items():
-        states = _run_cached(cached, token_ids, mask, chunks, rows)
-        errors[way] = _error(states[mask], wanted[mask])
+        got = _run_cached(cached, by_token, mask, chunks, rows)
+        errors[way] = _error(_real(got, mask), _real(wanted, mask))
+    real = mask[-1]
     one = {name: value[-1:] for name, value in rows.items()}
-    alone = _run_cached(cached, *_without_padding(token_ids, mask), [int(mask[-1].sum())], one)
-    errors["a row alone"] = _error(alone[0], wanted[-1][mask[-1]])
-    tolerance = _TOLERANCE.get(keras.backend.standardize_dtype(opened.compute_dtype), 1e-4)
+    by_token = {name: value[-1:, real] for name, value in by_token.items()}
+    alone = _run_cached(cached, by_token, mask[-1:, real], [int(real.sum())], one)
+    wanted = {name: value[-1:, real] for name, value in wanted.items()}
+    errors["a row alone"] = _error(alone, wanted)
+    tolerance = _TOLERANCE.get(dtype, 1e-4)
     report = CheckReport(errors, tolerance, time, len(cached.output["cache"]))
     wrong = [way for way, error in errors.items() if not error <= tolerance]
     if wrong:
@@ -103,15 +115,37 @@ def check(
     return report
 
 
-def _error(states: np.ndarray, wanted: np.ndarray) -> float:
-    """Return the largest difference, over the largest value."""
-    return float(np.abs(states - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+def _models(opened: EditedBackbone, is_half: bool) -> tuple[EditedBackbone, BackboneWithCache]:
+    """Return the models to compare; the second one takes its routing from the first, if half."""
+    chooses = any(isinstance(node.operation, TopExperts) for node in graph.all_nodes(opened))
+    if not (chooses and is_half):
+        return opened, derive(opened)
+    return with_routing(opened, is_given=False), derive(with_routing(opened, is_given=True))
 
 
-def _without_padding(token_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last row, the shortest, by itself."""
-    real = mask[-1]
-    return token_ids[-1:, real], mask[-1:, real]
+def _compared(cached: BackboneWithCache, outputs: Any) -> dict[str, np.ndarray]:
+    """Return the hidden states of a call, and captures that are inputs of the cached graph."""
+    if not isinstance(outputs, dict):
+        return {"hidden_states": outputs}
+    captures = outputs.get("captures", {}).items()
+    routing = {name: value for name, value in captures if name in cached.input}
+    return {"hidden_states": outputs["hidden_states"], **routing}
+
+
+def _real(arrays: Mapping[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: value[mask] for name, value in arrays.items()}
+
+
+def _error(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> float:
+    """Return the largest difference in an array, over the largest value of the array."""
+    errors = []
+    for name in wanted:
+        x, y = (np.asarray(arrays[name], "float32") for arrays in (wanted, got))
+        same = x == y  # also where both are infinite, as logits of ablated experts are
+        size = np.abs(x, where=np.isfinite(x), out=np.zeros_like(x)).max()
+        difference = np.subtract(x, y, where=~same, out=np.zeros_like(x))
+        errors.append(float(np.abs(difference).max() / max(size, 1e-30)))
+    return max(errors)
 
 
 def _length(model: EditedBackbone) -> int:
@@ -136,33 +170,33 @@ def _ways(time: int) -> dict[str, list[int]]:
 
 def _run_cached(
     model: BackboneWithCache,
-    token_ids: np.ndarray,
+    by_token: dict[str, np.ndarray],
     mask: np.ndarray,
     chunks: list[int],
     controls: dict[str, np.ndarray],
-) -> np.ndarray:
-    """Run the tokens chunk by chunk, in a cache somewhat longer than they are."""
-    batch, time = token_ids.shape
+) -> dict[str, np.ndarray]:
+    """Run the tokens chunk by chunk, in a cache somewhat longer than they are.
+
+    Args:
+        model: the cached graph.
+        by_token: its inputs that have something for each token, [batch, time, ...].
+        mask: bool[batch, time], false where a token is padding.
+        chunks: how many tokens to run at a time.
+        controls: its other inputs.
+    """
+    batch, time = mask.shape
     positions = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
+    by_token = {**by_token, "positions": positions}
     cache = new_cache(model, batch, time + 3)
     cache_mask = np.pad(mask, ((0, 0), (0, 3)), constant_values=True)
     outputs, start = [], 0
     for chunk in chunks:
-        part = slice(start, start + chunk)
-        result = predict(
-            model,
-            {
-                "token_ids": token_ids[:, part],
-                "cache": cache,
-                "cache_update_index": np.int32(start),
-                "positions": positions[:, part],
-                "cache_mask": cache_mask,
-                **controls,
-            },
-        )
-        outputs.append(np.asarray(result["hidden_states"], "float32"))
+        inputs = {name: value[:, start : start + chunk] for name, value in by_token.items()}
+        state = {"cache": cache, "cache_mask": cache_mask, "cache_update_index": np.int32(start)}
+        result = predict(model, {**inputs, **state, **controls})
+        outputs.append(_compared(model, result))
         cache, start = result["cache"], start + chunk
-    return np.concatenate(outputs, axis=1)
+    return {name: np.concatenate([x[name] for x in outputs], axis=1) for name in outputs[0]}
 
 
 def _suspects(model: EditedBackbone) -> str:

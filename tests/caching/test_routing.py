@@ -1,0 +1,45 @@
+"""In half precision `check` takes the routing of the uncached pass; it still sees what is wrong."""
+
+import keras
+import pytest
+from keras import ops
+
+import backbone_surgery as bs
+from backbone_surgery.caching import check
+from tests.families import ROWS
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    """A model in which a token that is run alone is given other experts."""
+    return ROWS["qwen3_moe"].make(dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_check_does_not_count_experts_that_rounding_chose(backbone, monkeypatch):
+    edited = bs.operate(backbone, [bs.Ablate("blocks.*.router", experts=[1])])
+    assert max(bs.check(backbone).errors.values()) < 0.02
+    assert max(bs.check(edited).errors.values()) < 0.02
+    models = check._models
+    monkeypatch.setattr(check, "_models", lambda opened, is_half: models(opened, False))
+    with pytest.raises(bs.CacheMismatchError, match="at most 6e-02"):
+        bs.check(backbone)
+
+
+class MixesTokens(keras.layers.Layer):
+    """Give each token the sum of all tokens until then."""
+
+    def call(self, x):
+        return ops.cumsum(x, axis=1)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["router", "expert_weights", "mlp_output"])
+def test_check_sees_what_mixes_tokens(backbone, role):
+    layer = MixesTokens(dtype="bfloat16")
+    edited = bs.operate(backbone, [bs.Insert(f"blocks.1.{role}", layer)])
+    with pytest.raises(bs.CacheMismatchError, match="look at 'mixes_tokens'"):
+        bs.check(edited)
