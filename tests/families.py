@@ -82,6 +82,59 @@ ROWS = {
         block_mask="padding_mask",
         task_inputs={"images": np.zeros((3, 0, 1, 1, 3), "float32")},
     ),
+    "gemma4": Row(
+        make(
+            keras_hub.models.Gemma4Backbone,
+            image_size=16,
+            num_query_heads=4,
+            num_key_value_heads=2,
+            hidden_dim=32,
+            intermediate_dim=48,
+            head_dim=8,
+            sliding_window_size=6,
+            sliding_window_pattern=2,
+            global_head_dim=16,
+            global_rope_partial_rotary_factor=0.5,
+            hidden_size_per_layer_input=8,
+        ),
+        keras_hub.models.Gemma4CausalLM,
+        (
+            {  # as the small models: the last two blocks attend to what the first two keep
+                "num_layers": 4,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "num_key_value_heads": 1,
+            },
+            {  # as the large ones: global blocks make keys and values by one projection
+                "num_global_key_value_heads": 1,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window_size": 32,
+                "attention_logit_soft_cap": 5.0,
+                "final_logit_soft_cap": 3.0,
+            },
+            {  # with a mixture of experts beside the MLP
+                "enable_moe_block": True,
+                "num_experts": 6,
+                "expert_intermediate_dim": 12,
+                "num_experts_per_token": 2,
+                "num_key_value_heads": 4,
+                "hidden_size_per_layer_input": 0,
+            },
+        ),
+        layers={
+            "query": "attention.query_dense",
+            "key": "attention.key_dense",
+            "attention_output": "post_attention_norm",
+            "mlp_norm": "pre_ffw_norm",
+            "mlp_output": "post_ffw_norm",
+        },
+        block_mask="padding_mask",
+        lora=("query", "value", "ffw_gating"),
+        int8_is_right=False,
+        inputs={
+            "position_ids": lambda inputs: np.cumsum(np.ones_like(inputs["token_ids"]), axis=1) - 1
+        },
+    ),
     "llama": Row(
         make(
             keras_hub.models.Llama3Backbone,

@@ -96,6 +96,7 @@ class Row:
         task_inputs: inputs of the task alone.
         task_is_right: whether KerasHub's own task generates what its backbone computes.
         lora: names of the layers that LoRA goes into, where KerasHub's own are not there.
+        int8_is_right: whether KerasHub computes the same after int8 quantisation, but for rounding.
         int8_error: what Keras says where it cannot quantise the backbone.
         in_numpy: whether `numpy_models.py` has the family, for the tests of every rewrite.
         tolerance: of the opened and the cached graph, relative to the largest hidden state.
@@ -111,6 +112,7 @@ class Row:
     task_inputs: dict[str, Any] = field(default_factory=dict)
     task_is_right: bool = True
     lora: tuple[str, ...] | None = None
+    int8_is_right: bool = True
     int8_error: str = ""
     in_numpy: bool = False
     tolerance: float = 5e-6

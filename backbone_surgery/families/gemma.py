@@ -57,15 +57,7 @@ def open_block(block, hidden_states, padding_mask, positions):
 def open_gemma_block(
     block: Any, x: Any, padding_mask: Any, rotate: Callable[[Any, str], Any], **norms: Any
 ) -> Any:
-    """Spell out one block: x + attention(norm(x)), then x + mlp(norm(x)), each perhaps normed.
-
-    Args:
-        block: a decoder block of Gemma 1, 2 or 3.
-        x: float[batch, time, hidden_dim].
-        padding_mask: int[batch, time].
-        rotate: see `attend`.
-        **norms: `query_norm` and `key_norm`; see `attend`.
-    """
+    """Spell out one block of Gemma 1, 2 or 3; `rotate` and the norms are those of `attend`."""
     layer, policy = block.attention, block.dtype_policy
     windowed = layer.use_sliding_window_attention
 

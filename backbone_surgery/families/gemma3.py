@@ -7,7 +7,7 @@ KerasHub clips the stream and adds in float32: such a backbone is refused, as is
 attend to later ones (EmbeddingGemma).
 
 KerasHub's own task, used on a text without a preprocessor, needs zero `images` among its inputs;
-here `token_ids` and `padding_mask` are enough.
+here `token_ids` and `padding_mask` are enough. That task fails with beam search, which works here.
 """
 
 from keras_hub.src.models.gemma3.gemma3_decoder_block import Gemma3DecoderBlock

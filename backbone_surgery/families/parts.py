@@ -32,24 +32,29 @@ class GatedProduct(layers.Layer):
 
 
 class PartialRotary(layers.Layer):
-    """Rotate the first features of each head by position, and leave the others.
+    """Rotate the first features of each head, or of each part of it, by position.
 
     Args:
         rotary: the block's own `keras_hub.layers.RotaryEmbedding`.
-        features: how many are rotated.
+        features: how many features of a head are rotated; the others are left.
+        parts: how many parts of equal size a head has, of which the first features are rotated.
 
     Call arguments:
         x: float[batch, time, heads, head_dim].
         positions: int32[batch, time].
     """
 
-    def __init__(self, rotary: layers.Layer, features: int, **kwargs) -> None:
+    def __init__(self, rotary: layers.Layer, features: int, parts: int = 1, **kwargs) -> None:
         super().__init__(**kwargs)
-        self.rotary, self.features = rotary, features
+        self.rotary, self.features, self.parts = rotary, features, parts
 
     def call(self, x, positions):
-        rotated = self.rotary(x[..., : self.features], positions=positions)
-        return ops.concatenate([rotated, x[..., self.features :]], axis=-1)
+        *heads, size = ops.shape(x)
+        x = ops.reshape(x, (*heads, self.parts, size // self.parts))
+        first, others = ops.split(x, [self.features // self.parts], axis=-1)
+        rotated = self.rotary(ops.reshape(first, (*heads, self.features)), positions=positions)
+        rotated = ops.reshape(rotated, ops.shape(first))
+        return ops.reshape(ops.concatenate([rotated, others], axis=-1), (*heads, size))
 
     def compute_output_spec(self, x, positions):
         return keras.KerasTensor(x.shape, self.compute_dtype)
@@ -129,4 +134,26 @@ class Renamed(layers.Layer):
         return self.layer(x, training=training)
 
     def compute_output_spec(self, x, training=None):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+class Scaled(layers.Layer):
+    """Multiply by a weight that the block itself owns.
+
+    Args:
+        scale: the variable.
+        factor: a number to multiply by before.
+
+    Call arguments:
+        x: float[batch, time, hidden_dim].
+    """
+
+    def __init__(self, scale: keras.Variable, factor: float = 1.0, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.scale, self.factor = scale, factor
+
+    def call(self, x):
+        return x * ops.cast(self.factor, x.dtype) * ops.cast(self.scale, x.dtype)
+
+    def compute_output_spec(self, x):
         return keras.KerasTensor(x.shape, self.compute_dtype)

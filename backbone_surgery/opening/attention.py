@@ -33,6 +33,8 @@ class _Attention(keras.layers.Layer):
         sinks: the layer that owns `sinks`, float[num_heads], or `None`. A sink is one more score
             in each softmax, of no key, so that the rows of a pattern sum to less than one
             (https://arxiv.org/abs/2309.17453).
+        keeps_state: whether the layer keeps its keys and values itself. Else it is given those of
+            all tokens, by a `SharedKeysAndValues`.
         dropout: a `keras.layers.Dropout` of the block this was opened from, or `None`. It is
             shared, so that training behaves as upstream.
     """
@@ -47,6 +49,7 @@ class _Attention(keras.layers.Layer):
         sliding_window_size: int | None = None,
         alibi_slopes: tuple[float, ...] | None = None,
         sinks: keras.layers.Layer | None = None,
+        keeps_state: bool = True,
         dropout: keras.layers.Dropout | None = None,
         **kwargs,
     ) -> None:
@@ -59,6 +62,7 @@ class _Attention(keras.layers.Layer):
         self.sliding_window_size = sliding_window_size
         self.alibi_slopes = alibi_slopes
         self.sinks = sinks
+        self.keeps_state = keeps_state
         self.dropout = dropout
         self.softmax = keras.layers.Softmax(dtype="float32", name="softmax")
 
@@ -73,6 +77,7 @@ class _Attention(keras.layers.Layer):
             "sliding_window_size",
             "alibi_slopes",
             "sinks",
+            "keeps_state",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -171,6 +176,17 @@ class _Attention(keras.layers.Layer):
             )
         return self.mix(self.pattern(query, key, mask, distance), value)
 
+    def specs(self, **heads):
+        """Return the specs of what the layer itself keeps, from names and tensors of heads."""
+        return [_slots(name, x) for name, x in heads.items()] if self.keeps_state else []
+
+    def keep(self, state, cache_update_index, **heads):
+        """Write the heads of new tokens into the state: those of all tokens, and the new state."""
+        if not self.keeps_state:
+            return list(heads.values()), state
+        state = {k: write_slots(state[k], cache_update_index, x) for k, x in heads.items()}
+        return list(state.values()), state
+
     def drop(self, pattern, training):
         """Apply the block's own dropout to a pattern."""
         return pattern if self.dropout is None else self.dropout(pattern, training=training)
@@ -226,13 +242,12 @@ class SelfAttention(_Attention):
         return keras.KerasTensor(query.shape, query.dtype)
 
     def state_specs(self, query, key, value, padding_mask):
-        return _slots("key", key), _slots("value", value)
+        return self.specs(key=key, value=value)
 
     def call_with_state(self, query, key, value, state, cache_update_index, cache_mask):
-        key = write_slots(state["key"], cache_update_index, key)
-        value = write_slots(state["value"], cache_update_index, value)
+        (key, value), state = self.keep(state, cache_update_index, key=key, value=value)
         masks = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.attend(query, key, value, *masks), {"key": key, "value": value}
+        return self.attend(query, key, value, *masks), state
 
 
 class AttentionPattern(_Attention):
@@ -250,12 +265,12 @@ class AttentionPattern(_Attention):
         return keras.KerasTensor((batch, heads, time, key.shape[1]), query.dtype)
 
     def state_specs(self, query, key, padding_mask):
-        return (_slots("key", key),)
+        return self.specs(key=key)
 
     def call_with_state(self, query, key, state, cache_update_index, cache_mask):
-        key = write_slots(state["key"], cache_update_index, key)
+        (key,), state = self.keep(state, cache_update_index, key=key)
         masks = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.pattern(query, key, *masks), {"key": key}
+        return self.pattern(query, key, *masks), state
 
 
 class AttentionMix(_Attention):
@@ -269,8 +284,31 @@ class AttentionMix(_Attention):
         return keras.KerasTensor((batch, time, heads, self.head_dim), value.dtype)
 
     def state_specs(self, pattern, value):
-        return (_slots("value", value),)
+        return self.specs(value=value)
 
     def call_with_state(self, pattern, value, state, cache_update_index):
+        (value,), state = self.keep(state, cache_update_index, value=value)
+        return self.mix(pattern, value), state
+
+
+class SharedKeysAndValues(keras.layers.Layer):
+    """Keep keys and values for several attention layers, and give them those of all tokens.
+
+    It is called on `key` and `value`, float[batch, time, num_key_value_heads, head_dim], and
+    returns both. Run with its state it returns those of the tokens before too. What attends to them
+    is a `SelfAttention` with `keeps_state=False`.
+    """
+
+    def call(self, key, value):
+        return key, value
+
+    def compute_output_spec(self, key, value):
+        return tuple(keras.KerasTensor(x.shape, x.dtype) for x in (key, value))
+
+    def state_specs(self, key, value):
+        return _slots("key", key), _slots("value", value)
+
+    def call_with_state(self, key, value, state, cache_update_index):
+        key = write_slots(state["key"], cache_update_index, key)
         value = write_slots(state["value"], cache_update_index, value)
-        return self.mix(pattern, value), {"value": value}
+        return (key, value), {"key": key, "value": value}

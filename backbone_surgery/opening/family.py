@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+from keras import tree
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.twin import Twin
 from backbone_surgery.opening.site import BlockInput, Site
 
-OpenBlock = Callable[..., keras.KerasTensor]
+OpenBlock = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Family:
         open_block: `(block, hidden_states, padding_mask, positions) -> hidden_states`, on symbolic
             tensors float[batch, time, hidden], int[batch, time], int32[batch, time]. It calls the
             block's own sub-layers, and `SelfAttention` for attention, and puts a `Site` at each
-            place but the last.
+            place but the last. See `further` too.
         hidden_states: name of the block's argument for the hidden states.
         padding_mask: name of the block's argument for the padding mask.
         claims: `(block) -> bool`, for a class that several architectures build their blocks of:
@@ -43,6 +44,12 @@ class Family:
             -1, as KerasHub's own task for this family does.
         ignored: names of arguments of the block that say nothing about a text, such as a mask of
             images, or a `kwargs` that the backbone fills with its own options.
+        further: names of other arguments of the block, which `open_block` is given by name where
+            the backbone gives them. Where a later block is given something else of a block than the
+            hidden states, such as its keys and values, `open_block` of that block is called with
+            `lends=True`, and returns the hidden states and what is lent: tensors, of which the
+            later block is given a tuple.
+        position_inputs: names of inputs of the backbone that number the tokens of each row.
         images: class of the layer that puts images into the text, given `text_embeddings=`. Where
             it is in the graph, the text alone is opened.
         most_positions: `(block) -> int`, where a block limits how long a row can be; `None` if not.
@@ -63,6 +70,8 @@ class Family:
     refuse: Callable[[Any], str | None] = lambda block: None
     embeddings: str = "token_embedding"
     ignored: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
+    position_inputs: tuple[str, ...] = ()
     images: type[keras.layers.Layer] | None = None
     most_positions: Callable[[Any], int | None] = lambda block: None
     stop_tokens: tuple[str, ...] = ()
@@ -99,8 +108,10 @@ class Family:
         unchanged = getattr(layer.call, "__func__", None) is self.block.call
         return (unchanged or isinstance(layer, Twin)) and bool(self.claims(layer))
 
-    def arguments(self, block: keras.layers.Layer, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Split the call of a block into its hidden states and its padding mask."""
+    def arguments(
+        self, block: keras.layers.Layer, args: tuple, kwargs: dict
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Split the call of a block into hidden states, padding mask, and `further` arguments."""
         reason = self.refuse(block)
         if reason is not None:
             raise SurgeryError(f"open at '{block.name}': expected {reason}.")
@@ -109,6 +120,7 @@ class Family:
         padding_mask = bound.pop(self.padding_mask, None)
         for name in self.ignored:
             bound.pop(name, None)
+        further = {name: bound.pop(name, None) for name in self.further}
         plain = {"use_causal_mask": True, "cache_update_index": 0, "training": None}
         other = {k: v for k, v in bound.items() if v is not None and v is not plain.get(k, None)}
         if padding_mask is None or other:
@@ -118,7 +130,7 @@ class Family:
                 f"`{self.padding_mask}` alone. Received {received}. Call the block as the "
                 "backbone does."
             )
-        return hidden_states, padding_mask
+        return hidden_states, padding_mask, {k: v for k, v in further.items() if v is not None}
 
     def without_images(self, model: keras.Model) -> list[tuple[Any, Any]]:
         """Pair what each layer gives that puts images into a text with the text alone."""
@@ -129,17 +141,30 @@ class Family:
     def open(
         self,
         block: keras.layers.Layer,
+        name: str,
         hidden_states: keras.KerasTensor,
         padding_mask: keras.KerasTensor,
         positions: keras.KerasTensor,
-        name: str,
-    ) -> keras.KerasTensor:
-        """Run a decoder block as a nested model of its sub-layers."""
+        further: dict[str, Any],
+        lends: bool,
+    ) -> list[keras.KerasTensor]:
+        """Run a decoder block as a nested model of its sub-layers.
 
-        def build(x: keras.KerasTensor, *others: keras.KerasTensor) -> keras.KerasTensor:
-            return Site("block")(self.open_block(block, BlockInput()(x), *others))
+        Returns:
+            The hidden states, and what the block lends to later ones.
+        """
+        settings = {"lends": True} if lends else {}
 
-        return graph.nest(name, build, hidden_states, padding_mask, positions)
+        def build(x: Any, padding_mask: Any, positions: Any, *others: Any) -> Any:
+            given = tree.pack_sequence_as(further, list(others))
+            made = self.open_block(
+                block, BlockInput()(x), padding_mask, positions, **given, **settings
+            )
+            x, *lent = tree.flatten(made)
+            return [Site("block")(x), *lent]
+
+        tensors = (hidden_states, padding_mask, positions, *tree.flatten(further))
+        return tree.flatten(graph.nest(name, build, *tensors))
 
     def token_embedding(self, model: keras.Model) -> keras.layers.Layer:
         """Find the layer that embeds token ids, and in reverse gives the logits."""

@@ -52,18 +52,9 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
             f"{len(tree.flatten(backbone.output))}. Build the model with that output alone, and "
             "hand out other tensors by a rewrite."
         )
-    without_images = family.without_images(backbone)
-    if without_images:
-        others = [t for name, t in inputs.items() if name not in ("token_ids", "padding_mask")]
-        inputs = {name: inputs[name] for name in ("token_ids", "padding_mask")}
     positions = TokenPositions(name="positions")(inputs["token_ids"], inputs["padding_mask"])
-    opener = _Opener(family, positions)
-    mapping = {id(t): t for t in inputs.values()}
-    if without_images:
-        # Only arguments that the family ignores still lead to these inputs.
-        mapping.update((id(t), inputs["padding_mask"]) for t in others)
-        for image_and_text, text in without_images:
-            (mapping[id(image_and_text)],), _ = graph.replay([text], mapping, opener.visit)
+    opener = _Opener(family, positions, backbone)
+    inputs, mapping = opener.begin(backbone, inputs)
     outputs, _ = graph.replay(backbone.output, mapping, opener.visit, per_use=True)
     outputs = tree.flatten(outputs)[0]
     return EditedBackbone(
@@ -133,11 +124,33 @@ def find_family(model: keras.Model) -> Family:
 
 
 class _Opener:
-    """The callback of the opening pass."""
+    """The callback of the opening pass.
 
-    def __init__(self, family: Family, positions: keras.KerasTensor) -> None:
+    Attributes:
+        used: ids of the tensors of the backbone that a layer of it is given.
+        lent: what blocks lend to later ones, by the id of the tensor that stands for all of it.
+    """
+
+    def __init__(self, family: Family, positions: keras.KerasTensor, backbone: keras.Model) -> None:
         self.family, self.positions = family, positions
         self.names: dict[str, int] = {}
+        self.used = {id(t) for node in graph.all_nodes(backbone) for t in node.input_tensors}
+        self.lent: dict[int, tuple[keras.KerasTensor, ...]] = {}
+
+    def begin(self, backbone: keras.Model, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return the inputs that stay, and a mapping to what stands for those of the backbone."""
+        numbers = [inputs[name] for name in self.family.position_inputs if name in inputs]
+        mapping = {id(t): self.positions for t in numbers}
+        inputs = {name: t for name, t in inputs.items() if id(t) not in mapping}
+        without_images = self.family.without_images(backbone)
+        if without_images:
+            no_image = keras.ops.zeros_like(inputs["padding_mask"])
+            mapping.update((id(t), no_image) for t in inputs.values())
+            inputs = {name: inputs[name] for name in ("token_ids", "padding_mask")}
+        mapping.update((id(t), t) for t in inputs.values())
+        for image_and_text, text in without_images:
+            (mapping[id(image_and_text)],), _ = graph.replay([text], mapping, self.visit)
+        return inputs, mapping
 
     def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         if self.family.owns(layer):
@@ -147,14 +160,25 @@ class _Opener:
                     "one that `rewrite_nested` rewrote inside, which opening would pass by. Open "
                     "the backbone first, and rewrite its nodes with a clone_fn in `operate`."
                 )
-            x, padding_mask = self.family.arguments(layer, args, kwargs)
-            if not self.names:
-                x = site.Site("embeddings")(x)
-            name = self._unique(layer.name)
-            return self.family.open(layer, x, padding_mask, self.positions, name)
+            return self._open(layer, args, kwargs)
         if isinstance(layer, self.family.position_layers) and "positions" not in kwargs:
             return layer(*args, positions=self.positions, **kwargs)
         return graph.KEEP
+
+    def _open(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> list[keras.KerasTensor]:
+        """Open a block; its first output is the hidden states, the others are what it lends."""
+        x, padding_mask, further = self.family.arguments(block, args, kwargs)
+        further = {name: self.lent.get(id(value), value) for name, value in further.items()}
+        if not self.names:
+            x = site.Site("embeddings")(x)
+        others = graph.visited_node()[-1].outputs[1:]
+        lends = any(id(t) in self.used for t in others)
+        name = self._unique(block.name)
+        x, *lent = self.family.open(block, name, x, padding_mask, self.positions, further, lends)
+        if not lent:
+            return [x] * (1 + len(others))
+        self.lent[id(lent[0])] = tuple(lent)
+        return [x] + [lent[0]] * len(others)
 
     def _unique(self, name: str) -> str:
         count = self.names.get(name, 0)

@@ -2,8 +2,9 @@
 
 `Repeat`, `Reorder` and `Remove` are one idea: an order in which the blocks run. The graph from the
 input of one block to the input of the next is a segment, and a new graph is a new chain of
-segments. What a plain `clone_fn` put between two blocks belongs to the first of them. `Skip` leaves
-the graph as long as it is, and takes a block out of it at run time.
+segments. What a plain `clone_fn` put between two blocks belongs to the first of them. What a block
+lends to later ones, such as its keys and values, comes from the last run of it before them. `Skip`
+leaves the graph as long as it is, and takes a block out of it at run time.
 """
 
 import abc
@@ -202,26 +203,53 @@ class _Chain:
         self.starts = [n.input_tensors[i] for n, i in zip(self.blocks, streams, strict=True)]
         self.ends = [*self.starts[1:], self.blocks[-1].outputs[0]]
         self.side = _independent(nodes, self.starts[0])
-        for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
+        self.lent = {id(t): i for i, n in enumerate(self.blocks) for t in n.outputs[1:]}
+        segments = zip(self.starts, self.ends, strict=True)
+        self.lenders = [
             self._check_segment(start, end, self.blocks[i : i + 1])
+            for i, (start, end) in enumerate(segments)
+        ]
         self._check_segment(self.ends[-1], tree.flatten(model.output)[0], [])
 
     def run(self, order: list[int], visit: graph.CloneFn) -> Any:
         """Connect the segments in a new order; returns the new outputs of the model."""
-        x = self.starts[0]
+        x, ran = self.starts[0], set[int]()
+        lent: dict[int, Any] = {}
         for i in order:
-            mapping = {**self.side, id(self.starts[i]): x}
-            (x,), _ = graph.replay([self.ends[i]], mapping, visit, enter_nested=False)
+            self._check_lenders(i, ran)
+            own = self.blocks[i].outputs[1:]
+            lent = {key: t for key, t in lent.items() if self.lent[key] != i}
+            mapping = {**self.side, **lent, id(self.starts[i]): x}
+            (x, *new), _ = graph.replay([self.ends[i], *own], mapping, visit, enter_nested=False)
+            lent.update((id(old), t) for old, t in zip(own, new, strict=True))
+            ran.add(i)
         mapping = {**self.side, id(self.ends[-1]): x}
         return graph.replay(self.model.output, mapping, visit, enter_nested=False)[0]
 
-    def _check_segment(self, start: Any, end: Any, own: list[Any]) -> None:
-        """Refuse a segment that uses anything of the stream but its own start."""
+    def _check_segment(self, start: Any, end: Any, own: list[Any]) -> set[int]:
+        """Refuse a segment that uses anything of the stream but its own start, and what is lent.
+
+        Returns:
+            The numbers of the blocks that lend something to it.
+        """
         first = self.starts[0]
-        for node in graph.topological_nodes([end], {**self.side, id(start): start}):
+        lenders = set()
+        for node in graph.topological_nodes([end], {**self.side, **self.lent, id(start): start}):
             past = first is not start and any(t is first for t in node.input_tensors)
             if past or (is_block(node.operation) and node not in own):
                 raise self._refuse(f"a connection past a block, from '{node.operation.name}'")
+            lenders |= {self.lent[id(t)] for t in node.input_tensors if id(t) in self.lent}
+        return lenders
+
+    def _check_lenders(self, block: int, ran: set[int]) -> None:
+        """Refuse to run a block before one that lends it something."""
+        missing = sorted(self.lenders[block] - ran)
+        if missing:
+            raise SurgeryError(
+                f"{self.where}: expected each block to run after the one whose keys and values it "
+                f"borrows. Received block {block} without block {missing[0]} before it. Keep block "
+                f"{missing[0]} before it, or leave block {block} out too."
+            )
 
     def _refuse(self, received: str) -> SurgeryError:
         return SurgeryError(

@@ -235,8 +235,8 @@ def test_options_that_a_block_is_called_with_are_not_ignored():
 
     block, x, mask = WithOptions(), keras.Input((None, 4)), keras.Input((None,))
     known = bs.Family("own", WithOptions, open_own, hidden_states="x", padding_mask="padding_mask")
-    assert known.arguments(block, (x, mask), {}) == (x, mask)
+    assert known.arguments(block, (x, mask), {}) == (x, mask, {})
     with pytest.raises(bs.SurgeryError, match=r"a call with hidden states .* Received kwargs"):
         known.arguments(block, (x, mask), {"factor": 2})
     lenient = replace(known, ignored=("kwargs",))
-    assert lenient.arguments(block, (x, mask), {"factor": 2}) == (x, mask)
+    assert lenient.arguments(block, (x, mask), {"factor": 2}) == (x, mask, {})

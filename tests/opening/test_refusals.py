@@ -11,19 +11,25 @@ import backbone_surgery as bs
 from tests.families import ROWS
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"use_bidirectional_attention": True},
-            "attention to earlier tokens.*embeds texts",
-        ),
+        ({"use_bidirectional_attention": True}, "attention to earlier tokens .* embeds texts"),
         ({"dtype": "float16"}, "another dtype than float16, in which KerasHub clips"),
     ],
 )
-def test_blocks_of_gemma3_that_are_refused(options, words):
-    backbone = ROWS["gemma3"].make(num_layers=1, **options)
+def test_blocks_of_gemma_that_are_refused(name, options, words):
+    backbone = ROWS[name].make(num_layers=1, **options)
     with pytest.raises(bs.SurgeryError, match=f"open at 'decoder_block_0': expected {words}"):
+        bs.open_backbone(backbone)
+
+
+def test_a_drafter_is_refused():
+    """KerasHub's task for drafters says so of the attention of each block."""
+    backbone = ROWS["gemma4"].make(num_layers=1)
+    backbone.transformer_layers[0].attention.is_kv_shared_layer = True
+    with pytest.raises(bs.SurgeryError, match=r"a block with keys and values. .* a drafter"):
         bs.open_backbone(backbone)
 
 
