@@ -14,6 +14,7 @@ from tests.family_row import (  # noqa: F401 - tests take them from here
     make_gpt2,
 )
 from tests.mixtures import MIXTURES
+from tests.recurrent import RECURRENT
 
 GPT2_LAYERS = {
     "query": "_self_attention_layer.query_dense",
@@ -332,47 +333,7 @@ ROWS = {
         task_is_right=False,
         lora=("query_key_value",),
     ),
-    "qwen3_5": Row(
-        make(
-            keras_hub.models.Qwen3_5Backbone,
-            num_query_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            hidden_dim=32,
-            intermediate_dim=48,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-            partial_rotary_factor=0.5,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=6,
-            linear_value_head_dim=10,
-        ),
-        keras_hub.models.Qwen3_5CausalLM,
-        (
-            {
-                "num_key_value_heads": 1,
-                "head_dim": 12,
-                "partial_rotary_factor": 1.0,
-                "linear_num_key_heads": 4,
-                "linear_conv_kernel_dim": 2,
-                "tie_word_embeddings": True,
-            },
-            {
-                "num_key_value_heads": 4,
-                "head_dim": 8,
-                "layer_types": ["full_attention", "linear_attention"],
-                "linear_num_key_heads": 1,
-                "sliding_window_size": 6,
-            },
-        ),
-        layers={
-            "attention_norm": "_input_layernorm",
-            "attention_output": "_self_attention_dropout",
-            "mlp_norm": "_post_attention_layernorm",
-            "mlp_output": "_feedforward_output_dense",
-        },
-        task_is_right=False,
-    ),
+    **RECURRENT,
 }
 """The first is the one that tests outside of the harness run on by default."""
 

@@ -9,7 +9,8 @@ the whole text, and so does the opened graph. Hugging Face has no window.
 
 KerasHub's own task does not generate what its backbone computes: its first pass runs over the
 padding after the prompts, where the state goes on decaying, and the last token of a prompt is run
-twice. Here each token is run once, and padding leaves the state as it is.
+twice. Here each token is run once, and padding leaves the state as it is. So the outputs at padding
+after a text are others than KerasHub's; leave them out of losses, as KerasHub's preprocessors do.
 """
 
 from keras_hub.src.models.qwen3_5.qwen3_5_decoder import Qwen3_5TransformerDecoder
@@ -56,8 +57,8 @@ def full_attention(layer, x, padding_mask, positions, policy):
     )
 
 
-def open_block(block, hidden_states, padding_mask, positions):
-    """Spell out one block."""
+def open_block(block, hidden_states, padding_mask, positions, mlp=None):
+    """Spell out one block; `mlp` is for blocks that have another one."""
     policy = block.dtype_policy
 
     def attention(x):
@@ -67,7 +68,7 @@ def open_block(block, hidden_states, padding_mask, positions):
             x = full_attention(block._self_attention_layer, x, padding_mask, positions, policy)
         return block._self_attention_dropout(Site("attention_output")(x))
 
-    def mlp(x):
+    def own_mlp(x):
         return gated_mlp(
             x,
             block._feedforward_gate_dense,
@@ -82,7 +83,7 @@ def open_block(block, hidden_states, padding_mask, positions):
         block._input_layernorm,
         attention,
         block._post_attention_layernorm,
-        mlp,
+        own_mlp if mlp is None else mlp,
         policy,
     )
 

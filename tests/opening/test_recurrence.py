@@ -15,6 +15,7 @@ from tests.recording import recorded
 from tests.reference import run_chunks, tokens
 
 EXACT = 3e-6
+slow = pytest.mark.slow
 
 
 def unit(x):
@@ -53,7 +54,9 @@ def make_arguments(rng, time, padding=0):
     }
 
 
-@pytest.mark.parametrize(("time", "padding"), [(1, 0), (7, 3), (64, 0), (150, 70)])
+@pytest.mark.parametrize(
+    ("time", "padding"), [(150, 70), *(pytest.param(n, n // 2, marks=slow) for n in (1, 7, 64))]
+)
 def test_the_delta_rule_in_chunks_is_that_of_each_token(time, padding, rng):
     arguments = make_arguments(rng, time, padding)
     wanted, _ = by_hand(*arguments.values())
@@ -100,6 +103,7 @@ def captured(model, *paths, inputs):
     return {path.split(".")[-1]: np.asarray(value) for path, value in captures.items()}
 
 
+@slow
 def test_sites_of_linear_attention_hold_what_is_computed_there(backbone, rng):
     inputs = tokens(rng, 2, 12)
     got = captured(backbone, "blocks.0.*", inputs=inputs)
@@ -120,6 +124,7 @@ def test_sites_of_linear_attention_hold_what_is_computed_there(backbone, rng):
     assert relative(got["attention_output"], own["out_proj"]) <= EXACT
 
 
+@slow
 def test_the_state_at_the_last_token_is_what_the_cache_keeps(backbone, rng):
     inputs = tokens(rng, 2, 9)
     states = captured(backbone, "blocks.0.state", inputs=inputs)["state"]
@@ -147,6 +152,7 @@ def test_an_edit_of_the_state_changes_what_its_token_reads_alone(backbone, rng):
     assert relative(captures[path], got["captures"][path]) <= EXACT
 
 
+@slow
 def test_heads_of_the_state_and_of_what_is_read_are_ablated_alike(backbone, rng):
     inputs = tokens(rng, 2, 9)
     of_state, of_outputs = (
@@ -161,7 +167,7 @@ def run(backbone, inputs):
     return np.asarray(backbone.predict_on_batch(inputs))
 
 
-@pytest.mark.slow
+@slow
 def test_a_head_without_decay_forgets_all_but_its_token(backbone, rng):
     inputs = tokens(rng, 2, 70)
     rewrites = [bs.Ablate("blocks.0.decay", heads=[0, 2]), bs.Capture("blocks.0.*")]
@@ -193,7 +199,7 @@ def test_the_state_is_made_for_each_token_only_where_it_is_asked_for(backbone):
     assert largest == 4
 
 
-@pytest.mark.slow
+@slow
 def test_long_texts_are_those_of_the_backbone(backbone, rng):
     """Of many tokens some head reads little, and its norm makes rounding larger."""
     inputs = tokens(rng, 2, 150)
@@ -208,7 +214,7 @@ def test_long_texts_are_those_of_the_backbone(backbone, rng):
     assert relative(hidden, got, real) <= 5e-5
 
 
-@pytest.mark.slow
+@slow
 def test_a_backbone_with_images_opens_for_text_alone(rng):
     encoder = Qwen3_5VisionEncoder(1, 16, 2, 16, patch_size=4, out_hidden_size=32)
     backbone = ROWS["qwen3_5"].make(vision_encoder=encoder, mrope_section=[2, 1, 1])
