@@ -212,13 +212,14 @@ RECIPES = {
 
 
 def make_model(
-    config: transformers.PretrainedConfig, seed: int, embedding_scale: float
+    config: transformers.PretrainedConfig,
+    seed: int,
+    embedding_scale: float,
+    auto_class: type = transformers.AutoModelForCausalLM,
 ) -> transformers.PreTrainedModel:
     """Make a model with large random weights, in float32."""
     generator = torch.Generator().manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    model = auto_class.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     embedding = model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -232,7 +233,7 @@ def make_model(
             scale = 0.3
         parameter.data.copy_(noise * scale + (parameter.data if parameter.ndim == 1 else 0))
     # The end token is made likely, so that some texts end by themselves.
-    model.get_output_embeddings().weight.data[config.eos_token_id] *= 1.5
+    model.get_output_embeddings().weight.data[config.get_text_config().eos_token_id] *= 1.5
     return model
 
 
