@@ -99,17 +99,10 @@ def _mixture(layer, x, padding_mask, balance):
             logits, layer.num_experts, layer.top_k, sees
         )
 
-    return mixture(
-        x,
-        layer._sparse_feedforward_gate_dense(x),
-        padding_mask,
-        bank=layer.expert_bank,
-        expert=expert,
-        top_k=layer.top_k,
-        normalize=layer.norm_top_k_prob,
-        policy=layer.dtype_policy,
-        loss=loss,
-    )
+    logits, policy = layer._sparse_feedforward_gate_dense(x), layer.dtype_policy
+    choice = {"top_k": layer.top_k, "normalize": layer.norm_top_k_prob, "loss": loss}
+    bank = layer.expert_bank
+    return mixture(x, logits, padding_mask, bank=bank, expert=expert, policy=policy, **choice)
 
 
 FAMILY = Family(
