@@ -1,7 +1,7 @@
 """Every family: opened, cached, edited and generating, against KerasHub's own layers and tasks.
 
-A family is a row of `tests/families.py`; a test here is a column. By default each family runs two
-of them, on its first shape.
+A family is a row of `tests/families.py`; a test here is a column. By default each family is opened
+and cached, on its first shape.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ every_shape = pytest.mark.parametrize(
     ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()),
 )
 every_family = pytest.mark.parametrize("name", list(ROWS))
+BY_DEFAULT = ("gpt2", "llama", "gemma3", "gpt_oss", "qwen3_5")
+"""The families that generate by default; the others with the slow tests."""
 
 
 def complete(name, inputs, task=False):
@@ -62,7 +64,9 @@ def test_opened_and_cached_are_the_backbone(name, shape, rng):
     assert max(bs.check(opened).errors.values()) <= 3e-5
 
 
-@every_family
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in BY_DEFAULT else [slow]) for n in ROWS]
+)
 def test_greedy_is_the_backbones_own(name, rng):
     """Against the backbone uncached, token by token; rows stop at different times."""
     backbone = ROWS[name].make()

@@ -208,6 +208,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -136,6 +136,7 @@ def test_the_state_at_the_last_token_is_what_the_cache_keeps(backbone, rng):
     assert relative(cache[1]["state"], states[:, -1]) <= EXACT
 
 
+@pytest.mark.slow
 def test_an_edit_of_the_state_changes_what_its_token_reads_alone(backbone, rng):
     inputs, path = tokens(rng, 2, 9), "blocks.0.state"
     value = rng.normal(size=(2, 1, 4, 6, 10)).astype("float32")

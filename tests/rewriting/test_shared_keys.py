@@ -50,6 +50,7 @@ def assert_equal(model, wanted, inputs):
     return cached
 
 
+@pytest.mark.slow
 def test_blocks_that_borrow_keep_nothing(backbone, rng):
     inputs = tokens(rng)
     cached = assert_equal(
