@@ -123,6 +123,8 @@ ROWS = [
     Row("qwen3_batch8", "qwen3_119m", 8, 16, 256),
     Row("gemma3", "gemma3_141m", 1, 16, 256),
     Row("gemma3_batch8", "gemma3_141m", 8, 16, 256),
+    Row("mixtral", "mixtral_99m", 1, 16, 256),
+    Row("mixtral_batch8", "mixtral_99m", 8, 16, 256),
     Row("gpu_gemma", "gemma_2b", 1, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gemma_batch32", "gemma_2b", 32, 64, 1024, dtype="bfloat16", backend="gpu"),
     Row("gpu_gpt2", "gpt2_124m", 1, 16, 1024, dtype="bfloat16", backend="gpu"),
@@ -204,10 +206,17 @@ def make_work(row: Row) -> Work:
 
 
 def bytes_per_step(row: Row, ours: Any) -> float:
-    """Return how many bytes one step reads: all weights but positions, and the filled cache."""
-    variables = ours.lm.backbone.variables
+    """Return how many bytes one step reads: weights, and the filled cache.
+
+    Of the weights that is all but positions, and of the experts those that are chosen.
+    """
+    backbone = ours.lm.backbone
+    experts = getattr(backbone, "num_experts", None)
+    share = min(row.batch * backbone.top_k / experts, 1) if experts else 1
     weights = sum(
-        np.asarray(v.value).nbytes for v in variables if "position_embedding" not in v.path
+        np.asarray(v.value).nbytes * (share if "/experts/" in v.path else 1)
+        for v in backbone.variables
+        if "position_embedding" not in v.path
     )
     filled = (row.prompt + row.length) / 2
     return weights + row.batch * filled * bytes_per_token(ours.lm.backbone_with_cache)

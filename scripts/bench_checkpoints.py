@@ -33,6 +33,12 @@ _TINY = {
     "head_dim": 8,
 }
 _QWEN3 = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_sliding_window": False}
+_MIXTRAL = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "sliding_window": None,
+}
 _GEMMA3 = {"query_pre_attn_scalar": 256, "sliding_window": 512, "tie_word_embeddings": True}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -49,8 +55,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         **_GEMMA3,
     },
+    "mixtral_99m": {
+        "model_type": "mixtral",
+        **_LLAMA,
+        "vocab_size": 8000,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        **_MIXTRAL,
+    },
     "llama_tiny": {"model_type": "llama", **_LLAMA, **_TINY},
     "qwen3_tiny": {"model_type": "qwen3", **_LLAMA, **_TINY, **_QWEN3},
+    "mixtral_tiny": {"model_type": "mixtral", **_LLAMA, **_TINY, **_MIXTRAL},
     "gemma3_tiny": {
         "model_type": "gemma3_text",
         **_LLAMA,
