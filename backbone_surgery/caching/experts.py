@@ -91,7 +91,7 @@ class _Chosen(Experts):
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
         tokens = x.shape[0]
-        size = _piece(inputs, tokens * outputs * kernel.dtype.itemsize)
+        size = _piece(inputs, tokens * outputs * kernel.dtype.itemsize) if on_cpu() else inputs
         if size == inputs:
             return ops.matmul(x, ops.take(kernel, self.index, axis=0))
         count = inputs // size
@@ -110,9 +110,7 @@ class _Chosen(Experts):
 
 
 def _piece(inputs: int, row_bytes: int) -> int:
-    """Return how many inputs of a kernel to take at a time: all of them, but on a CPU."""
-    if not on_cpu():
-        return inputs
+    """Return how many inputs of a kernel to take at a time on a CPU."""
     most = max(_PIECE_BYTES // row_bytes, 1)
     return max(size for size in range(1, min(inputs, most) + 1) if inputs % size == 0)
 
