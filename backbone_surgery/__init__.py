@@ -60,6 +60,8 @@ from backbone_surgery.rewriting import (
 )
 from backbone_surgery.rewriting.nested import rewrite_nested
 from backbone_surgery.rewriting.operate import operate
+from backbone_surgery.serving.engine import Engine, EngineStats, QueueFullError
+from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.vectors import ControlVector, contrast_pairs
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.merge import merge
@@ -79,6 +81,9 @@ __all__ = [
     "Control",
     "ControlVector",
     "EditedBackbone",
+    "Engine",
+    "EngineRequest",
+    "EngineStats",
     "Family",
     "GeneratedActivations",
     "Insert",
@@ -86,6 +91,7 @@ __all__ = [
     "LowRank",
     "Patch",
     "PatchGrid",
+    "QueueFullError",
     "RecipeError",
     "Remove",
     "Reorder",

@@ -22,6 +22,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+_since_frozen = 0
+"""How many tests have run since garbage collection was last spared what is there."""
+
 HARNESS = ("test_families.py", "test_family_table.py")
 
 
@@ -36,6 +39,17 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Spare what earlier tests left, now and then: Keras collects at every layer it quantises."""
+    global _since_frozen
+    _since_frozen += 1
+    if _since_frozen == 20:
+        gc.collect()
+        gc.freeze()
+        _since_frozen = 0
 
 
 @pytest.hookimpl(tryfirst=True)

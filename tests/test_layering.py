@@ -25,6 +25,7 @@ ORDER = [
     "weights",
     "recipes",
     "generation",
+    "serving",
     "vectors",
     "analysis",
     "drawing",

@@ -20,6 +20,8 @@ from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.state import Stateful
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 2e-2}
+_SPARE = 3
+"""Slots of a cache that hold no token."""
 _BATCH = 3
 
 
@@ -56,8 +58,9 @@ def check(
 
     Runs random tokens, in rows of different lengths padded on the left, uncached in one pass, and
     cached in one pass, token by token and in uneven chunks; and then one row alone, without
-    padding. What fails here must not be used to generate: some layer of the graph mixes tokens
-    without keeping state, attends to other tokens than its own past, or mixes rows.
+    padding. Where a layer keeps state without slots, chunks are also run with padding after them.
+    What fails here must not be used to generate: some layer of the graph mixes tokens without
+    keeping state, attends to other tokens than its own past, or mixes rows.
 
     In half precision the experts of a mixture are chosen as in the uncached pass, since rounding
     alone may choose others. The logits of the routers must agree as the hidden states must.
@@ -95,6 +98,10 @@ def check(
     for way, chunks in _ways(time).items():
         got = _run_cached(cached, by_token, mask, chunks, rows)
         errors[way] = _error(_real(got, mask), _real(wanted, mask))
+    if any(spec.slot_axis is None for specs in cached.states for spec in specs.values()):
+        half = [time - time // 2, time // 2]
+        got = _run_cached(cached, by_token, mask, half, rows, padding_after=2)
+        errors["padding after chunks"] = _error(_real(got, mask), _real(wanted, mask))
     real = mask[-1]
     one = {name: value[-1:] for name, value in rows.items()}
     by_token = {name: value[-1:, real] for name, value in by_token.items()}
@@ -174,6 +181,7 @@ def _run_cached(
     mask: np.ndarray,
     chunks: list[int],
     controls: dict[str, np.ndarray],
+    padding_after: int = 0,
 ) -> dict[str, np.ndarray]:
     """Run the tokens chunk by chunk, in a cache somewhat longer than they are.
 
@@ -183,19 +191,28 @@ def _run_cached(
         mask: bool[batch, time], false where a token is padding.
         chunks: how many tokens to run at a time.
         controls: its other inputs.
+        padding_after: how many tokens of padding to run after each chunk; the next one overwrites
+            them.
     """
     batch, time = mask.shape
+    extra = ((0, 0), (0, _SPARE))
     positions = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
     by_token = {**by_token, "positions": positions}
-    cache = new_cache(model, batch, time + 3)
-    cache_mask = np.pad(mask, ((0, 0), (0, 3)), constant_values=True)
+    by_token = {k: np.pad(x, [*extra, *[(0, 0)] * (x.ndim - 2)]) for k, x in by_token.items()}
+    cache = new_cache(model, batch, time + _SPARE)
+    cache_mask = np.pad(mask, extra, constant_values=True)
+    slots = np.arange(time + _SPARE)
     outputs, start = [], 0
     for chunk in chunks:
-        inputs = {name: value[:, start : start + chunk] for name, value in by_token.items()}
-        state = {"cache": cache, "cache_mask": cache_mask, "cache_update_index": np.int32(start)}
+        end = start + chunk
+        run = slice(start, end + padding_after)
+        inputs = {name: value[:, run] for name, value in by_token.items()}
+        state = {"cache": cache, "cache_update_index": np.int32(start)}
+        state["cache_mask"] = cache_mask if not padding_after else cache_mask & (slots < end)
         result = predict(model, {**inputs, **state, **controls})
-        outputs.append(_compared(model, result))
-        cache, start = result["cache"], start + chunk
+        compared = _compared(model, result)
+        outputs.append({name: value[:, :chunk] for name, value in compared.items()})
+        cache, start = result["cache"], end
     return {name: np.concatenate([x[name] for x in outputs], axis=1) for name in outputs[0]}
 
 

@@ -41,8 +41,8 @@ class Programs:
     The programs of the strategies that were used last are kept, and those of others let go.
 
     Attributes:
-        compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`.
-            Those that only copy a cache into a longer one are not counted.
+        compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`,
+            and those of an `Engine`. Those that copy a cache into a longer one are not counted.
     """
 
     def __init__(self, backbone_with_cache: BackboneWithCache, head: keras.layers.Layer) -> None:
@@ -80,7 +80,7 @@ class Programs:
 
         donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
         args = (self.weights(), cache, arguments)
-        return self._run("prefill", strategy, run, args, donate, length, captures)
+        return self.run("prefill", strategy, run, args, donate, length, captures)
 
     def decode(
         self, strategy: Strategy, state: State, arguments: State, until: int
@@ -98,7 +98,7 @@ class Programs:
             return state, jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
 
         args = (self.weights(), state, arguments, np.int32(until))
-        return self._run("decode", strategy, run, args, (1,))
+        return self.run("decode", strategy, run, args, (1,))
 
     def grow(self, state: State, length: int) -> State:
         """Give the state a longer cache; array by array, so that only one exists twice at a time.
@@ -117,10 +117,14 @@ class Programs:
                     arrays[name] = _grow(arrays.pop(name), length, spec.initial, axis)
         return state
 
-    def forward(self, weights: list[jax.Array]) -> Callable[..., Any]:
+    def forward(self, weights: list[jax.Array], token: Any = None) -> Callable[..., Any]:
         """Return the model as a function of its inputs, with these values as its weights.
 
         The cache goes in and comes out packed.
+
+        Args:
+            weights: the values of all variables.
+            token: int32[], which of the tokens to take the logits of; the last one by default.
         """
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
@@ -128,7 +132,12 @@ class Programs:
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             with keras.StatelessScope(state_mapping=mapping):
                 outputs = self.model({**inputs, "cache": cache})
-                logits = self.head(outputs["hidden_states"][:, -1:], reverse=True)
+                states = outputs["hidden_states"]
+                if token is None:
+                    states = states[:, -1:]
+                else:
+                    states = jax.lax.dynamic_slice_in_dim(states, token, 1, axis=1)
+                logits = self.head(states, reverse=True)
             cache = pack_cache(outputs["cache"], self.model)
             return logits[:, 0], cache, outputs.get("captures", {})
 
@@ -139,7 +148,7 @@ class Programs:
         items = [item for programs in self._compiled.values() for item in programs.items()]
         return [program for key, program in items if key[0] == kind]
 
-    def _run(
+    def run(
         self,
         kind: str,
         strategy: Strategy,
@@ -148,6 +157,16 @@ class Programs:
         donate: tuple[int, ...],
         *static: int,
     ) -> Any:
+        """Run a function, compiled once for each strategy and shape of its arguments.
+
+        Args:
+            kind: of the program, as it is counted.
+            strategy: how tokens are chosen in it.
+            run: the function.
+            args: its arguments, trees of arrays.
+            donate: which of them it takes over.
+            *static: whatever else the program depends on.
+        """
         args = jax.tree.map(_array, args)
         leaves, structure = jax.tree.flatten(args)
         key = (kind, *static, structure, *((x.aval, x.sharding) for x in leaves))
@@ -158,7 +177,7 @@ class Programs:
                 program = programs.get(key)
                 if program is None:
                     program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
-                    self.compilations[kind] += 1
+                    self.compilations[kind] = self.compilations.get(kind, 0) + 1
                     programs[key] = program
         return program(*args)
 
@@ -239,7 +258,7 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
     state = {**state, **per_row, "draws": draws}
     slot, done = state["slot"], state["done"]
     budget = jnp.repeat(arguments["budget"], strategy.width)
-    stopped = (tokens[:, None] == arguments["stop_ids"][None]).any(axis=1)
+    stopped = (tokens[:, None] == arguments["stop_ids"]).any(axis=1)
     written = jax.lax.dynamic_update_slice(state["tokens"], tokens[:, None], (0, slot))
     out_of_budget = slot + 1 - state["start"] >= budget
     return {**state, "tokens": written, "done": done | stopped | out_of_budget, "slot": slot + 1}

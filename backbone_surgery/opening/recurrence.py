@@ -3,8 +3,8 @@
 Both are layers without weights of their own, run over whole rows or in pieces (see `state.py`).
 What they keep of the tokens before has one size, however many these are.
 
-Padding comes before the first token of a row, where the state is zero. It leaves the state as it
-is: its inputs count as zero, it writes nothing, and nothing decays.
+Padding comes before the first token of a row, where the state is zero, or after the last token of a
+run. It leaves the state as it is: its inputs count as zero, it writes nothing, and nothing decays.
 """
 
 import keras
@@ -70,7 +70,18 @@ class CausalConvolution(keras.layers.Layer):
             ops.cast(inputs[:, i : i + time], "float32") * kernel[:, i]
             for i in range(kernel.shape[1])
         ]
-        return ops.cast(sum(parts), x.dtype), inputs[:, time:]
+        return ops.cast(sum(parts), x.dtype), self._latest(inputs, padding_mask)
+
+    def _latest(self, inputs, padding_mask):
+        """Return the inputs up to the last token that is no padding."""
+        is_token = ops.cast(padding_mask, "int32")
+        time = padding_mask.shape[1]
+        if time == 1:
+            return ops.where(is_token[..., None] > 0, inputs[:, 1:], inputs[:, :-1])
+        kept = getattr(self.owner, self.kernel).shape[1] - 1
+        last = ops.max(is_token * (ops.arange(time, dtype="int32") + 1), axis=1)
+        index = last[:, None] + ops.arange(kept, dtype="int32")
+        return ops.take_along_axis(inputs, index[..., None], axis=1)
 
 
 class _DeltaRule(keras.layers.Layer):

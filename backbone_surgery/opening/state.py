@@ -149,7 +149,8 @@ class Stateful(Protocol):
         * `positions` int32[batch, time], the number of each token within its row;
         * `padding_mask` int32[batch, time], zero where a token is padding.
 
-        Padding comes before the first token of a row. It must leave a state without slots as it is.
+        Padding comes before the first token of a row, or after the last one of a run. It must leave
+        a state without slots as it is.
 
         Args:
             state: `{name: array}`, as the last run left it.

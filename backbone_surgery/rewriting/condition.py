@@ -105,6 +105,13 @@ class Condition(ControlledRewrite):
         emit(self.name, Latch(name=f"condition_{self.name}")(is_met))
         return x
 
+    def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Leave out what watches tokens from `end` on."""
+        start, stop = bound[f"{self.name}_tokens"][0, :2]
+        if start >= min(stop, end):
+            return {f"{self.name}_{p}": np.zeros(0) for p in ("direction", "threshold", "tokens")}
+        return {f"{self.name}_tokens": np.array([start, min(stop, end)])}
+
     def _direction(self, place: Place) -> np.ndarray:
         if isinstance(self.vector, np.ndarray):
             return self.vector

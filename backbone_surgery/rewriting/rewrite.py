@@ -202,10 +202,24 @@ class Rewrite(abc.ABC):
         """The name under which `generate(controls=...)` addresses this rewrite, if any."""
         return None
 
+    def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return those inputs of the rewrite that say more than what acts on the first tokens.
+
+        A prefix cache compares controls by their values. What is returned here stands in for those
+        that were bound, so that two values that act alike on a prompt's tokens before `end` are
+        equal. By default nothing is, and all values count.
+
+        Args:
+            end: a position, the length of the prompt at most.
+            bound: `{input name: array[1, ...]}` of all inputs, for one row.
+        """
+        return {}
+
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Turn the value of the control into `{input name: array[batch, ...]}`.
 
-        `value` is `None` where the call leaves the control out.
+        `value` is `None` where the call leaves the control out. Where the shape of an input leaves
+        a size open, what comes past the end of a value is taken to be its last entry.
         """
         raise SurgeryError(
             f"controls at {type(self).__name__}: expected a rewrite that declares a control. "

@@ -153,6 +153,22 @@ class Steer(ControlledRewrite):
         learned = surgery.once("directions", lambda: self._learned(surgery)(strength))
         return layer(x, scale, strength, learned)
 
+    def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Leave out what acts on generated tokens alone, or on tokens from `end` on."""
+        parts = ("strength", "directions", "tokens", "schedule")
+        names = {p: n for p in parts if (n := f"{self.name}_{p}") in bound}
+        own = {part: bound[name] for part, name in names.items()}
+        # Over the prompt the first entry of the schedule holds, whatever the prompt's length.
+        start, stop = own["tokens"][0, :2]
+        acts = {
+            "tokens": np.array([start, min(stop, end)]),
+            "strength": own["strength"] * own["schedule"][:, :1],
+            "schedule": np.zeros(0),
+        }
+        if start >= acts["tokens"][1] or not acts["strength"].any():
+            acts = {part: np.zeros(0) for part in own}
+        return {names[part]: array for part, array in acts.items()}
+
     def _learned(self, surgery: Surgery) -> SteeringDirections:
         """Return the layer that holds the directions, and declare it to be trained."""
         start = np.stack(list(self.directions.values()))

@@ -38,7 +38,10 @@ class CausalConv(keras.layers.Layer):
         x = x * ops.cast(padding_mask, x.dtype)[..., None]
         time = ops.shape(x)[1]
         window = ops.concatenate([state["inputs"], x], axis=1)
-        return self._convolve(window, time), {"inputs": window[:, time:]}
+        count = ops.max(padding_mask * (ops.arange(time) + 1), axis=1)
+        latest = count[:, None] + ops.arange(self.size - 1)
+        inputs = ops.take_along_axis(window, latest[..., None], axis=1)
+        return self._convolve(window, time), {"inputs": inputs}
 
     def _convolve(self, window, time):
         parts = [self.kernel[i] * window[:, i : i + time] for i in range(self.size)]
@@ -327,3 +330,19 @@ def test_wrong_specs_are_refused(arguments, words):
     right = {"name": "last", "shape": (None, 3), "dtype": "float32"}
     with pytest.raises(bs.SurgeryError, match=f"StateSpec at .*expected {words}"):
         bs.StateSpec(**{**right, **arguments})
+
+
+class KeepsPadding(CausalConv):
+    """A convolution that keeps the last inputs, whether they are padding or not."""
+
+    def call_with_state(self, x, padding_mask, state):
+        x = x * ops.cast(padding_mask, x.dtype)[..., None]
+        window = ops.concatenate([state["inputs"], x], axis=1)
+        return self._convolve(window, ops.shape(x)[1]), {"inputs": window[:, ops.shape(x)[1] :]}
+
+
+def test_check_finds_state_that_padding_after_a_chunk_changes():
+    conv = KeepsPadding(4, name="convolution")
+    edited = bs.operate(make_gpt2(), [bs.Insert("blocks.0", conv)])
+    with pytest.raises(bs.CacheMismatchError, match="padding after chunks: [1-9]"):
+        bs.check(edited)

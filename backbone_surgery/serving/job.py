@@ -1,0 +1,89 @@
+"""A job: one request on its way through the engine, and what has come of it."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.serving.sampling import Sampling
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(eq=False)
+class Job:
+    """What a request asks for, and its text so far.
+
+    Attributes:
+        prompt: int32[length], its token ids.
+        budget: new tokens at most.
+        stops: what ends it.
+        seeds: uint32[1, 2], its random state.
+        controls: `{input name: array[1, ...]}`.
+        sampling: how its tokens are chosen.
+        captures: whether to keep what the graph captures.
+        changed: told of every change below.
+        new: int32[tokens], the new tokens so far.
+        reason: why there will be no more; `None` while there will.
+        error: what went wrong, if anything did.
+        captured: `{name: array}` of the tokens that were run, once it has ended.
+        cancelled: whether nobody wants it any more.
+        reused: how many tokens of the prompt came out of the prefix cache.
+        submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
+        first_token: when its first token was there.
+    """
+
+    prompt: np.ndarray
+    budget: int
+    stops: Stops
+    seeds: np.ndarray
+    controls: dict[str, np.ndarray]
+    sampling: Sampling
+    captures: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    new: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    reason: Reason | None = None
+    error: BaseException | None = None
+    captured: dict[str, np.ndarray] | None = None
+    cancelled: bool = False
+    reused: int = 0
+    submitted: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no more tokens."""
+        return self.reason is not None
+
+    def snapshot(self) -> tuple[np.ndarray, bool]:
+        """Return the tokens so far, and whether these are all."""
+        with self.changed:
+            return self.new, self.ended
+
+    def update(self, new: np.ndarray, reason: Reason | None = None) -> None:
+        """Note the tokens so far, and whether these are all."""
+        with self.changed:
+            if self.ended:
+                return
+            if len(new) and self.first_token is None:
+                self.first_token = time.perf_counter()
+            self.new, self.reason = new, reason
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        with self.changed:
+            if not self.ended:
+                self.error, self.reason = error, "error"
+                self.changed.notify_all()
+
+    def cancel(self) -> None:
+        """End as it is: nobody waits for the rest."""
+        with self.changed:
+            self.cancelled = True
+            if not self.ended:
+                self.reason = "cancelled"
+                self.changed.notify_all()

@@ -1,0 +1,128 @@
+"""A request: what `Engine.submit` returns."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.captures import GeneratedActivations, pack
+from backbone_surgery.serving.job import Job, Reason
+
+
+class EngineRequest:
+    """One text that an engine is making.
+
+    Iterate over it for its pieces, or wait for its `result`. A request that is let go of is
+    cancelled.
+
+    Args:
+        job: the request inside the engine.
+        advance: called with the number of tokens that are known; it returns once there are more, or
+            the text has ended.
+        strip_prompt: whether the text is the new part alone.
+    """
+
+    def __init__(self, job: Job, advance: Callable[[Job, int], None], strip_prompt: bool) -> None:
+        self._job, self._advance, self._strip_prompt = job, advance, strip_prompt
+        weakref.finalize(self, job.cancel).atexit = False
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        """The token ids of the prompt, int32[length]."""
+        return self._job.prompt
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The new token ids so far, int32[tokens]."""
+        return self._job.new
+
+    @property
+    def finish_reason(self) -> Reason | None:
+        """Why it ended: "stop", "length", "cancelled" or "error"; `None` while it runs."""
+        return self._job.reason
+
+    @property
+    def reused_tokens(self) -> int:
+        """How many tokens of the prompt came out of the prefix cache."""
+        return self._job.reused
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        """The time from `submit` to the first token; `None` before."""
+        job = self._job
+        return None if job.first_token is None else job.first_token - job.submitted
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the text piece by piece, as `stream` does; token ids without a preprocessor.
+
+        The pieces join to the `result`. Closing the iterator before the end cancels the request.
+        """
+        job, count, shown = self._job, -1, ""
+        try:
+            while True:
+                self._advance(job, count)
+                new, ended = job.snapshot()
+                if job.error is not None:
+                    raise job.error
+                if job.stops.preprocessor is None:
+                    if len(new) > max(count, 0):
+                        yield new[max(count, 0) :]
+                else:
+                    text = self.text
+                    piece = text[len(shown) :] if text.startswith(shown) else ""
+                    shown += piece
+                    if piece:
+                        yield piece
+                count = len(new)
+                if ended:
+                    return
+        finally:
+            if not job.ended:
+                self.cancel()
+
+    @property
+    def text(self) -> str:
+        """The text so far. A character that takes several tokens is held back until it is whole."""
+        job = self._job
+        if job.stops.preprocessor is None:
+            raise SurgeryError(
+                "text of a request: expected a model with a preprocessor, to make text. Received "
+                "one without. Use `token_ids`."
+            )
+        ended, new = job.ended, job.new
+        text = job.stops.render(job.prompt, new, self._strip_prompt)
+        return text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+    def result(self) -> Any:
+        """Wait for the end, and return the text; int32[tokens] without a preprocessor.
+
+        Raises:
+            SurgeryError: what went wrong.
+        """
+        job = self._job
+        while not job.ended:
+            self._advance(job, len(job.new))
+        if job.error is not None:
+            raise job.error
+        if job.stops.preprocessor is not None:
+            return self.text
+        return job.new if self._strip_prompt else np.concatenate([job.prompt, job.new])
+
+    @property
+    def captures(self) -> GeneratedActivations:
+        """What the graph captured, of the prompt and the new tokens but the last; waits for it."""
+        self.result()
+        job = self._job
+        if job.captured is None:
+            raise SurgeryError(
+                "captures of a request: expected one that asked for them and ran to its end. "
+                f"Received one with return_captures={job.captures} that ended by {job.reason!r}. "
+                "Pass `return_captures=True` to `submit`."
+            )
+        return pack([np.append(job.prompt, job.new[:-1]).astype(np.int32)], [job.captured])
+
+    def cancel(self) -> None:
+        """Stop: the text stays as it is, and the row is free for others after the next chunk."""
+        self._job.cancel()

@@ -1,0 +1,317 @@
+"""The compiled programs that an engine adds: prefill in chunks, insert a row, make room.
+
+The rows of an engine are the rows of one decode state, as `Programs.decode` runs it. All write to
+one slot; a row's tokens lie side by side, and its last one stands right before that slot. So a
+prefilled row is put where its tokens end at the slot, and all rows can be moved by some slots:
+positions are explicit, and no value changes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backbone_surgery.caching.cache import map_cache, new_packed_cache, pack_cache, unpack_cache
+from backbone_surgery.generation.captures import time_axis
+from backbone_surgery.generation.programs import Programs, State
+from backbone_surgery.generation.samplers import Strategy
+from backbone_surgery.opening.site import is_pattern
+
+
+class RowPrograms:
+    """Runs the rows of an engine.
+
+    Args:
+        programs: those of the model; what is compiled here is kept and counted there.
+        strategy: how tokens are chosen.
+        rows: how many rows there are.
+    """
+
+    def __init__(self, programs: Programs, strategy: Strategy, rows: int) -> None:
+        self.programs, self.strategy, self.rows = programs, strategy, rows
+        self.model = programs.model
+        self.capture_specs = self.model.output.get("captures", {})
+
+    def new_state(self, length: int) -> State:
+        """Make a decode state of rows that have all ended."""
+        rows = self.rows
+        return {
+            "tokens": jnp.zeros((rows, length), jnp.int32),
+            "cache": new_packed_cache(self.model, rows, length),
+            "cache_mask": jnp.ones((rows, length), bool),
+            "lengths": jnp.zeros(rows, jnp.int32),
+            "start": jnp.zeros(rows, jnp.int32),
+            "done": jnp.ones(rows, bool),
+            "draws": self.strategy.start(np.zeros((rows, 2), np.uint32)),
+            "slot": jnp.int32(1),
+        }
+
+    def new_captures(self, rows: int, length: int) -> State:
+        """Make an empty buffer for each capture of the graph, with an entry for each slot."""
+        return {
+            name: jnp.zeros(_capture_shape(name, spec, rows, length), spec.dtype)
+            for name, spec in self.capture_specs.items()
+        }
+
+    def extend(self, staging: State, chunk: State, length: int) -> tuple[State, jax.Array]:
+        """Run a chunk of one prompt.
+
+        Args:
+            staging: `cache`, packed, of one row; and `captures`, if they are kept. Taken over.
+            chunk: `token_ids` int32[1, time], the first `count` of which are no padding, `first`
+                int32[], the slot of the first one, and `controls` of one row.
+            length: number of slots of the cache.
+
+        Returns:
+            The staging after it, and logits float[1, vocabulary] after the last token.
+        """
+
+        def run(weights: Any, staging: State, chunk: State) -> tuple[State, jax.Array]:
+            return self._extend(weights, staging, chunk, length)
+
+        args = (self.programs.weights(), staging, chunk)
+        return self.programs.run("extend", self.strategy, run, args, (1,), length)
+
+    def insert(
+        self, state: State, controls: State, staging: State, new: State, staged: int
+    ) -> tuple[State, State, jax.Array]:
+        """Put a prefilled row into the state, and choose its first token.
+
+        Args:
+            state: the decode state, with captures if the staging has them. Taken over.
+            controls: a row of each control for each row of the state. Taken over.
+            staging: from `extend`.
+            new: `row` int32[], `slot` int32[], the one that all rows write to next, `length`
+                int32[], tokens of the prompt, `logits` float[1, vocabulary], and of the request
+                `budget` int32[1], `stop_ids` int32[1, n], `settings`, `draws` and `controls` of one
+                row.
+            staged: number of slots of the staging cache.
+
+        Returns:
+            The state, the controls, and the token int32[].
+        """
+
+        def run(state: State, controls: State, staging: State, new: State) -> tuple:
+            return self._insert(state, controls, staging, new, staged)
+
+        others = {k: state.pop(k) for k in ("captures",) if k in state and k not in staging}
+        args = (state, controls, staging, new)
+        state, controls, token = self.programs.run(
+            "insert", self.strategy, run, args, (0, 1), staged
+        )
+        return {**state, **others}, controls, token
+
+    def cut(self, staging: State, first: int, count: int, length: int) -> State:
+        """Copy what some slots of a staging cache hold, and the state that has none.
+
+        Args:
+            staging: from `extend`.
+            first: the first of the slots.
+            count: how many they are.
+            length: number of slots of the cache.
+        """
+
+        def run(staging: State, first: jax.Array) -> State:
+            return _map_slots(
+                lambda x, axis: jax.lax.dynamic_slice_in_dim(x, first, count, axis),
+                self.model,
+                staging,
+            )
+
+        args = (staging, np.int32(first))
+        return self.programs.run("cut", self.strategy, run, args, (), count, length)
+
+    def restore(self, staging: State, chunk: State, first: int, length: int) -> State:
+        """Put what `cut` copied into a staging cache, which is taken over."""
+
+        def run(staging: State, chunk: State, first: jax.Array) -> State:
+            return _map_slots(
+                lambda x, axis, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis),
+                self.model,
+                staging,
+                chunk,
+            )
+
+        args = (staging, {name: chunk[name] for name in staging}, np.int32(first))
+        return self.programs.run("restore", self.strategy, run, args, (0,), length)
+
+    def row_of(self, captures: State, row: int) -> State:
+        """Copy the captures of one row."""
+        return _row_of(captures, np.int32(row))
+
+    def shift(self, state: State, slots: int, length: int) -> State:
+        """Move all rows by some slots to the left; to the right, if it is negative.
+
+        Args:
+            state: the decode state. Taken over, unless its length changes.
+            slots: how far.
+            length: how many slots are left of it after that, on the left.
+        """
+
+        def run(state: State, slots: jax.Array) -> State:
+            return self._shift(state, slots, length)
+
+        args = (state, np.int32(slots))
+        donate = (0,) if state["tokens"].shape[1] == length else ()
+        return self.programs.run("shift", self.strategy, run, args, donate, length)
+
+    def grow(self, state: State, length: int) -> State:
+        """Give the state more slots, on the right."""
+        if "captures" in state:
+            state["captures"] = lengthen_captures(state["captures"], length)
+        return self.programs.grow(state, length)
+
+    def _extend(
+        self, weights: Any, staging: State, chunk: State, length: int
+    ) -> tuple[State, jax.Array]:
+        time = chunk["token_ids"].shape[1]
+        index, first, count = jnp.arange(time), chunk["first"], chunk["count"]
+        # Padding comes last. It has positions that the model knows, and nothing attends to it.
+        positions = jnp.where(index < count, first + index, 0)[None]
+        logits, cache, captured = self.programs.forward(weights, count - 1)(
+            {
+                "token_ids": chunk["token_ids"],
+                "cache": staging["cache"],
+                "cache_update_index": first,
+                "positions": positions,
+                "cache_mask": (jnp.arange(length) < first + count)[None],
+                **chunk["controls"],
+            }
+        )
+        staging = {**staging, "cache": cache}
+        if "captures" in staging:
+            staging["captures"] = {
+                k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], first, time_axis(k))
+                for k, buffer in staging["captures"].items()
+            }
+        return staging, logits
+
+    def _insert(
+        self, state: State, controls: State, staging: State, new: State, staged: int
+    ) -> tuple[State, State, jax.Array]:
+        row, slot, length = new["row"], new["slot"], new["length"]
+        first = slot - 1 - length
+        rows, slots = state["tokens"].shape
+
+        def put(table: jax.Array, entry: jax.Array) -> jax.Array:
+            entry = entry.astype(table.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(table, entry, row, 0)
+
+        def aligned(x: jax.Array, axis: int, initial: Any = 0) -> jax.Array:
+            """Lengthen what is staged, and move it so that the prompt ends before the slot."""
+            widths = [(0, slots - staged if i == axis else 0) for i in range(x.ndim)]
+            return jnp.roll(jnp.pad(x, widths, constant_values=initial), first, axis)
+
+        def put_state(spec: Any, pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            table, entry = pair
+            if spec.slot_axis is not None:
+                entry = aligned(entry, spec.slot_axis, spec.initial)
+            return put(table, entry)
+
+        table = unpack_cache(state["cache"], self.model, rows)
+        staged_row = unpack_cache(staging["cache"], self.model, 1)
+        pairs = [
+            {name: (arrays[name], others[name]) for name in arrays}
+            for arrays, others in zip(table, staged_row, strict=True)
+        ]
+        token, _, draws = self.strategy.choose(
+            new["logits"], new["budget"] <= 0, new["draws"], new["settings"]
+        )
+        stopped = (token[:, None] == new["stop_ids"]).any(axis=1)
+        own = {
+            "lengths": length[None],
+            "start": slot[None] - 1,
+            "done": stopped | (new["budget"] <= 1),
+            "draws": draws,
+            "cache_mask": (jnp.arange(slots) >= first)[None],
+        }
+        placed = {name: jax.tree.map(put, state[name], value) for name, value in own.items()}
+        state = {**state, **placed, "slot": slot}
+        state["tokens"] = state["tokens"].at[row, slot - 1].set(token[0])
+        state["cache"] = pack_cache(map_cache(put_state, pairs, self.model), self.model)
+        if "captures" in state:
+            for name, buffer in staging["captures"].items():
+                for axis in _slot_axes(name):
+                    buffer = aligned(buffer, axis)
+                state["captures"] = {
+                    **state["captures"],
+                    name: put(state["captures"][name], buffer),
+                }
+        controls = {name: put(x, new["controls"][name]) for name, x in controls.items()}
+        return state, controls, token[0]
+
+    def _shift(self, state: State, slots: jax.Array, length: int) -> State:
+        rows = state["tokens"].shape[0]
+
+        def move(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.slice_in_dim(jnp.roll(x, -slots, axis), 0, length, axis=axis)
+
+        moved: State = {name: state[name] for name in ("cache", "captures") if name in state}
+        start = state["start"] - slots
+        return {
+            **state,
+            **_map_slots(move, self.model, moved, rows=rows),
+            "tokens": move(state["tokens"], 1),
+            "cache_mask": jnp.arange(length)[None] >= (start - state["lengths"])[:, None],
+            "start": start,
+            "slot": state["slot"] - slots,
+        }
+
+
+def _map_slots(
+    function: Callable[..., jax.Array], model: Any, *states: State, rows: int = 1
+) -> State:
+    """Return `function(array, axis, ...)` for each array with slots, once for each such axis.
+
+    Of arrays without slots the last of the states has the say.
+
+    Args:
+        function: what to do along one axis.
+        model: the cached graph.
+        *states: `cache`, packed, and perhaps `captures`.
+        rows: how many rows they have.
+    """
+    first, *others = states
+
+    def of_state(spec: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        axis = spec.packed_slot_axis(rows)
+        return arrays[-1] if axis is None else function(arrays[0], axis, *arrays[1:])
+
+    caches = zip(*(state["cache"] for state in states), strict=True)
+    pairs = [{name: tuple(x[name] for x in entry) for name in entry[0]} for entry in caches]
+    result: State = {"cache": map_cache(of_state, pairs, model)}
+    if "captures" in first:
+        result["captures"] = {}
+        for name, x in first["captures"].items():
+            for axis in _slot_axes(name):
+                x = function(x, axis, *(other["captures"][name] for other in others))
+            result["captures"][name] = x
+    return result
+
+
+@jax.jit
+def _row_of(captures: State, row: jax.Array) -> State:
+    return {name: x[row] for name, x in captures.items()}
+
+
+def lengthen_captures(captures: State, length: int) -> State:
+    """Give buffers of captures more slots, on the right."""
+
+    def lengthened(name: str, x: jax.Array) -> jax.Array:
+        axes = _slot_axes(name)
+        widths = [(0, length - size if i in axes else 0) for i, size in enumerate(x.shape)]
+        return jnp.pad(x, widths)
+
+    return {name: lengthened(name, x) for name, x in captures.items()}
+
+
+def _slot_axes(name: str) -> tuple[int, ...]:
+    """Return the axes of a buffer that count slots: of a pattern, those of queries and of keys."""
+    return (2, 3) if is_pattern(name) else (1,)
+
+
+def _capture_shape(name: str, spec: Any, rows: int, length: int) -> tuple[int, ...]:
+    sizes = [length if i in _slot_axes(name) else size for i, size in enumerate(spec.shape)]
+    return (rows, *sizes[1:])

@@ -1,0 +1,85 @@
+"""Warm-up: compile every program that an engine can need, before the first request."""
+
+import jax
+import numpy as np
+
+from backbone_surgery.caching.cache import new_packed_cache
+from backbone_surgery.generation.programs import State
+from backbone_surgery.serving.prefill import tail_size
+from backbone_surgery.serving.row_programs import RowPrograms
+from backbone_surgery.serving.sampling import Sampling
+
+
+def warm_up(
+    programs: RowPrograms,
+    controls: State,
+    lengths: tuple[int, ...],
+    chunk: int,
+    stop_ids: int,
+    captures: bool,
+    keeps_prefixes: bool,
+) -> None:
+    """Run each program once, on rows that hold nothing.
+
+    Args:
+        programs: of the engine.
+        controls: `{input name: array[1, ...]}`.
+        lengths: that the cache can have.
+        chunk: tokens of a chunk of a prompt.
+        stop_ids: how many stop tokens a request can have.
+        captures: whether requests ask for captures.
+        keeps_prefixes: whether there is a prefix cache.
+    """
+    staged = {}
+    for length in lengths:
+        for size in {chunk, tail_size(chunk)}:
+            staging = _staging(programs, length, captures)
+            part = {
+                "token_ids": np.zeros((1, size), np.int32),
+                "first": np.int32(0),
+                "count": np.int32(1),
+                "controls": jax.device_put(controls),
+            }
+            staging, logits = programs.extend(staging, part, length)
+        if keeps_prefixes:
+            kept = programs.cut(staging, 0, chunk, length)
+            staging = programs.restore(staging, kept, 0, length)
+        staged[length] = staging
+    rows = programs.rows
+    sampling = {name: value[None] for name, value in Sampling().arrays().items()}
+    new = {
+        "row": np.int32(0),
+        "slot": np.int32(2),
+        "length": np.int32(1),
+        "logits": logits,
+        "budget": np.ones(1, np.int32),
+        "stop_ids": np.zeros((1, stop_ids), np.int32),
+        "settings": sampling,
+        "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
+        "controls": jax.device_put(controls),
+    }
+    for length in lengths:
+        state = programs.new_state(length)
+        if captures:
+            state["captures"] = programs.new_captures(rows, length)
+        table = {name: np.repeat(x, rows, axis=0) for name, x in controls.items()}
+        table = jax.device_put(table)
+        for size in (n for n in lengths if n <= length):
+            state, table, _ = programs.insert(state, table, staged[size], new, size)
+        arguments = {
+            "controls": table,
+            "settings": {name: np.repeat(x, rows) for name, x in sampling.items()},
+            "stop_ids": np.zeros((rows, stop_ids), np.int32),
+            "budget": np.ones(rows, np.int32),
+        }
+        state, _ = programs.programs.decode(programs.strategy, state, arguments, 2)
+        for size in (n for n in lengths if n < length):
+            programs.shift(state, 0, size)
+        programs.shift(state, 0, length)
+
+
+def _staging(programs: RowPrograms, length: int, captures: bool) -> State:
+    staging: State = {"cache": new_packed_cache(programs.model, 1, length)}
+    if captures:
+        staging["captures"] = programs.new_captures(1, length)
+    return staging

@@ -1,0 +1,274 @@
+"""The engine: the text of a request is what `generate` makes of it alone."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import backbone_surgery as bs
+from backbone_surgery.serving import engine as engine_module
+from tests.serving.traffic import VOCABULARY, Asked, edited, random_gpt2, random_request
+
+PREFIXES = np.random.default_rng(5).integers(0, VOCABULARY, (2, 64)).tolist()
+
+
+@pytest.fixture(scope="module")
+def lm():
+    rng = np.random.default_rng(3)
+    return edited(rng, random_gpt2(rng))
+
+
+@pytest.fixture(autouse=True)
+def short_caches(monkeypatch):
+    """Let caches begin so short that they grow, shrink and shift all the time."""
+    monkeypatch.setattr(engine_module, "_FIRST_LENGTH", 32)
+
+
+def make_engine(lm, **settings):
+    defaults = {"rows": 3, "length": 112, "prefill_chunk": 16, "chunk_size": 4}
+    return bs.Engine(lm, **{**defaults, **settings})
+
+
+def ask(prompt, captures=False, **settings):
+    return Asked(prompt, captures, stop_token_ids=None, **settings)
+
+
+def assert_as_alone(lm, asked, request):
+    wanted, captures = asked.alone(lm)
+    np.testing.assert_array_equal(request.result(), wanted, err_msg=repr(asked))
+    if asked.captures:
+        for path, values in captures.values.items():
+            np.testing.assert_allclose(
+                request.captures[path], values, rtol=1e-5, atol=1e-5, err_msg=f"{path}: {asked}"
+            )
+
+
+def test_a_request_gives_what_generate_gives_for_it_alone(lm):
+    run_traffic(lm, seed=5, count=8)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(st.integers(0, 2**32 - 1))
+def test_much_traffic(lm, seed):
+    run_traffic(lm, seed, count=20)
+
+
+def run_traffic(lm, seed, count):
+    """Send random requests at random times, cancel some, and compare the others."""
+    rng = np.random.default_rng(seed)
+    cache = int(rng.choice([0, 20_000, 2**28]))
+    engine = make_engine(lm, rows=int(rng.choice([1, 3])), prefix_cache=cache)
+    sent = []
+    for _ in range(count):
+        asked = random_request(rng, PREFIXES)
+        sent.append((asked, asked.submit(engine)))
+        for _ in range(rng.integers(0, 5)):
+            engine.step()
+        if rng.random() < 0.15:
+            sent[rng.integers(len(sent))][1].cancel()
+    while engine.step():
+        pass
+    assert engine.stats.running == engine.stats.waiting == 0
+    for asked, request in sent:
+        if request.finish_reason != "cancelled":
+            assert_as_alone(lm, asked, request)
+
+
+def test_captured_patterns(rng):
+    backbone = random_gpt2(rng)
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Capture("blocks.*.attention_pattern")]))
+    lm.compile(sampler="greedy")
+    engine = make_engine(lm, rows=2, prefix_cache=2**20)
+    sent = []
+    for length in (40, 3, 20, 33):
+        asked = ask(PREFIXES[0][:length], captures=True, max_new_tokens=20)
+        sent.append((asked, asked.submit(engine)))
+    for asked, request in sent:
+        assert_as_alone(lm, asked, request)
+
+
+def test_a_thread_of_its_own_serves_many_threads(lm):
+    rng = np.random.default_rng(1)
+    asked = [random_request(rng, PREFIXES) for _ in range(12)]
+    requests = [None] * len(asked)
+
+    def client(i):
+        requests[i] = asked[i].submit(engine)
+        requests[i].result()
+
+    with make_engine(lm) as engine:
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for one, request in zip(asked, requests, strict=True):
+        assert_as_alone(lm, one, request)
+
+
+def test_leaving_finishes_what_was_asked_for_and_an_error_cancels_it(lm):
+    with make_engine(lm) as engine:
+        request = ask([1, 2, 3], max_new_tokens=20).submit(engine)
+    assert request.finish_reason == "length"
+    assert len(request.token_ids) == 20
+    with pytest.raises(bs.SurgeryError, match="expected an engine that is open"):
+        ask([1], max_new_tokens=1).submit(engine)
+    try:
+        with engine:
+            request = ask([1, 2, 3], max_new_tokens=100).submit(engine)
+            raise KeyError
+    except KeyError:
+        pass
+    assert request.finish_reason == "cancelled"
+
+
+def test_generate_takes_many_prompts_with_settings_for_each(lm):
+    ids = np.array([PREFIXES[0][:9], PREFIXES[1][:9]] * 3)
+    prompts = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    settings = {"max_new_tokens": 7, "stop_token_ids": None}
+    mood = [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+    got = make_engine(lm).generate(prompts, controls={"mood": mood}, **settings)
+    lm.compile(sampler="greedy")
+    want = lm.generate(prompts, controls={"mood": mood}, **settings)["token_ids"]
+    np.testing.assert_array_equal(np.stack(got), want)
+
+
+def test_mixed_requests_compile_nothing_after_the_warm_up(lm):
+    rng = np.random.default_rng(2)
+    engine = make_engine(lm)
+    engine.warm_up(captures=True)
+    before = engine.stats.compilations
+    requests = [random_request(rng, PREFIXES).submit(engine) for _ in range(300)]
+    while engine.step():
+        pass
+    assert all(request.finish_reason in ("stop", "length") for request in requests)
+    assert engine.stats.compilations == before
+
+
+def test_pieces_join_to_the_result(lm):
+    engine = make_engine(lm)
+    request = ask(PREFIXES[0][:20], max_new_tokens=30).submit(engine)
+    pieces = list(request)
+    assert len(pieces) > 5
+    np.testing.assert_array_equal(np.concatenate(pieces), request.token_ids)
+
+
+def test_the_first_token_comes_before_the_first_chunk_has_run(lm):
+    engine = make_engine(lm, chunk_size=20)
+    request = ask(PREFIXES[0][:20], max_new_tokens=30).submit(engine)
+    assert next(len(piece) for piece in request) == 1
+
+
+def test_what_nobody_wants_frees_its_row(lm):
+    engine = make_engine(lm, rows=1)
+    first = ask([1, 2], max_new_tokens=100).submit(engine)
+    second = ask([3, 4], max_new_tokens=2).submit(engine)
+    pieces = iter(first)
+    next(pieces)
+    pieces.close()
+    assert first.finish_reason == "cancelled"
+    third = ask([5, 6], max_new_tokens=100).submit(engine)
+    engine.step()
+    del third
+    assert len(second.result()) == 4
+    while engine.step():
+        pass
+    assert engine.stats.running == engine.stats.waiting == 0
+
+
+def test_a_long_prompt_stalls_running_rows_for_one_chunk_of_it(lm):
+    engine = make_engine(lm)
+    running = ask([1, 2], max_new_tokens=80).submit(engine)
+    engine.step()
+    long = ask(PREFIXES[0], max_new_tokens=4).submit(engine)
+    lengths = []
+    while not len(long.token_ids):
+        engine.step()
+        lengths.append(len(running.token_ids))
+    assert len(lengths) >= 64 // 16
+    assert (np.diff(lengths) > 0).all()
+
+
+def test_first_come_first_served(lm):
+    engine = make_engine(lm, rows=1)
+    requests = [ask([i + 1], max_new_tokens=3).submit(engine) for i in range(5)]
+    ended = []
+    while len(ended) < 5:
+        engine.step()
+        ended += [i for i, r in enumerate(requests) if r.finish_reason and i not in ended]
+    assert ended == [0, 1, 2, 3, 4]
+
+
+def test_the_queue_is_bounded(lm):
+    engine = make_engine(lm, max_waiting=2)
+    for _ in range(2):
+        keep = ask([1], max_new_tokens=1).submit(engine)
+    with pytest.raises(bs.QueueFullError, match="expected at most 2 requests to wait"):
+        ask([1], max_new_tokens=1).submit(engine)
+    keep.cancel()
+
+
+def test_logits_that_are_no_numbers_fail_one_request_alone(lm):
+    engine = make_engine(lm)
+    bad = ask([1, 2, 3], max_new_tokens=9, controls={"mood": 3e38}).submit(engine)
+    good = ask([1, 2, 3], max_new_tokens=9)
+    request = good.submit(engine)
+    assert_as_alone(lm, good, request)
+    with pytest.raises(bs.SurgeryError, match="expected logits to choose a token by"):
+        bad.result()
+    again = good.submit(engine)
+    assert_as_alone(lm, good, again)
+
+
+def test_an_error_is_told_to_all_that_wait_and_the_engine_goes_on(lm, monkeypatch):
+    engine = make_engine(lm)
+    request = ask([1, 2, 3], max_new_tokens=9).submit(engine)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._programs, "insert", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    with pytest.raises(ZeroDivisionError):
+        request.result()
+    good = ask([1, 2, 3], max_new_tokens=9)
+    assert_as_alone(lm, good, good.submit(engine))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -1}, "'temperature': expected 0"),
+        ({"top_k": 1.5}, "'top_k': expected a whole number from 0"),
+        ({"top_p": 2}, "'top_p': expected a number from 0 to 1"),
+        ({"max_new_tokens": 200}, "expected at most 128 tokens in a row"),
+        ({"max_new_tokens": 111}, "expected a prompt and new tokens of at most 112 together"),
+        ({"controls": {"mod": 1.0}}, "Did you mean 'mood'"),
+        ({"stop_token_ids": tuple(range(16))}, "expected fewer than 16"),
+        ({"seed": [1, 2]}, "expected an int from 0"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(lm, settings, words):
+    engine = make_engine(lm)
+    with pytest.raises(bs.SurgeryError, match=words):
+        Asked([1, 2], False, **{"stop_token_ids": None, **settings}).submit(engine)
+    assert not engine.step()
+
+
+def test_bad_settings_of_an_engine(lm):
+    with pytest.raises(bs.SurgeryError, match="expected a CachedCausalLM"):
+        bs.Engine(lm.backbone)
+    with pytest.raises(bs.SurgeryError, match="'rows': expected a positive int"):
+        bs.Engine(lm, rows=0)
+    with pytest.raises(bs.SurgeryError, match="'prefix_cache': expected a number of bytes"):
+        bs.Engine(lm, prefix_cache=-1)
+
+
+def test_a_sampler_that_rows_cannot_share(lm):
+    engine = make_engine(lm)
+    lm.compile(sampler="beam")
+    with pytest.raises(bs.SurgeryError, match="sampler BeamSampler: expected a model that is"):
+        ask([1], max_new_tokens=1).submit(engine)
+    assert ask([1], max_new_tokens=1, temperature=0).submit(engine).result().shape == (2,)
+    lm.compile(sampler="greedy")
