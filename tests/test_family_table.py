@@ -45,6 +45,15 @@ def run(name, backbone, inputs):
     return np.asarray(backbone.predict_on_batch(complete(name, inputs)), "float32")
 
 
+@functools.cache
+def unchanged(name):
+    """A backbone that no test changes, and a model that generates from it."""
+    backbone = ROWS[name].make()
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    return backbone, lm
+
+
 def blocks_of(backbone):
     """Return the decoder blocks, in the order in which they run."""
     family = bs.open_backbone(backbone).family
@@ -53,7 +62,8 @@ def blocks_of(backbone):
 
 @every_shape
 def test_opened_and_cached_are_the_backbone(name, shape, rng):
-    backbone, tolerance = ROWS[name].make(**shape), ROWS[name].tolerance
+    backbone = ROWS[name].make(**shape) if shape else unchanged(name)[0]
+    tolerance = ROWS[name].tolerance
     inputs = ragged(rng, [20, 11, 3], 20)
     inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
     real = inputs["padding_mask"].astype(bool)
@@ -69,9 +79,7 @@ def test_opened_and_cached_are_the_backbone(name, shape, rng):
 )
 def test_greedy_is_the_backbones_own(name, rng):
     """Against the backbone uncached, token by token; rows stop at different times."""
-    backbone = ROWS[name].make()
-    lm = bs.CachedCausalLM(backbone)
-    lm.compile(sampler="greedy")
+    backbone, lm = unchanged(name)
     inputs = ragged(rng, (3, 9, 5), 16)
     free = lm.generate(inputs, stop_token_ids=None)
     stops = tuple(int(i) for i in free["token_ids"][0, -3:])
@@ -97,11 +105,14 @@ def test_greedy_is_that_of_kerashub(name, shape, rng):
     row = ROWS[name]
     if not row.task_is_right:
         pytest.skip("KerasHub's own task does not generate what its backbone computes")
-    backbone = row.make(**shape)
+    if shape:
+        backbone = row.make(**shape)
+        lm = bs.CachedCausalLM(backbone)
+        lm.compile(sampler="greedy")
+    else:
+        backbone, lm = unchanged(name)
     upstream = row.task(backbone=backbone, preprocessor=None)
     upstream.compile(sampler="greedy")
-    lm = bs.CachedCausalLM(backbone)
-    lm.compile(sampler="greedy")
     inputs = ragged(rng, (3, 9, 5), 16)
     free = lm.generate(inputs, stop_token_ids=None)
     stops = tuple(int(i) for i in free["token_ids"][0, -3:])
@@ -116,9 +127,8 @@ def test_greedy_is_that_of_kerashub(name, shape, rng):
 @slow
 @every_family
 def test_the_default_sampler_is_that_of_kerashub(name):
-    row = ROWS[name]
-    backbone = row.make()
-    upstream = row.task(backbone=backbone, preprocessor=None)
+    backbone, _ = unchanged(name)
+    upstream = ROWS[name].task(backbone=backbone, preprocessor=None)
     lm = bs.CachedCausalLM(backbone)
     assert type(lm.sampler) is type(upstream.sampler)
     assert lm.sampler.get_config() == upstream.sampler.get_config()
@@ -128,7 +138,7 @@ def test_the_default_sampler_is_that_of_kerashub(name):
 @every_family
 def test_steered_by_row(name, rng):
     """Against KerasHub's own block, that gives what it gives and the vector."""
-    backbone = ROWS[name].make()
+    backbone, unsteered = unchanged(name)
     inputs = tokens(rng, 3, 12)
     vector = rng.normal(size=32).astype("float32")
     strength = np.array([1.5, 0.0, -0.5], "float32")
@@ -153,8 +163,6 @@ def test_steered_by_row(name, rng):
     lm.compile(sampler="greedy")
     options = {"max_new_tokens": 6, "stop_token_ids": None}
     text = lm.generate(inputs, controls={"mood": strength}, **options)
-    unsteered = bs.CachedCausalLM(backbone)
-    unsteered.compile(sampler="greedy")
     wanted = unsteered.generate(inputs, **options)
     assert np.array_equal(text["token_ids"][1], wanted["token_ids"][1])
 
@@ -176,7 +184,7 @@ def scored_by_layers(name, backbone, inputs, intercept):
 def test_score(name, rng):
     """Against the backbone's own layers, and KerasHub's `score` where the task has one."""
     row = ROWS[name]
-    backbone = row.make()
+    backbone, lm = unchanged(name)
     inputs = ragged(rng, (5, 8, 6), 8)
     inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
 
@@ -190,7 +198,7 @@ def test_score(name, rng):
 
         return score(intercept), seen
 
-    got, seen = run(lambda f: bs.CachedCausalLM(backbone).score(**inputs, layer_intercept_fn=f))
+    got, seen = run(lambda f: lm.score(**inputs, layer_intercept_fn=f))
     wanted = [run(lambda f: scored_by_layers(name, backbone, inputs, f))]
     if hasattr(row.task, "score"):
         upstream = row.task(backbone=backbone, preprocessor=None)
@@ -207,7 +215,7 @@ def test_score(name, rng):
 @every_family
 def test_captures_are_what_the_backbones_own_layers_give(name, rng):
     row = ROWS[name]
-    backbone = row.make()
+    backbone, _ = unchanged(name)
     model = bs.operate(backbone, [bs.Capture("embeddings", "blocks.*", "blocks.*.*")])
     inputs = tokens(rng, 2, 12)
     captures = model.predict_on_batch(inputs)["captures"]
@@ -225,7 +233,7 @@ def test_captures_are_what_the_backbones_own_layers_give(name, rng):
 @slow
 @every_family
 def test_captures_of_generation_are_those_of_the_finished_text(name, rng):
-    model = bs.operate(ROWS[name].make(), [bs.Capture("blocks.*", "blocks.*.*")])
+    model = bs.operate(unchanged(name)[0], [bs.Capture("blocks.*", "blocks.*.*")])
     lm = bs.CachedCausalLM(model)
     lm.compile(sampler="greedy")
     prompts = ragged(rng, (4, 7), 7)

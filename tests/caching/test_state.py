@@ -344,5 +344,5 @@ class KeepsPadding(CausalConv):
 def test_check_finds_state_that_padding_after_a_chunk_changes():
     conv = KeepsPadding(4, name="convolution")
     edited = bs.operate(make_gpt2(), [bs.Insert("blocks.0", conv)])
-    with pytest.raises(bs.CacheMismatchError, match="padding after chunks: [1-9]"):
+    with pytest.raises(bs.CacheMismatchError, match=r"padding after chunks: [1-9]"):
         bs.check(edited)
