@@ -4,6 +4,7 @@ The weights stay in the layers of the block: its router, and its *bank*, the lay
 kernels of all experts, each float[experts, inputs, outputs].
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,8 @@ class TopExperts(keras.layers.Layer):
         logits: float[batch, time, experts].
 
     Returns:
-        float[batch, time, experts]: zero for an expert that is not chosen.
+        float[batch, time, experts]: zero for an expert that is not chosen. None is, where all
+        logits are minus infinity, as several `Ablate` may leave them together.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class TopExperts(keras.layers.Layer):
         elif self.normalize:
             best = best / ops.sum(best, axis=-1, keepdims=True)
         chosen = ops.one_hot(index, logits.shape[-1], dtype=best.dtype)
-        return ops.sum(chosen * best[..., None], axis=-2)
+        weights = ops.sum(chosen * best[..., None], axis=-2)
+        is_any_left = ops.not_equal(ops.max(logits, axis=-1, keepdims=True), -math.inf)
+        return ops.where(is_any_left, weights, ops.zeros_like(weights))
 
     def _softmax(self, logits):
         scores = ops.cast(logits, "float32") if self.upcast else logits

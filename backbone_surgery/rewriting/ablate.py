@@ -36,8 +36,9 @@ class Ablate(ControlledRewrite):
     What stands in for an ablated activation:
 
     * `to="zero"`: zeros. At `router`, where zero is a logit like any other, it is minus infinity:
-      the expert is never chosen, and the next best takes its place. At `expert_weights` an expert
-      that was chosen counts nothing, and none takes its place.
+      the expert is never chosen, and the next best takes its place. One `Ablate` must leave some;
+      where several together leave none, the experts give zero. At `expert_weights` an expert that
+      was chosen counts nothing, and none takes its place.
     * `to="mean"`: the mean over a reference set of texts, as `GeneratedActivations.mean()` gives
       it.
     * `to="resample"`: the activations of reference texts. The token at position p takes entry

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.opening.experts import TopExperts
 from tests.families import ROWS
 from tests.helpers import ragged, relative
 from tests.recording import patched, sublayer
@@ -73,6 +74,33 @@ def test_another_expert_takes_the_place_of_one_that_is_never_chosen(rng):
         assert not weights[..., 1].any()
         assert (np.count_nonzero(weights, axis=-1) == 2).all()
         np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_two_that_leave_none_together_are_experts_that_give_zero(name, rng):
+    backbone = ROWS[name].make()
+    halves = [(0, 1), (2, 3)]
+    rewrites = [
+        bs.Ablate("blocks.*.router", experts=half, name=f"half_{half[0]}") for half in halves
+    ]
+    edited = bs.operate(backbone, rewrites)
+    without = bs.operate(backbone, [bs.Ablate("blocks.*.expert_weights")])
+    inputs = tokens(rng, 1, 6)
+    wanted = without.predict_on_batch(inputs)
+    assert np.isfinite(wanted).all()
+    assert relative(edited.predict_on_batch(inputs), wanted) <= 1e-6
+    assert relative(run_chunks(bs.rewire(edited), inputs, [4, 1, 1])[0], wanted) <= 5e-6
+
+
+@pytest.mark.parametrize(
+    ("chosen_first", "normalize"), [(False, True), (False, False), (True, True)]
+)
+def test_where_no_expert_is_left_none_is_chosen(chosen_first, normalize):
+    logits = np.array([[[-np.inf, 1.0, 0.5], [-np.inf] * 3]], "float32")
+    weights = np.array(TopExperts(2, normalize, chosen_first)(logits))
+    assert weights[0, 0].any()
+    assert np.array_equal(weights[0, 1], np.zeros(3))
 
 
 @pytest.mark.slow
