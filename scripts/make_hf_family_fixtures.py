@@ -38,7 +38,7 @@ LARGEST_FOLDER = 150_000
 LEAST_EFFECT = 1e-4
 """How much a change named in `matters` must change some logit, relative to the largest.
 
-Twenty times what the tests allow."""
+Ten times what the tests allow."""
 MOST_ROUNDING = 3e-6
 """How far the logits may be from those in float64, relative to the largest: some random weights
 multiply rounding by thousands."""

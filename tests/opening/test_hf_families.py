@@ -34,8 +34,9 @@ pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_families"
 FOLDERS = sorted(path.name for path in FIXTURES.iterdir())
-EXACT = 5e-6
-"""Of the largest logit. Seen: 7e-7 (GPT-NeoX) to 4.2e-6 (Qwen MoE)."""
+EXACT = 1e-5
+"""Of the largest logit. Seen: 7e-7 (GPT-NeoX) to 4.2e-6 (Qwen MoE), and from run to run 4.5e-6 to
+7.7e-6 (Qwen 3.5 MoE) and 5.0e-6 to 5.6e-6 (Gemma 4; KerasHub's own backbone 4.8e-6)."""
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
