@@ -30,10 +30,26 @@ def test_examples_run(name, monkeypatch, capsys):
     assert "cached = uncached" in capsys.readouterr().out
 
 
+def blocks_of_the_guide_to_families():
+    """Return the example of chat, and that of a family."""
+    text = (DOCS / "families.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.mark.slow
+def test_the_example_of_chat_runs(capsys):
+    chat, _ = blocks_of_the_guide_to_families()
+    folder = ROOT / "tests/fixtures/hf_chat"
+    code = chat.replace('"./Qwen3-0.6B"', f'"{folder}", load_weights=False')
+    assert code != chat
+    exec(code, {"__name__": "families", "bs": bs})
+    assert capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_worked_example_of_a_family(monkeypatch):
     """The file that the guide shows opens Qwen 3 as the package does."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "families.md").read_text(), re.M | re.S)
+    _, code = blocks_of_the_guide_to_families()
     names = {"__name__": "families"}
     exec(code, names)
     backbone = ROWS["qwen3"].make()

@@ -13,7 +13,7 @@ from backbone_surgery import graph
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation import cached_call, request, scoring
+from backbone_surgery.generation import cached_call, chat, request, scoring
 from backbone_surgery.generation.captures import pack
 from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
@@ -126,13 +126,15 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
         if recipe is not None:
             backbone = load_recipe(recipe, backbone)
+        chat.load_chat(preprocessor, preset_path(preset))
         return cls(backbone, preprocessor, trust=trust)
 
     def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
         """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
 
-        The folder is written whole or not at all. KerasHub itself loads the base from it, as it is
-        without the edit; `from_preset` of this class loads both.
+        The chat template is saved beside them, in `chat_template.jinja`. The folder is written
+        whole or not at all. KerasHub itself loads the base from it, as it is without the edit;
+        `from_preset` of this class loads both.
 
         Args:
             preset_dir: path of the folder.
@@ -142,7 +144,54 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             SurgeryError: the edit has no description, see `save_recipe`, the backbone is
                 quantised, or the folder holds something else.
         """
-        save_preset(self.opened, self.preprocessor, preset_dir, max_shard_size)
+        save_preset(self.opened, self._save_text, preset_dir, max_shard_size)
+
+    def _save_text(self, folder: Path) -> None:
+        if self.preprocessor is not None:
+            self.preprocessor.save_to_preset(str(folder))
+            chat.save_chat(self.preprocessor, folder)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of the tokenizer, in Jinja; `None` if there is none.
+
+        `from_preset` reads it from the folder: from `chat_template.jinja`, or else from
+        `tokenizer_config.json`. It belongs to the tokenizer, so every model over this tokenizer has
+        it. It can be set.
+        """
+        return chat.chat_of(self.preprocessor).template
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        chat.set_template(self.preprocessor, template)
+
+    def chat_prompt(
+        self, messages: Any, add_generation_prompt: bool = True, template: str | None = None
+    ) -> str:
+        """Render a conversation with the chat template, as `transformers` does.
+
+        `generate`, `stream` and the engine turn the result into the token ids that
+        `apply_chat_template` of `transformers` gives: the prompt has a start token where the
+        template writes one, and the preprocessor adds none. This holds for the string that is
+        returned, and for it with text added to its end. Any other string gets the start token as
+        usual. `strip_prompt=True` returns the answer alone.
+
+        Args:
+            messages: a list of dicts with a `role` and a `content`: a string, or a list of parts
+                such as `{"type": "text", "text": "Hello"}`. A message with `tool_calls` may have no
+                content.
+            add_generation_prompt: whether to end with the opening of an answer.
+            template: in Jinja, in place of `chat_template`.
+
+        Returns:
+            The prompt.
+
+        Raises:
+            SurgeryError: there is no template or no preprocessor, jinja2 is missing (`pip install
+                "backbone-surgery[chat]"`), a message is malformed, the template fails, or the
+                tokenizer does not make one token of a special token in the prompt.
+        """
+        return chat.chat_prompt(self.preprocessor, messages, add_generation_prompt, template)
 
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
         """Save the weights of the backbone, in its own format, whatever was edited."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.chat import ChatPrompt, chat_ids
 from backbone_surgery.numbers import read_array, read_mask
 
 
@@ -101,7 +102,10 @@ def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
             f"{shown(texts)}: {type(error).__name__}, {error}. Pass other text."
         ) from error
     ids, masks = np.asarray(packed["token_ids"]), np.asarray(packed["padding_mask"], bool)
-    rows = [row[mask] for row, mask in zip(ids, masks, strict=True)]
+    rows = [
+        chat_ids(text, preprocessor.tokenizer) if isinstance(text, ChatPrompt) else row[mask]
+        for text, row, mask in zip(texts, ids, masks, strict=True)
+    ]
     return Prompts(rows, scalar=isinstance(inputs, str))
 
 
@@ -120,7 +124,7 @@ def _texts(inputs: Any) -> list[str]:
             f"Received {shown(inputs)}. Pass text, or make the model with `preprocessor=None` to "
             "pass token ids."
         )
-    return [str(t) for t in texts]
+    return [t if isinstance(t, ChatPrompt) else str(t) for t in texts]
 
 
 def _from_arrays(inputs: Any) -> Prompts:

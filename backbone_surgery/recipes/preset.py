@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora, 
 FOLDER = "recipe"
 _OURS = re.compile(
     r"(config|metadata|task|preprocessor|tokenizer)\.json|(model|task)(_\d+)?\.weights\.(h5|json)"
-    r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)"
+    r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)|tokenizer_config\.json|chat_template\.jinja"
     rf"|{FOLDER}/(recipe\.json|deltas-[0-9a-f]{{16}}\.safetensors)"
 )
 
 
 def save_preset(
-    edited: EditedBackbone, preprocessor: Any, preset_dir: Any, max_shard_size: float | None
+    edited: EditedBackbone, add: Callable[[Path], object], preset_dir: Any, most: float | None
 ) -> None:
-    """Write base, preprocessor and recipe to a folder, whole or not at all.
+    """Write base, recipe, and what `add` adds, to a folder, whole or not at all.
 
     The base is written without LoRA, as it is before the recipe is applied. KerasHub can load it,
     and does not look at the recipe.
@@ -46,9 +47,8 @@ def save_preset(
         if edited.rewrites or tuned:
             save_recipe(edited, folder / FOLDER)
         base = copy_backbone(owner) if tuned else owner
-        base.save_to_preset(str(folder), max_shard_size=max_shard_size)
-        if preprocessor is not None:
-            preprocessor.save_to_preset(str(folder))
+        base.save_to_preset(str(folder), max_shard_size=most)
+        add(folder)
 
 
 def _is_preset(path: Path) -> bool:
