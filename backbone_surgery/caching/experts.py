@@ -61,7 +61,8 @@ class ChosenExperts(keras.layers.Layer):
             return self.mixed(x, weights)
         shares, index = ops.top_k(ops.reshape(weights, (batch * time, count)), self.top_k)
         pairs = ops.repeat(ops.reshape(x, (batch * time, 1, hidden_dim)), self.top_k, axis=0)
-        made = self.mixed.expert(pairs, _Chosen(self.mixed.bank, ops.reshape(index, (-1,))))
+        chosen = _Chosen(self.mixed.bank, ops.reshape(index, (-1,)), self.compute_dtype)
+        made = self.mixed.expert(pairs, chosen)
         made = ops.reshape(made, (batch * time, self.top_k, hidden_dim)) * shares[..., None]
         return ops.reshape(ops.sum(made, axis=1), (batch, time, hidden_dim))
 
@@ -73,40 +74,53 @@ class ChosenExperts(keras.layers.Layer):
 class _Chosen(Experts):
     """Experts of a bank, one for each token: what is float[experts, ...] is float[tokens, ...].
 
+    Weights are cast after they are taken: cast before, the whole bank would be read.
+
     Args:
         bank: the layer that owns the kernels.
         index: int[tokens], the expert of each token.
+        dtype: the dtype that is computed in.
     """
 
-    def __init__(self, bank: keras.layers.Layer, index: Any) -> None:
+    def __init__(self, bank: keras.layers.Layer, index: Any, dtype: str) -> None:
         super().__init__(bank)
-        self.index = index
+        self.index, self.dtype = index, dtype
 
     def project(self, x: Any, name: str) -> Any:
         """Multiply float[tokens, 1, inputs] by the kernels of the experts.
 
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
-        that stay in its cache, so that memory is read once and not written.
+        that stay in its cache, so that memory is read once and not written. Not so for kernels in
+        half precision: XLA on a CPU would make float32 of the whole bank, in a loop.
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
         tokens = x.shape[0]
-        size = _piece(inputs, tokens * outputs * kernel.dtype.itemsize) if on_cpu() else inputs
+        in_pieces = on_cpu() and keras.backend.standardize_dtype(kernel.dtype) == "float32"
+        size = _piece(inputs, tokens * outputs * kernel.dtype.itemsize) if in_pieces else inputs
         if size == inputs:
-            return ops.matmul(x, ops.take(kernel, self.index, axis=0))
+            return ops.matmul(x, self._take(kernel, self.index))
         count = inputs // size
         pieces = ops.reshape(kernel, (experts * count, size, outputs))
 
         def add(i: Any, total: Any) -> Any:
             part = ops.slice(x, (0, 0, i * size), (tokens, 1, size))
-            product = ops.matmul(part, ops.take(pieces, self.index * count + i, axis=0))
+            product = ops.matmul(part, self._take(pieces, self.index * count + i))
             return total + ops.cast(product, "float32")
 
         total = ops.fori_loop(0, count, add, ops.zeros((tokens, 1, outputs), "float32"))
         return ops.cast(total, x.dtype)
 
     def vector(self, name: str) -> Any:
-        return ops.take(super().vector(name), self.index, axis=0)
+        return self._take(super().vector(name), self.index)
+
+    def kernel(self, name: str) -> Any:
+        """Return a weight of the bank as it lies, in the dtype in which it is stored."""
+        with graph.as_stored():
+            return super().kernel(name)
+
+    def _take(self, kernel: Any, index: Any) -> Any:
+        return ops.cast(ops.take(kernel, index, axis=0), self.dtype)
 
 
 def _piece(inputs: int, row_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
+    as_stored,
     autocasting,
     infer,
     is_auto_named,
@@ -40,6 +41,7 @@ __all__ = [
     "CloneFn",
     "all_nodes",
     "as_functional",
+    "as_stored",
     "autocasting",
     "building",
     "clone_layer_graph",

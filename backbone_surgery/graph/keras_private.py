@@ -21,6 +21,11 @@ def autocasting(layer: keras.Layer) -> Iterator[None]:
         yield
 
 
+def as_stored() -> contextlib.AbstractContextManager:
+    """Let the variables read inside have the dtype in which they are stored."""
+    return AutocastScope(None)
+
+
 def infer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the shapes and dtypes of what a function gives for symbolic tensors."""
     return compute_output_spec(function, *args, **kwargs)

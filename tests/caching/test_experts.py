@@ -1,5 +1,6 @@
 """While few tokens are run at a time, the chosen experts alone are read, and nothing changes."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -74,6 +75,35 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed):
     assert np.isfinite(chosen(x, weights)).all()
     more = inputs_of(rng, 4)  # as many choices as experts
     assert np.isnan(chosen(*more)).all()
+
+
+def compiled(layer, x, weights):
+    """Compile one call of a layer, with the weights of its bank as arguments."""
+    variables = layer.mixed.bank.weights
+
+    def call(values, x, weights):
+        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+            return layer(x, weights)
+
+    values = [v.value for v in variables]
+    return jax.jit(call).lower(values, x, weights).compile()
+
+
+@pytest.mark.parametrize("piece_bytes", [80, 2**22])
+@pytest.mark.parametrize("policy", ["float32", "bfloat16", "mixed_bfloat16"])
+def test_the_bank_is_not_cast_as_a_whole(rng, monkeypatch, policy, piece_bytes):
+    monkeypatch.setattr(experts, "_PIECE_BYTES", piece_bytes)
+    bank = Bank(dtype=policy)
+    bank.build(None)
+    stored = sum(v.value.nbytes for v in bank.weights)
+    mixed = MixedExperts(bank, expert, dtype=policy)
+    x, weights = (ops.cast(a, mixed.compute_dtype) for a in inputs_of(rng, 1, top_k=1))
+    wanted = mixed(x, weights)
+    chosen = ChosenExperts(mixed, 1)
+    program = compiled(chosen, x, weights)
+    # One expert of eight, in float32.
+    assert program.memory_analysis().temp_size_in_bytes < 0.6 * stored
+    assert relative(chosen(x, weights), wanted) <= (2e-2 if "b" in policy else 1e-6)
 
 
 VECTOR = np.ones(6, "float32")
