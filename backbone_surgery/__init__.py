@@ -62,6 +62,7 @@ from backbone_surgery.rewriting.nested import rewrite_nested
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.serving.engine import Engine, EngineStats, QueueFullError
 from backbone_surgery.serving.request import EngineRequest
+from backbone_surgery.serving.serve import serve
 from backbone_surgery.vectors import ControlVector, contrast_pairs
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.merge import merge
@@ -136,6 +137,7 @@ __all__ = [
     "rewire",
     "rewrite_nested",
     "save_recipe",
+    "serve",
     "sites",
     "sweep",
     "to_mermaid",

@@ -25,10 +25,10 @@ ORDER = [
     "weights",
     "recipes",
     "generation",
-    "serving",
     "vectors",
     "analysis",
     "drawing",
+    "serving",
     "__init__",
     "cli",
 ]

@@ -1,6 +1,6 @@
 """Load the model of a command, steered by control vectors. Keras is imported here, not before."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ def load(
     model: str,
     vectors: Mapping[str, str] | None = None,
     sampler: SamplerName = SamplerName.greedy,
+    recipe: Path | None = None,
+    capture: Sequence[str] = (),
 ) -> Any:
     """Load a model as a compiled `CachedCausalLM`.
 
@@ -19,20 +21,31 @@ def load(
         model: name, URL or folder.
         vectors: for each control, the control vector that it steers by; strength 0 at first.
         sampler: how tokens are chosen.
+        recipe: the folder of an edit, which comes first.
+        capture: selectors of sites to capture.
     """
     import backbone_surgery as bs
     from backbone_surgery.presets import load_preset
 
     backbone, preprocessor = attempt(load_preset, model)
-    steers = [
-        attempt(bs.Steer, name, _load_vector(model, file), strength=0.0)
-        for name, file in (vectors or {}).items()
+    if recipe is not None:
+        backbone = attempt(bs.load_recipe, recipe, backbone)
+    rewrites: list[Any] = [
+        attempt(bs.Steer, name, loaded, strength=0.0)
+        for name, loaded in load_vectors(model, vectors or {}).items()
     ]
-    if steers:
-        backbone = attempt(bs.operate, backbone, steers)
+    if capture:
+        rewrites.append(attempt(bs.Capture, *capture))
+    if rewrites:
+        backbone = attempt(bs.operate, backbone, rewrites)
     lm = attempt(bs.CachedCausalLM, backbone, preprocessor)
     attempt(lm.compile, sampler=sampler.value)
     return lm
+
+
+def load_vectors(model: str, files: Mapping[str, str]) -> dict[str, Any]:
+    """Load control vectors, from files or of those that come with a model."""
+    return {name: _load_vector(model, file) for name, file in files.items()}
 
 
 def _load_vector(model: str, file: str) -> Any:

@@ -147,7 +147,7 @@ class Engine:
     def submit(
         self,
         prompt: Any,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = 64,
         controls: Mapping[str, Any] | None = None,
         seed: int | None = None,
         temperature: float | None = None,
@@ -163,7 +163,7 @@ class Engine:
         Args:
             prompt: a string; without a preprocessor a dict of `token_ids` int[1, length] and
                 `padding_mask` [1, length].
-            max_new_tokens: new tokens at most.
+            max_new_tokens: new tokens at most; `None` for as many as the engine's length leaves.
             controls: as of `CachedCausalLM.generate`, for one row.
             seed: an int; without one, each request draws differently.
             temperature: what logits are divided by; 0 takes the likeliest token each time. If
@@ -315,7 +315,7 @@ class Engine:
         _, _, batch = read_request(
             self.lm,
             inputs,
-            None,
+            self.length if asked["max_new_tokens"] is None else None,
             asked["max_new_tokens"],
             asked["stop_token_ids"],
             asked["stop_sequences"],
@@ -342,6 +342,7 @@ class Engine:
                     "submit: expected an engine that is open. Received one that was closed. Make "
                     "another, or enter it again."
                 )
+            self._queue = deque(job for job in self._queue if not job.ended)
             # `generate` may bring more prompts than may wait, as long as nobody else does.
             if len(self._queue) + (len(jobs) if count else 1) > self.max_waiting:
                 raise QueueFullError(

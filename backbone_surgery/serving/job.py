@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +32,7 @@ class Job:
         error: what went wrong, if anything did.
         captured: `{name: array}` of the tokens that were run, once it has ended.
         cancelled: whether nobody wants it any more.
+        listeners: called after each change, by whatever thread makes it.
         reused: how many tokens of the prompt came out of the prefix cache.
         submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
         first_token: when its first token was there.
@@ -49,6 +51,7 @@ class Job:
     error: BaseException | None = None
     captured: dict[str, np.ndarray] | None = None
     cancelled: bool = False
+    listeners: list[Callable[[], None]] = field(default_factory=list)
     reused: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -71,14 +74,14 @@ class Job:
             if len(new) and self.first_token is None:
                 self.first_token = time.perf_counter()
             self.new, self.reason = new, reason
-            self.changed.notify_all()
+            self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
         with self.changed:
             if not self.ended:
                 self.error, self.reason = error, "error"
-                self.changed.notify_all()
+                self._tell()
 
     def cancel(self) -> None:
         """End as it is: nobody waits for the rest."""
@@ -86,4 +89,9 @@ class Job:
             self.cancelled = True
             if not self.ended:
                 self.reason = "cancelled"
-                self.changed.notify_all()
+                self._tell()
+
+    def _tell(self) -> None:
+        self.changed.notify_all()
+        for listener in self.listeners:
+            listener()

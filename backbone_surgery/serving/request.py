@@ -8,6 +8,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import GeneratedActivations, pack
+from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.serving.job import Job, Reason
 
 
@@ -54,6 +55,10 @@ class EngineRequest:
         job = self._job
         return None if job.first_token is None else job.first_token - job.submitted
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have a function called at every change, in the thread that makes it."""
+        self._job.listeners.append(listener)
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the text piece by piece, as `stream` does; token ids without a preprocessor.
 
@@ -94,6 +99,22 @@ class EngineRequest:
         ended, new = job.ended, job.new
         text = job.stops.render(job.prompt, new, self._strip_prompt)
         return text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+    @property
+    def token_texts(self) -> list[str]:
+        """The text that each token adds, of the prompt and the new ones; they join to the whole.
+
+        Of a character that takes several tokens, the last one has it.
+        """
+        ids = np.concatenate([self._job.prompt, self._job.new])
+        rows = [ids[: i + 1] for i in range(len(ids))]
+        texts = to_text(rows, self._job.stops.preprocessor) if rows else []
+        pieces, shown = [], ""
+        for i, text in enumerate(texts):
+            text = text if i + 1 == len(texts) else text.rstrip("\N{REPLACEMENT CHARACTER}")
+            pieces.append(text[len(shown) :] if text.startswith(shown) else "")
+            shown += pieces[-1]
+        return pieces
 
     def result(self) -> Any:
         """Wait for the end, and return the text; int32[tokens] without a preprocessor.

@@ -1,0 +1,62 @@
+"""`serve`: an OpenAI-compatible server, with steering by vectors or a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backbone_surgery.cli.console import attempt, note
+from backbone_surgery.cli.loading import load, load_vectors
+from backbone_surgery.cli.options import (
+    Model,
+    Sampler,
+    SamplerName,
+    Vectors,
+    parse_vectors,
+)
+
+
+def serve(
+    model: Model = "tiny_gpt2",
+    vector: Vectors = [],  # noqa: B006 - typer copies it
+    recipe: Annotated[
+        Path | None, typer.Option(help="The folder of an edit, as `save_recipe` writes it.")
+    ] = None,
+    capture: Annotated[
+        list[str],
+        typer.Option(help="Sites whose activations clients may ask for, such as 'blocks.*'."),
+    ] = [],  # noqa: B006
+    rows: Annotated[int, typer.Option(min=1, help="How many requests run at once.")] = 16,
+    length: Annotated[
+        int, typer.Option(min=1, help="Tokens of a request at most, prompt and new ones.")
+    ] = 2048,
+    sampler: Sampler = SamplerName.greedy,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="BACKBONE_SURGERY_API_KEY", help="What every request has to bring."),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja template, instead of the tokenizer's.")
+    ] = None,
+) -> None:
+    """Serve a model with OpenAI's routes; each request is steered by itself."""
+    import backbone_surgery as bs
+
+    files = attempt(parse_vectors, vector)
+    lm = load(model, files, sampler, recipe, capture)
+    template = None if chat_template is None else attempt(chat_template.read_text, "utf-8")
+    note("compiling the programs that requests will need")
+    attempt(
+        bs.serve,
+        lm,
+        host,
+        port,
+        load_vectors(model, files),
+        api_key,
+        name=Path(model).name,
+        chat_template=template,
+        rows=rows,
+        length=length,
+    )

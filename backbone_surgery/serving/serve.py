@@ -1,0 +1,79 @@
+"""`serve`: an OpenAI-compatible server over a model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.extras import import_extra
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import is_int
+from backbone_surgery.serving.engine import Engine
+from backbone_surgery.vectors import ControlVector
+
+
+def serve(
+    lm: CachedCausalLM,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    vectors: Mapping[str, ControlVector] | None = None,
+    api_key: str | None = None,
+    name: str | None = None,
+    chat_template: str | None = None,
+    warm_up: bool = True,
+    **engine: Any,
+) -> None:
+    """Serve a model over HTTP until the process is told to end.
+
+    The routes are those of OpenAI, `/v1/completions` and `/v1/chat/completions`, with two more
+    fields: `steering` for the controls of the model, and `capture` for what it captures. See
+    docs/serving.md. On SIGTERM or SIGINT it finishes what runs and refuses what comes.
+
+    Args:
+        lm: the model, with a preprocessor.
+        host: the address to listen on; by default only this machine can connect.
+        port: the port to listen on.
+        vectors: named vectors that requests may steer by.
+        api_key: that every request but for `/health` has to bring.
+        name: of the model, for clients; by default that of its backbone.
+        chat_template: a Jinja template, in the place of the one that comes with the tokenizer.
+        warm_up: whether to compile every program before the first request.
+        **engine: see `Engine`.
+
+    Raises:
+        SurgeryError: a package of the extra `serve` is missing, or an argument does not fit.
+    """
+    uvicorn = import_extra("serve", "uvicorn")
+    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
+    if not is_int(port) or not 0 <= port < 2**16:
+        raise SurgeryError(
+            f"serve at 'port': expected a number from 0 to 65535. Received {shown(port)}. Pass one."
+        )
+    uvicorn.run(app, host=host, port=port)
+
+
+def make_server_app(
+    lm: CachedCausalLM,
+    vectors: Mapping[str, ControlVector] | None = None,
+    api_key: str | None = None,
+    name: str | None = None,
+    chat_template: str | None = None,
+    warm_up: bool = True,
+    **engine: Any,
+) -> Any:
+    """Make the ASGI application that `serve` runs; see there."""
+    for module in ("fastapi", "prometheus_client"):
+        import_extra("serve", module)
+    from backbone_surgery.serving.web.app import Service, make_app
+
+    if not isinstance(lm, CachedCausalLM) or lm.preprocessor is None:
+        raise SurgeryError(
+            f"serve: expected a CachedCausalLM with a preprocessor, to read and make text. "
+            f"Received {shown(lm)}. Load it with `from_preset`, or attach one."
+        )
+    if api_key is not None and (not isinstance(api_key, str) or not api_key):
+        raise SurgeryError("serve at 'api_key': expected a text. Received none. Leave it out.")
+    running = Engine(lm, **engine)
+    if warm_up:
+        running.warm_up(captures=bool(lm.opened.captures))
+    name = name or lm.backbone.name
+    return make_app(Service(running, name, vectors or {}, api_key, chat_template))

@@ -1,0 +1,4 @@
+"""The server: OpenAI's routes over an engine, with steering, captures and a playground.
+
+It needs the packages of the extra `serve`.
+"""

@@ -1,0 +1,297 @@
+"""The application: routes, who may use them, and how errors are answered."""
+
+import asyncio
+import base64
+import binascii
+import hmac
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.opening.site import places, select
+from backbone_surgery.serving.engine import Engine, QueueFullError
+from backbone_surgery.serving.request import EngineRequest
+from backbone_surgery.serving.web.answers import Answer, error_body
+from backbone_surgery.serving.web.body import ChatCompletion, Completion, TextCompletion
+from backbone_surgery.serving.web.limits import BodyLimit
+from backbone_surgery.serving.web.metrics import Metrics
+from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
+from backbone_surgery.vectors import ControlVector
+
+_NEW_TOKENS = 16
+"""New tokens of a completion that does not say how many, as OpenAI has it."""
+
+
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+)
+"""What the playground may load: itself, and the routes of this server."""
+
+
+class Service:
+    """What the routes share.
+
+    Args:
+        engine: that makes the texts.
+        name: of the model.
+        vectors: named vectors to begin with.
+        api_key: that every request but for `/health` has to bring; `None` lets all in.
+        chat_template: in the place of the one that comes with the tokenizer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        vectors: Mapping[str, ControlVector],
+        api_key: str | None,
+        chat_template: str | None,
+    ) -> None:
+        self.engine, self.name, self.lm = engine, name, engine.lm
+        self.vectors = Vectors(engine.lm, vectors)
+        self.api_key, self.chat_template = api_key, chat_template
+        self.metrics = Metrics(engine)
+
+    def check_key(self, request: Request) -> None:
+        """Refuse a request without the key; comparing takes the same time however wrong it is."""
+        if self.api_key is None or request.url.path == "/health":
+            return
+        kind, _, value = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "basic":  # a browser asks for a password, and sends it so
+            try:
+                value = base64.b64decode(value).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                value = ""
+        if not hmac.compare_digest(value.encode(), self.api_key.encode()):
+            raise HTTPException(
+                401,
+                "expected the API key of this server. Received none, or another. Send it as "
+                "`Authorization: Bearer KEY`.",
+                {"WWW-Authenticate": 'Basic realm="API key"'},
+            )
+
+    def submit(
+        self, body: Completion, prompts: list[str], max_tokens: int | None
+    ) -> list[EngineRequest]:
+        """Send a request to the engine for each choice of each prompt; all of them, or none."""
+        if body.model not in (None, self.name):
+            raise SurgeryError(
+                f"model '{body.model}': expected '{self.name}', which is what this server has. "
+                "Received another. `GET /v1/models` names it."
+            )
+        controls = read_steering(self.lm, self.vectors, body.steering)
+        capture = self.sites(body)
+        requests: list[EngineRequest] = []
+        try:
+            for prompt in prompts:
+                for i in range(body.n):
+                    requests.append(
+                        self.engine.submit(
+                            prompt,
+                            max_new_tokens=max_tokens,
+                            controls=controls,
+                            seed=None if body.seed is None else (body.seed + i) % 2**32,
+                            temperature=body.temperature,
+                            top_k=body.top_k,
+                            top_p=body.top_p,
+                            stop_sequences=body.stops,
+                            strip_prompt=True,
+                            return_captures=bool(capture),
+                        )
+                    )
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        return requests
+
+    def sites(self, body: Completion) -> list[str]:
+        """Return the captured sites that a request asks for."""
+        if body.capture is None:
+            return []
+        known = list(self.lm.opened.captures)
+        if not known:
+            raise SurgeryError(
+                "capture: expected a model that captures something. Received one without a "
+                "`Capture`. Serve an edit that has one."
+            )
+        return list(dict.fromkeys(p for s in body.capture for p in select(s, known)))
+
+    async def answer(self, answer: Answer, body: Completion, http: Request) -> Response:
+        """Answer whole or as events; a client that leaves cancels its requests."""
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(
+                self._counted(answer, answer.events(usage)), media_type="text/event-stream"
+            )
+        task = asyncio.create_task(answer.whole())
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=1.0)
+                if not task.done() and await http.is_disconnected():
+                    return Response(status_code=499)
+            return JSONResponse(task.result())
+        finally:
+            task.cancel()
+            answer.cancel()
+            self._count(answer)
+
+    async def _counted(self, answer: Answer, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                yield event
+        finally:
+            answer.cancel()
+            self._count(answer)
+
+    def _count(self, answer: Answer) -> None:
+        for request in answer.requests:
+            self.metrics.ended(request)
+
+
+def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
+    """Make the application of a server.
+
+    Args:
+        service: what the routes share.
+        most_bytes: how large the body of a request may be.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with service.engine:
+            yield
+            await asyncio.to_thread(service.engine.close)
+
+    app = FastAPI(
+        title="backbone-surgery",
+        lifespan=lifespan,
+        dependencies=[Depends(service.check_key)],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.add_middleware(BodyLimit, most_bytes=most_bytes)
+    _add_errors(app)
+    _add_completions(app, service)
+    _add_steering(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: TextCompletion, http: Request) -> Response:
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        most = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
+        requests = await asyncio.to_thread(service.submit, body, prompts, most)
+        echoed = [prompt for prompt in prompts for _ in range(body.n)] if body.echo else ()
+        answer = Answer(requests, service.name, False, body.stops, service.sites(body), echoed)
+        return await service.answer(answer, body, http)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatCompletion, http: Request) -> Response:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        given = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
+        if len(given) > 1:
+            raise SurgeryError(
+                "max_tokens: expected it or `max_completion_tokens`. Received both. Send one."
+            )
+
+        def submit() -> list[EngineRequest]:
+            prompt = service.lm.chat_prompt(messages, template=service.chat_template)
+            return service.submit(body, [prompt], given[0] if given else None)
+
+        requests = await asyncio.to_thread(submit)
+        answer = Answer(requests, service.name, True, body.stops, service.sites(body))
+        return await service.answer(answer, body, http)
+
+
+def _add_steering(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/steering")
+    async def steering() -> dict[str, Any]:
+        return {
+            "controls": describe_controls(service.lm),
+            "captures": list(service.lm.opened.captures),
+            "sites": [place.path for place in places(service.lm.opened)],
+        }
+
+    @app.get("/v1/steering/vectors")
+    async def vectors() -> dict[str, Any]:
+        return {"vectors": service.vectors.describe()}
+
+    @app.post("/v1/steering/vectors", status_code=201)
+    async def upload(http: Request, name: str = Query()) -> dict[str, Any]:
+        data = await http.body()
+        vector = await asyncio.to_thread(service.vectors.read, name, data)
+        return {"name": name, "hidden_dim": vector.hidden_dim, "blocks": sorted(vector.directions)}
+
+    @app.get("/v1/steering/vectors/{name}")
+    async def vector(name: str) -> dict[str, Any]:
+        directions = service.vectors[name].directions
+        return {"name": name, "directions": {b: d.tolist() for b, d in directions.items()}}
+
+    @app.delete("/v1/steering/vectors/{name}")
+    async def delete(name: str) -> dict[str, Any]:
+        service.vectors.delete(name)
+        return {"name": name, "deleted": True}
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    page = (Path(__file__).parent / "playground.html").read_text("utf-8")
+
+    @app.get("/")
+    async def playground() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": service.name, "object": "model", "owned_by": "backbone-surgery"}
+        return {"object": "list", "data": [{**model, "max_model_len": service.engine.length}]}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _add_errors(app: FastAPI) -> None:
+    def answer(
+        status: int, message: str, param: str | None = None, headers: Any = None
+    ) -> JSONResponse:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            status, "invalid_request_error"
+        )
+        return JSONResponse(error_body(message, kind, param), status, headers)
+
+    @app.exception_handler(QueueFullError)
+    async def full(http: Request, error: QueueFullError) -> JSONResponse:
+        return answer(429, str(error), headers={"Retry-After": "1"})
+
+    @app.exception_handler(SurgeryError)
+    async def refused(http: Request, error: SurgeryError) -> JSONResponse:
+        return answer(400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: Request, error: HTTPException) -> JSONResponse:
+        return answer(error.status_code, str(error.detail), headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"] if part != "body"]
+        name = path[0] if path else "body"
+        if first["type"] == "extra_forbidden" and len(path) == 1:
+            is_text = http.url.path == "/v1/completions"
+            fields = (TextCompletion if is_text else ChatCompletion).model_fields
+            return answer(400, f"'{name}' is not a known field. {closest(name, fields)}", name)
+        return answer(400, f"'{name}': {first['msg']}.", name)

@@ -1,0 +1,256 @@
+"""Steering over HTTP: named vectors, and from the field `steering` to controls of the engine."""
+
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.site import places
+from backbone_surgery.rewriting import Control, Rewrite, Schedule, Steer
+from backbone_surgery.vectors import ControlVector
+
+_KEYS = ("strength", "vector", "tokens", "schedule")
+_EASYSTEER_KEYS = ("name", "scale", "layers", "apply")
+_MOST_VECTORS = 256
+
+
+class Vectors:
+    """The named vectors of a server, all of them checked against its model.
+
+    Args:
+        lm: the model.
+        vectors: those that it begins with.
+    """
+
+    def __init__(self, lm: CachedCausalLM, vectors: Mapping[str, ControlVector]) -> None:
+        self.lm = lm
+        self._blocks = len({place.block for place in places(lm.opened)} - {None})
+        self._vectors: dict[str, ControlVector] = {}
+        self._lock = threading.Lock()
+        for name, vector in vectors.items():
+            self.add(name, vector)
+
+    def __getitem__(self, name: Any) -> ControlVector:
+        vectors = self._vectors
+        if not isinstance(name, str) or name not in vectors:
+            raise SurgeryError(
+                f"steering at vector {shown(name)}: expected the name of a vector that the server "
+                f"knows. {closest(name, sorted(vectors))} Upload it first, to "
+                "`/v1/steering/vectors`."
+            )
+        return vectors[name]
+
+    def add(self, name: str, vector: ControlVector) -> None:
+        """Keep a vector under a name, in the place of one that had it."""
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 100:
+            raise SurgeryError(
+                f"vector {shown(name)}: expected a name of letters, digits and underscores. "
+                "Received another. Rename it."
+            )
+        size, blocks = self.lm.opened.token_embedding.output_dim, self._blocks
+        if vector.hidden_dim != size or not set(vector.directions) <= set(range(blocks)):
+            raise SurgeryError(
+                f"vector '{name}': expected directions of size {size} for blocks 0 to "
+                f"{blocks - 1}. Received size {vector.hidden_dim} for blocks "
+                f"{sorted(vector.directions)}. Use a vector made for this model."
+            )
+        with self._lock:
+            if len(self._vectors) >= _MOST_VECTORS and name not in self._vectors:
+                raise SurgeryError(
+                    f"vector '{name}': expected at most {_MOST_VECTORS} vectors. Received one "
+                    "more. Delete some."
+                )
+            self._vectors = {**self._vectors, name: vector}
+
+    def read(self, name: str, data: bytes) -> ControlVector:
+        """Read the bytes of a `.gguf` or `.safetensors` file, and keep the vector."""
+        suffix = ".gguf" if data[:4] == b"GGUF" else ".safetensors"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"vector{suffix}"
+            path.write_bytes(data)
+            try:
+                vector = ControlVector.load(path)
+            except SurgeryError as error:
+                raise SurgeryError(str(error).replace(str(path), name)) from error
+        self.add(name, vector)
+        return vector
+
+    def delete(self, name: str) -> None:
+        """Forget a vector."""
+        self[name]
+        with self._lock:
+            self._vectors = {k: v for k, v in self._vectors.items() if k != name}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what is known of each vector."""
+        return [
+            {
+                "name": name,
+                "hidden_dim": vector.hidden_dim,
+                "blocks": sorted(vector.directions),
+                "norms": {b: float(np.linalg.norm(d)) for b, d in vector.directions.items()},
+            }
+            for name, vector in sorted(self._vectors.items())
+        ]
+
+
+def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
+    """Return for each control its name, what it is, where it acts, and its inputs."""
+    defaults = lm.opened.defaults
+    described = []
+    for fired in lm.opened.report:
+        rewrite = fired.rewrite
+        if not isinstance(rewrite, Rewrite) or rewrite.control is None:
+            continue
+        name = rewrite.control
+        inputs = {k: x for k, x in defaults.items() if k.startswith(f"{name}_")}
+        described.append(
+            {
+                "name": name,
+                "kind": type(rewrite).__name__,
+                "sites": list(fired.sites),
+                "default": getattr(rewrite, "strength", getattr(rewrite, "threshold", None)),
+                "inputs": {
+                    k: {"shape": list(x.shape), "dtype": x.dtype.name} for k, x in inputs.items()
+                },
+            }
+        )
+    return described
+
+
+def read_steering(
+    lm: CachedCausalLM, vectors: Vectors, steering: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Turn the field `steering` of a request into controls.
+
+    Raises:
+        SurgeryError: a control, key or vector that is not known, or a value that says nothing.
+    """
+    rewrites = {r.control: r for r in lm.opened.rewrites if isinstance(r, Rewrite) and r.control}
+    if "vectors" in steering and "vectors" not in rewrites:
+        steering = _of_easysteer(steering, rewrites, vectors)
+    controls: dict[str, Any] = {}
+    for name, value in steering.items():
+        if name not in rewrites:
+            raise SurgeryError(
+                f"steering at '{name}': expected a control of this model. "
+                f"{closest(name, rewrites)} `GET /v1/steering` lists them."
+            )
+        steers = isinstance(rewrites[name], Steer)
+        if isinstance(value, Mapping) and steers:
+            controls[name] = _control(name, value, vectors)
+        elif isinstance(value, bool | str) or value is None:
+            raise SurgeryError(
+                f"steering at '{name}': expected a number, or an object. Received {shown(value)}. "
+                f'Pass `{{"{name}": 1.5}}`, say.'
+            )
+        else:
+            controls[name] = value
+    return controls
+
+
+def _control(name: str, value: Mapping[str, Any], vectors: Vectors) -> Control:
+    where = f"steering at '{name}'"
+    unknown = [key for key in value if key not in _KEYS]
+    if unknown:
+        raise SurgeryError(
+            f"{where}: expected {', '.join(_KEYS)}. Received '{unknown[0]}'. "
+            f"{closest(unknown[0], _KEYS)}"
+        )
+    strength, schedule = value.get("strength"), value.get("schedule")
+    if strength is None and schedule is None:
+        raise SurgeryError(
+            f"{where}: expected a `strength` or a `schedule`, since without one nothing is "
+            f'steered. Received {shown(sorted(value))}. Pass `"strength": 1.5`, say.'
+        )
+    if schedule is not None:
+        strength = _schedule(where, schedule, 1.0 if strength is None else strength)
+    tokens = value.get("tokens")
+    return Control(
+        strength=strength,
+        directions=vectors[value["vector"]] if value.get("vector") is not None else None,
+        tokens=tuple(tokens) if isinstance(tokens, list) else tokens,
+    )
+
+
+def _schedule(where: str, schedule: Any, strength: Any) -> Schedule:
+    """Return a schedule of strengths, from factors for each generated token."""
+    try:
+        return Schedule(tuple(float(strength) * float(factor) for factor in schedule))
+    except (TypeError, ValueError) as error:
+        raise SurgeryError(
+            f"{where}: expected `schedule` to be a list of numbers, factors of one `strength`. "
+            f"Received {shown(schedule)}. Pass one for each generated token; the last one holds."
+        ) from error
+
+
+def _of_easysteer(
+    steering: Mapping[str, Any], rewrites: Mapping[str, Any], vectors: Vectors
+) -> dict[str, Any]:
+    """Read EasySteer's `{"vectors": [{"name", "scale", "layers", "apply"}]}`.
+
+    Each vector acts through the control of its name, or, if there is none, through the first
+    control that no other vector takes.
+    """
+    listed = steering["vectors"]
+    entries = listed if isinstance(listed, list) else []
+    if set(steering) != {"vectors"} or not entries or not all(isinstance(e, dict) for e in entries):
+        raise SurgeryError(
+            "steering at 'vectors': expected a list of objects with name and scale, and nothing "
+            f"beside it. Received {shown(dict(steering))}. `GET /v1/steering` lists controls."
+        )
+    names = [entry.get("name") for entry in entries]
+    free = [n for n, r in rewrites.items() if isinstance(r, Steer) and n not in names]
+    result: dict[str, Any] = {}
+    for entry in entries:
+        unknown = [key for key in entry if key not in _EASYSTEER_KEYS]
+        if unknown:
+            raise SurgeryError(
+                f"steering at 'vectors': expected {', '.join(_EASYSTEER_KEYS)}. Received "
+                f"'{unknown[0]}', which means nothing here. Leave it out."
+            )
+        name = entry.get("name")
+        control = name if name in rewrites else (free.pop(0) if free else None)
+        if control is None or control in result:
+            raise SurgeryError(
+                f"steering at vector {shown(name)}: expected a control for each vector. Received "
+                f"more than the model has: {', '.join(rewrites) or 'none'}. Serve it with more."
+            )
+        vector = vectors[name]
+        if entry.get("layers") is not None:
+            vector = _of_blocks(vector, entry["layers"])
+        result[control] = {"strength": entry.get("scale", 1.0), "tokens": _tokens(entry)}
+        vectors_of_request = Vectors(vectors.lm, {"only": vector})
+        result[control] = _control(
+            control, {**result[control], "vector": "only"}, vectors_of_request
+        )
+    return result
+
+
+def _of_blocks(vector: ControlVector, blocks: Any) -> ControlVector:
+    listed = blocks if isinstance(blocks, list) else [blocks]
+    missing = [b for b in listed if b not in vector.directions]
+    if missing or not listed:
+        raise SurgeryError(
+            f"steering at 'layers': expected blocks that the vector has, "
+            f"{sorted(vector.directions)}. Received {shown(blocks)}. Choose among them."
+        )
+    return ControlVector({b: vector.directions[b] for b in listed}, vector.info)
+
+
+def _tokens(entry: Mapping[str, Any]) -> str:
+    """Read `apply` as the tokens that are steered."""
+    apply = entry.get("apply") or {"prompt": "all", "generation": "all"}
+    known = {("all", "all"): "all", ("all", None): "prompt", (None, "all"): "generated"}
+    parts = (apply.get("prompt"), apply.get("generation")) if isinstance(apply, dict) else (0, 0)
+    if parts not in known or set(apply) - {"prompt", "generation"}:
+        raise SurgeryError(
+            'steering at \'apply\': expected {"prompt": "all" or null, "generation": "all" or '
+            f"null}}. Received {shown(apply)}. Pass `tokens` to a control for other ranges."
+        )
+    return known[parts]

@@ -1,0 +1,308 @@
+"""The server, over a real port on loopback, by OpenAI's own client."""
+
+import base64
+import socket
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from safetensors.numpy import load, save
+
+import backbone_surgery as bs
+from backbone_surgery.serving.serve import make_server_app
+
+NAMES = ("mood", "pet")
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def lm():
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    vectors = {name: bs.ControlVector.from_preset("tiny_gpt2", name) for name in NAMES}
+    steers = [bs.Steer(name, vectors[name], strength=0.0) for name in NAMES]
+    edited = bs.operate(plain.backbone, [*steers, bs.Capture("blocks.*")])
+    lm = bs.CachedCausalLM(edited, plain.preprocessor)
+    lm.compile(sampler="greedy")
+    return lm
+
+
+class Server:
+    """A server in a thread of its own."""
+
+    def __init__(self, lm, **settings):
+        vectors = {name: bs.ControlVector.from_preset("tiny_gpt2", name) for name in NAMES}
+        settings = {"rows": 3, "length": 128, "warm_up": False, "name": "tiny", **settings}
+        app = make_server_app(lm, vectors, **settings)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *error):
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
+
+    def client(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def send(self, method, path, **more):
+        return httpx.request(method, f"{self.url}{path}", timeout=60, **more)
+
+
+@pytest.fixture(scope="module")
+def server(lm):
+    with Server(lm) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+def complete(client, prompt=PROMPT, steering=None, capture=None, **settings):
+    extra = {} if steering is None else {"steering": steering}
+    extra |= {} if capture is None else {"capture": capture}
+    settings = {"max_tokens": 20, "temperature": 0, **settings}
+    return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **settings)
+
+
+def test_texts_are_those_of_generate(lm, client):
+    strengths = {"happy": 1.5, "sad": -1.5, "none": 0.0}
+    for strength in strengths.values():
+        answer = complete(client, steering={"mood": strength})
+        wanted = lm.generate(
+            PROMPT, max_new_tokens=20, controls={"mood": strength}, strip_prompt=True
+        )
+        assert answer.choices[0].text == wanted
+        assert answer.choices[0].finish_reason == "length"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 20)
+
+
+def test_objects_say_vector_tokens_and_schedule(lm, client):
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "pet")
+    steering = {"mood": {"strength": -2, "vector": "pet", "tokens": [2, None]}}
+    control = bs.Control(-2.0, directions=vector, tokens=(2, None))
+    wanted = lm.generate(PROMPT, max_new_tokens=20, controls={"mood": control}, strip_prompt=True)
+    assert complete(client, steering=steering).choices[0].text == wanted
+    steering = {"mood": {"strength": 2, "schedule": [0, 0, 1]}}
+    control = bs.Schedule([0.0, 0.0, 2.0])
+    wanted = lm.generate(PROMPT, max_new_tokens=20, controls={"mood": control}, strip_prompt=True)
+    assert complete(client, steering=steering).choices[0].text == wanted
+
+
+def test_easysteers_fields_mean_the_same(client):
+    for apply, tokens in ((None, "all"), ({"prompt": None, "generation": "all"}, "generated")):
+        entry = {"name": "mood", "scale": 2.0, "layers": [4, 5]}
+        entry |= {} if apply is None else {"apply": apply}
+        theirs = complete(client, steering={"vectors": [entry]}).choices[0].text
+        vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+        vector = bs.ControlVector({b: vector.directions[b] for b in (4, 5)}, vector.info)
+        control = bs.Control(2.0, directions=vector, tokens=tokens)
+        assert theirs == texts_alone(control)
+
+
+def texts_alone(control):
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    steer = bs.Steer("mood", bs.ControlVector.from_preset("tiny_gpt2", "mood"), strength=0.0)
+    lm = bs.CachedCausalLM(bs.operate(plain.backbone, [steer]), plain.preprocessor)
+    lm.compile(sampler="greedy")
+    return lm.generate(PROMPT, max_new_tokens=20, controls={"mood": control}, strip_prompt=True)
+
+
+def test_pieces_of_a_stream_join_to_the_answer(client):
+    settings = {"temperature": 0.9, "seed": 3, "n": 2, "stop": ["."], "prompt": [PROMPT, "One day"]}
+    whole = complete(client, **settings)
+    pieces = [""] * 4
+    reasons = [None] * 4
+    usage = None
+    for event in complete(client, **settings, stream=True, stream_options={"include_usage": True}):
+        usage = event.usage or usage
+        for choice in event.choices:
+            pieces[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert pieces == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert len(set(pieces)) > 1
+    assert not any("." in piece for piece in pieces)
+    assert usage.total_tokens == whole.usage.total_tokens
+
+
+def test_captures_come_with_the_last_event(lm, client):
+    answer = complete(client, steering={"mood": 1.0}, capture=["blocks.2", "blocks.5"])
+    _, wanted = lm.generate(PROMPT, max_new_tokens=20, controls={"mood": 1.0}, return_captures=True)
+    captures = answer.choices[0].captures
+    arrays = load(base64.b64decode(captures["data"]))
+    np.testing.assert_array_equal(arrays["token_ids"], wanted.token_ids[0])
+    for site in ("blocks.2", "blocks.5"):
+        np.testing.assert_allclose(arrays[site], wanted[site][0], rtol=1e-5, atol=1e-5)
+    *_, last = complete(client, capture=["blocks.2"], stream=True)
+    assert last.choices[0].captures["format"] == "safetensors"
+    assert "".join(captures["tokens"]).endswith(answer.choices[0].text)
+
+
+def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    vector.save(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    assert server.send("POST", "/v1/steering/vectors?name=mine", content=data).status_code == 201
+    mine = complete(client, steering={"pet": {"strength": 2, "vector": "mine"}})
+    assert mine.choices[0].text == complete(client, steering={"mood": 2.0}).choices[0].text
+    listed = server.send("GET", "/v1/steering/vectors").json()["vectors"]
+    assert [v["name"] for v in listed] == ["mine", "mood", "pet"]
+    assert server.send("DELETE", "/v1/steering/vectors/mine").status_code == 200
+    for content, words in (
+        (data[:-40], "mine"),
+        (b"garbage", "mine"),
+        (save({"direction.1": np.ones(7, "float32")}), "mine"),
+    ):
+        answer = server.send("POST", "/v1/steering/vectors?name=mine", content=content)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    answer = server.send("POST", "/v1/steering/vectors?name=../mine", content=data)
+    assert "letters, digits and underscores" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"steerin": {}}, "'steerin' is not a known field. Did you mean 'steering'?"),
+        ({"steering": {"moood": 1}}, "expected a control of this model. Did you mean 'mood'"),
+        ({"steering": {"mood": {"strength": 1, "vector": "moo"}}}, "Did you mean 'mood'"),
+        ({"steering": {"mood": {"vector": "mood"}}}, "expected a `strength` or a `schedule`"),
+        ({"steering": {"mood": {"strenght": 1}}}, "Did you mean 'strength'"),
+        ({"steering": {"mood": "1"}}, "expected a number, or an object"),
+        ({"steering": {"mood": {"strength": 1, "tokens": "some"}}}, "expected tokens 'all'"),
+        ({"steering": {"mood": {"strength": 1, "schedule": ["a"]}}}, "a list of numbers"),
+        ({"steering": {"vectors": [{"name": "mood", "algorithm": "direct"}]}}, "'algorithm'"),
+        ({"steering": {"vectors": [{"name": "mood", "layers": [99]}]}}, "blocks that the vector"),
+        ({"steering": {"vectors": []}}, "expected a list of objects"),
+        ({"capture": ["blocks.77"]}, "matches nothing"),
+        ({"model": "other"}, "model 'other': expected 'tiny'"),
+        ({"prompt": 3}, "'prompt'"),
+        ({"temperature": "hot"}, "'temperature'"),
+        ({"presence_penalty": 0.5}, "'presence_penalty'"),
+        ({"n": 99}, "'n'"),
+        ({"max_tokens": 500}, "expected at most 256 tokens"),
+        ({"max_tokens": 126}, "at most 128 together"),
+    ],
+)
+def test_nothing_is_silently_ignored(server, body, words):
+    answer = server.send("POST", "/v1/completions", json={"prompt": PROMPT, **body})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_malformed_bodies(server):
+    for content in (b"", b"{", b"[]", b'{"prompt": "\xff"}'):
+        answer = server.send("POST", "/v1/completions", content=content)
+        assert answer.status_code == 400, content
+    large = b'{"prompt": "' + b"x" * 2**24 + b'"}'
+    assert server.send("POST", "/v1/completions", content=large).status_code == 413
+
+    def pieces():
+        for _ in range(20):
+            yield b"x" * 2**20
+
+    answer = server.send("POST", "/v1/steering/vectors?name=large", content=pieces())
+    assert answer.status_code == 413
+
+
+def test_what_the_server_says_of_itself(server, client):
+    assert [model.id for model in client.models.list().data] == ["tiny"]
+    assert server.send("GET", "/health").json() == {"status": "ok"}
+    controls = server.send("GET", "/v1/steering").json()["controls"]
+    assert [control["name"] for control in controls] == ["mood", "pet"]
+    assert controls[0]["inputs"]["mood_strength"] == {"shape": [3], "dtype": "float32"}
+    complete(client)
+    metrics = server.send("GET", "/metrics").text
+    assert "backbone_surgery_running_requests 0.0" in metrics
+    assert 'backbone_surgery_requests_total{reason="length"}' in metrics
+    assert "backbone_surgery_time_to_first_token_seconds_count" in metrics
+    assert "<title>" in server.send("GET", "/").text
+
+
+def test_a_chat_without_a_template_says_so(server, client):
+    with pytest.raises(openai.BadRequestError, match="template"):
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}]
+        )
+
+
+def test_a_chat_by_a_template_given_at_the_start(lm):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = [
+        {"role": "system", "content": "Once upon"},
+        {"role": "user", "content": " a time"},
+    ]
+    prompt = lm.chat_prompt(messages, template=template)
+    wanted = lm.generate(prompt, max_new_tokens=20, strip_prompt=True)
+    settings = {"model": "tiny", "messages": messages, "temperature": 0}
+    with Server(lm, chat_template=template) as server, server.client() as client:
+        create = client.chat.completions.create
+        answer = create(**settings, max_completion_tokens=20)
+        assert answer.choices[0].message.content == wanted
+        pieces = create(**settings, max_tokens=20, stream=True)
+        assert "".join(e.choices[0].delta.content or "" for e in pieces) == wanted
+
+
+def test_with_a_key_every_route_but_health_wants_it(lm):
+    with Server(lm, api_key="sesame") as server:
+        for path in ("/", "/metrics", "/v1/models", "/v1/steering", "/v1/steering/vectors"):
+            assert server.send("GET", path).status_code == 401, path
+            wrong = {"Authorization": "Bearer sesam"}
+            assert server.send("GET", path, headers=wrong).status_code == 401, path
+            right = {"Authorization": "Bearer sesame"}
+            assert server.send("GET", path, headers=right).status_code == 200, path
+        assert server.send("GET", "/", auth=("any", "sesame")).status_code == 200
+        assert server.send("GET", "/", auth=("any", "wrong")).status_code == 401
+        assert server.send("GET", "/health").status_code == 200
+        with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            complete(client)
+        with server.client("sesame") as client:
+            assert complete(client).choices[0].text
+
+
+def test_a_full_queue_is_429(lm):
+    with Server(lm, rows=1, max_waiting=1) as server:
+        body = {"prompt": PROMPT, "n": 5, "max_tokens": 100}
+        answer = server.send("POST", "/v1/completions", json=body)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        assert server.send("POST", "/v1/completions", json=body).status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_row(server, client):
+    for _ in range(4):
+        stream = complete(client, max_tokens=120, stream=True)
+        next(iter(stream))
+        stream.close()
+    deadline = time.monotonic() + 30
+    while "backbone_surgery_running_requests 0.0" not in server.send("GET", "/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ending_finishes_what_runs(lm):
+    texts = []
+    with Server(lm) as server, server.client() as client:
+        stream = complete(client, max_tokens=100, stream=True)
+        texts.append(next(iter(stream)).choices[0].text)
+        server.server.should_exit = True
+        texts += [event.choices[0].text for event in stream if event.choices]
+        with pytest.raises(openai.APIConnectionError):
+            complete(client)
+    assert "".join(texts) == lm.generate(PROMPT, max_new_tokens=100, strip_prompt=True)
