@@ -47,6 +47,14 @@ def test_the_example_of_chat_runs(capsys):
 
 
 @pytest.mark.slow
+def test_the_example_of_serving_runs(capsys):
+    text = (DOCS / "serving.md").read_text()
+    engine, _ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    exec(engine, {"__name__": "serving"})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+@pytest.mark.slow
 def test_the_worked_example_of_a_family(monkeypatch):
     """The file that the guide shows opens Qwen 3 as the package does."""
     _, code = blocks_of_the_guide_to_families()

@@ -137,7 +137,7 @@ def private_uses(module, source):
     KerasHub, which does not export its decoder blocks, but none that Keras has.
     """
     nodes = list(ast.walk(ast.parse(source)))
-    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     defined |= {n.attr for n in nodes if is_own(n) and isinstance(n.ctx, ast.Store)}
     defined |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     formats = {id(part) for n in nodes if isinstance(n, ast.JoinedStr) for part in n.values}

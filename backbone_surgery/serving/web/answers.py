@@ -59,7 +59,7 @@ class Answer:
         """Wait for all choices, and return the answer."""
         while any(request.finish_reason is None for request in self.requests):
             await self.wait()
-        texts = [await self._text(i) for i in range(len(self.requests))]
+        texts = [await self._visible(i) for i in range(len(self.requests))]
         choices = []
         for i, request in enumerate(self.requests):
             text = self._prefix(i) + texts[i]
@@ -86,7 +86,7 @@ class Answer:
                         continue
                     shown: dict[str, Any]
                     is_last = request.finish_reason is not None
-                    text = await self._text(i)
+                    text = await self._visible(i)
                     piece = text[len(sent[i]) :] if text.startswith(sent[i]) else ""
                     sent[i] += piece
                     if piece:
@@ -114,7 +114,7 @@ class Answer:
             return
         self._changed.clear()
 
-    async def _text(self, index: int) -> str:
+    async def _visible(self, index: int) -> str:
         """Return the text of a choice as far as it can be shown.
 
         A stop sequence is left out, and what may be the beginning of one is held back.

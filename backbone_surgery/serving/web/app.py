@@ -128,7 +128,7 @@ class Service:
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(
-                self._counted(answer, answer.events(usage)), media_type="text/event-stream"
+                self._stream(answer, answer.events(usage)), media_type="text/event-stream"
             )
         task = asyncio.create_task(answer.whole())
         try:
@@ -142,7 +142,7 @@ class Service:
             answer.cancel()
             self._count(answer)
 
-    async def _counted(self, answer: Answer, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    async def _stream(self, answer: Answer, events: AsyncIterator[str]) -> AsyncIterator[str]:
         try:
             async for event in events:
                 yield event
