@@ -138,10 +138,12 @@ class Steer(ControlledRewrite):
         directions = self.directions
         hidden_dim = len(next(iter(directions.values())))
         if len(x.shape) != 3 or x.shape[-1] != hidden_dim:
+            use = "Use a vector made for this model"
+            use = use if len(x.shape) == 3 else "Put a layer of your own there by `Insert`"
             raise SurgeryError(
                 f"Steer at '{place.path}': expected directions of the size that stands there, "
-                f"{x.shape[2:]}. Received directions of size {hidden_dim}. Use a vector made for "
-                f"this model. {surgery.sites_of((hidden_dim,), place)}"
+                f"{x.shape[2:]}. Received directions of size {hidden_dim}. {use}. "
+                f"{surgery.sites_of((hidden_dim,), place)}"
             )
         blocks: list[int | None] = [*directions]
         index = blocks.index(place.block)

@@ -226,3 +226,19 @@ def test_a_backbone_with_images_opens_for_text_alone(rng):
     assert bs.sites(opened) == bs.sites(ROWS["qwen3_5"].make())
     assert relative(opened.predict_on_batch(inputs), wanted) <= 5e-6
     assert max(bs.check(opened).errors.values()) <= 5e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rewrite", "words"),
+    [
+        (
+            bs.Steer("mood", {0: np.ones(10)}, "blocks.0.state"),
+            r"stands there, \(4, 6, 10\)\. Received directions of size 10\. .* by `Insert`",
+        ),
+        (bs.LowRank("blocks.0.state", rank=2), "expected a site computed from one other site"),
+    ],
+)
+def test_what_acts_on_vectors_is_refused_at_the_state(rewrite, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.operate(ROWS["qwen3_5"].make(), [rewrite])
