@@ -1,0 +1,100 @@
+"""The playground in a real browser, headless: Debian's `chromium`, by playwright."""
+
+import shutil
+
+import pytest
+
+from tests.serving.test_server import Server, lm  # noqa: F401 - a fixture
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(lm, browser):  # noqa: F811
+    with Server(lm) as server:
+        page = browser.new_page()
+        problems = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"{server.url}/")
+        page.wait_for_selector(".control")
+        page.fill("#tokens", "24")
+        page.fill("#temperature", "0")
+        yield page
+        page.close()
+        assert not problems
+
+
+def texts(page, columns=3):
+    """Generate, wait until all columns are coloured, and return their texts."""
+    page.click("#go")
+    for i in range(columns):
+        page.wait_for_selector(f".column:nth-child({i + 1}) .out span[title]")
+    return [node.inner_text() for node in page.query_selector_all(".out")]
+
+
+def test_text_streams_into_three_columns_as_generate_gives_it(page, lm):  # noqa: F811
+    got = texts(page)
+    for text, strength in zip(got, (-1.5, 0, 1.5), strict=True):
+        wanted = lm.generate("Once upon a time", max_new_tokens=24, controls={"mood": strength})
+        assert text == wanted
+    assert len(set(got)) == 3
+    steered = [node.inner_text() for node in page.query_selector_all("#graph .steered")]
+    assert steered == [f"blocks.{i} ← mood, pet" for i in (3, 4, 5)]
+
+
+def test_a_slider_changes_the_text(page):
+    before = texts(page)
+    page.focus("#strength-pet")
+    for _ in range(25):
+        page.keyboard.press("ArrowRight")
+    assert page.inner_text("#number-pet") == "2.5"
+    after = texts(page)
+    assert before != after
+
+
+def test_bad_input_shows_the_error(page):
+    page.fill("#strengths", "1, happy")
+    page.click("#go")
+    assert "numbers separated by commas" in page.inner_text("#error")
+    page.fill("#strengths", "1")
+    page.fill("#tokens", "5000")
+    page.click("#go")
+    page.wait_for_selector("#error:not(:empty)")
+    assert "tokens" in page.inner_text("#error")
+    page.fill("#tokens", "5")
+    assert texts(page, columns=1)
+    assert page.inner_text("#error") == ""
+
+
+def test_what_is_shown_can_be_copied(page):
+    page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; }")
+    page.click("#python")
+    page.wait_for_selector("#said:not(:empty)")
+    python = page.evaluate("window.copied")
+    compile(python, "copied", "exec")
+    assert '"strength":-1.5' in python
+    page.click("#curl")
+    assert page.evaluate("window.copied").startswith("curl http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_on_a_phone(lm, browser, scheme):  # noqa: F811
+    with Server(lm) as server:
+        page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+        page.goto(f"{server.url}/")
+        page.wait_for_selector(".control")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.close()
