@@ -6,9 +6,9 @@
 
 Parts: `mixed` (64 requests of 16 to 256 new tokens, against batches of 8 by this library, by
 KerasHub and by `transformers`' continuous batching where it is installed), `vectors` (EasySteer's
-protocol: K distinct control vectors dealt over a full batch, all blocks, scale 0), `first` (the time
-to the first token beside 7 running rows, and after a prefix that was kept). The contenders take turns; all
-choose greedily and never stop early. See docs/performance.md for what it measured.
+protocol: K distinct control vectors dealt over a full batch, all blocks, scale 0), `first` (the
+time to the first token beside 7 running rows, and after a prefix that was kept). The contenders
+take turns; all choose greedily and never stop early. See docs/performance.md for what it measured.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ class Mixed:
             config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
             with (
                 torch.inference_mode(),
-                model.continuous_batching_context_manager(
-                    generation_config=config, max_queue_size=0
-                ) as manager,
+                model.continuous_batching_context_manager(generation_config=config) as manager,
             ):
                 ids = [
                     manager.add_request(p, max_new_tokens=int(n))
