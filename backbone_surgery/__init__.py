@@ -60,8 +60,9 @@ from backbone_surgery.rewriting import (
 )
 from backbone_surgery.rewriting.nested import rewrite_nested
 from backbone_surgery.rewriting.operate import operate
-from backbone_surgery.serving.engine import Engine, EngineStats, QueueFullError
+from backbone_surgery.serving.engine import Engine
 from backbone_surgery.serving.request import EngineRequest
+from backbone_surgery.serving.scheduler import EngineStats, QueueFullError
 from backbone_surgery.serving.serve import serve
 from backbone_surgery.vectors import ControlVector, contrast_pairs
 from backbone_surgery.version import __version__

@@ -226,7 +226,7 @@ def measure_vectors(name: str, rows: int, new: int, counts: list[int], runs: int
 
 
 def measure_first(name: str, runs: int, prefix: int) -> dict[str, Any]:
-    """Return seconds to the first token: alone, beside 7 rows, and after a prefix, cold and warm."""
+    """Return seconds to the first token: alone, beside 7 rows, after a prefix cold and warm."""
     rng = np.random.default_rng(0)
     backbone = make(name)
     lm = greedy(backbone)

@@ -90,6 +90,7 @@ def test_each_pair(backbone, rng, tmp_path, pair):
     assert_equal(pair, backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
 
+@first_by_default
 def test_all_together(backbone, rng, tmp_path):
     assert_equal(list(EDITS), backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
@@ -108,6 +109,7 @@ CONTROLS = {
 }
 
 
+@first_by_default
 def test_all_together_in_generation(backbone, rng, tmp_path):
     """Every token follows from an uncached pass over the text, and so do the captures."""
     edited, _, _ = make(list(EDITS), backbone, rng, tmp_path)

@@ -1,7 +1,7 @@
 """Every family: opened, cached, edited and generating, against KerasHub's own layers and tasks.
 
-A family is a row of `tests/families.py`; a test here is a column. By default each family is opened
-and cached, on its first shape.
+A family is a row of `tests/families.py`; a test here is a column. By default each family is opened,
+on its first shape, and some are cached and generate.
 """
 
 import contextlib
@@ -24,14 +24,21 @@ from tests.reference import run_chunks, tokens
 ROOT = Path(__file__).parents[1]
 SHAPES = [(name, shape) for name, row in ROWS.items() for shape in ({}, *row.shapes)]
 slow = pytest.mark.slow
+
+
+def shown(x):
+    """Name a family, or a shape of it."""
+    return x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items())
+
+
 every_shape = pytest.mark.parametrize(
     ("name", "shape"),
     [pytest.param(n, s, marks=[slow] if s else []) for n, s in SHAPES],
-    ids=lambda x: x if isinstance(x, str) else ",".join(f"{k}={v}" for k, v in x.items()),
+    ids=shown,
 )
 every_family = pytest.mark.parametrize("name", list(ROWS))
 BY_DEFAULT = ("gpt2", "llama", "gemma3", "gpt_oss", "qwen3_5")
-"""The families that generate by default; the others with the slow tests."""
+"""The families that are cached and generate by default; the others with the slow tests."""
 
 
 def complete(name, inputs, task=False):
@@ -60,16 +67,28 @@ def blocks_of(backbone):
     return [layer for layer in backbone.layers if family.owns(layer)]
 
 
+def backbone_of(name, shape):
+    return ROWS[name].make(**shape) if shape else unchanged(name)[0]
+
+
 @every_shape
-def test_opened_and_cached_are_the_backbone(name, shape, rng):
-    backbone = ROWS[name].make(**shape) if shape else unchanged(name)[0]
-    tolerance = ROWS[name].tolerance
+def test_opened_is_the_backbone(name, shape, rng):
+    backbone = backbone_of(name, shape)
     inputs = ragged(rng, [20, 11, 3], 20)
     inputs["padding_mask"] = inputs["padding_mask"].astype("int32")
     real = inputs["padding_mask"].astype(bool)
     opened = bs.open_backbone(backbone)
     wanted = run(name, backbone, inputs)
-    assert relative(opened.predict_on_batch(inputs), wanted, real) <= tolerance
+    assert relative(opened.predict_on_batch(inputs), wanted, real) <= ROWS[name].tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [pytest.param(n, s, marks=[slow] if s or n not in BY_DEFAULT else []) for n, s in SHAPES],
+    ids=shown,
+)
+def test_cached_is_opened(name, shape):
+    opened = bs.open_backbone(backbone_of(name, shape))
     bs.rewire(opened)  # probes what it does not know
     assert max(bs.check(opened).errors.values()) <= 3e-5
 

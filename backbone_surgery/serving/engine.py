@@ -1,59 +1,17 @@
 """The engine: continuous batching over the cached graph, where each request has its own edit."""
 
 import threading
-import weakref
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_count, check_flag, read_request
 from backbone_surgery.numbers import is_int
-from backbone_surgery.opening.model import EditedBackbone
-from backbone_surgery.serving.batch import Chunk, RowBatch, controls_of_sizes
 from backbone_surgery.serving.job import Job
-from backbone_surgery.serving.prefill import Prefill
-from backbone_surgery.serving.prefix_cache import PrefixCache
 from backbone_surgery.serving.request import EngineRequest
-from backbone_surgery.serving.row_programs import RowPrograms
-from backbone_surgery.serving.sampling import RowsSampling, read_sampling
-from backbone_surgery.serving.warm_up import warm_up
-
-_FIRST_LENGTH = 256
-"""Slots of a cache at first."""
-_STOP_IDS = 16
-"""How many stop tokens a request can have."""
-
-
-class QueueFullError(SurgeryError):
-    """As many requests wait as may."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine does, and has done.
-
-    Attributes:
-        waiting: requests that have no row yet.
-        running: requests that have one.
-        prompt_tokens: tokens of all prompts that were run or reused.
-        reused_tokens: how many of them came out of the prefix cache.
-        new_tokens: tokens that were generated.
-        prefix_cache_bytes: how much the prefix cache holds.
-        compilations: how many programs of each kind were compiled.
-    """
-
-    waiting: int
-    running: int
-    prompt_tokens: int
-    reused_tokens: int
-    new_tokens: int
-    prefix_cache_bytes: int
-    compilations: Mapping[str, int]
+from backbone_surgery.serving.sampling import read_sampling
+from backbone_surgery.serving.scheduler import STOP_IDS, EngineStats, Scheduler
 
 
 class Engine:
@@ -113,36 +71,16 @@ class Engine:
             )
         self.lm, self.rows = lm, rows
         self.length = min(length, lm.max_positions or length)
-        self.prefill_chunk, self.max_waiting = prefill_chunk, max_waiting
-        self.prefix_cache = PrefixCache(prefix_cache) if prefix_cache else None
-        self._programs = RowPrograms(lm.programs, RowsSampling(), rows)
-        self._lengths = _lengths(self.length, prefill_chunk)
-        self._batch = RowBatch(self._programs, self._lengths, chunk_size, _STOP_IDS)
-        self._queue: deque[Job] = deque()
-        self._prefill: Prefill | None = None
-        self._chunk: Chunk | None = None
-        self._sizes = {name: x.shape for name, x in lm.opened.defaults.items()}
-        self._sizes_run = dict(self._sizes)
-        self._weights: list[weakref.ref] = []
-        self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
-        self._lock = threading.RLock()
-        self._work = threading.Condition(threading.Lock())
+        self._scheduler = Scheduler(
+            lm, rows, self.length, prefix_cache, prefill_chunk, chunk_size, max_waiting
+        )
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def stats(self) -> EngineStats:
         """What the engine does, and has done."""
-        kept = self.prefix_cache
-        return EngineStats(
-            waiting=len(self._queue) + (self._prefill is not None),
-            running=self._batch.count,
-            prompt_tokens=self._prompt_tokens,
-            reused_tokens=self._reused_tokens,
-            new_tokens=self._new_tokens,
-            prefix_cache_bytes=0 if kept is None else kept.nbytes,
-            compilations=dict(self.lm.programs.compilations),
-        )
+        return self._scheduler.stats
 
     def submit(
         self,
@@ -248,24 +186,11 @@ class Engine:
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
         """
-        controls = _one_row(self.lm.opened)
-        with self._lock:
-            for kept in {False, captures}:
-                warm_up(
-                    self._programs,
-                    controls,
-                    self._lengths,
-                    self.prefill_chunk,
-                    _STOP_IDS,
-                    kept,
-                    self.prefix_cache is not None,
-                )
+        self._scheduler.warm_up(captures)
 
     def clear(self) -> None:
         """Empty the prefix cache. New weights empty it by themselves."""
-        with self._lock:
-            if self.prefix_cache is not None:
-                self.prefix_cache.clear()
+        self._scheduler.clear()
 
     def step(self) -> bool:
         """Admit requests, run one chunk of steps, and hand out tokens.
@@ -273,21 +198,15 @@ class Engine:
         Returns:
             Whether there is more to do.
         """
-        with self._lock:
-            try:
-                self._step()
-            except BaseException as error:
-                self._fail(error)
-                raise
-            return self._has_work()
+        return self._scheduler.step()
 
     def close(self) -> None:
         """Refuse new requests, finish those that are here, and end the thread."""
         self._closed = True
         thread = self._thread
         if thread is not None:
-            with self._work:
-                self._work.notify_all()
+            with self._scheduler.work:
+                self._scheduler.work.notify_all()
             thread.join()
             self._thread = None
 
@@ -302,9 +221,7 @@ class Engine:
     def __exit__(self, *error: Any) -> None:
         """Finish what was asked for; after an error, cancel it."""
         if error[0] is not None:
-            with self._lock:
-                for job in [*self._queue, *self._jobs()]:
-                    job.cancel()
+            self._scheduler.cancel_all()
         self.close()
 
     def _submit(self, inputs: Any, count: int | None, **asked: Any) -> list[EngineRequest]:
@@ -336,25 +253,14 @@ class Engine:
             )
             for part in batch.split(1)
         ]
-        with self._work:
+        with self._scheduler.work:
             if self._closed:
                 raise SurgeryError(
                     "submit: expected an engine that is open. Received one that was closed. Make "
                     "another, or enter it again."
                 )
-            self._queue = deque(job for job in self._queue if not job.ended)
             # `generate` may bring more prompts than may wait, as long as nobody else does.
-            if len(self._queue) + (len(jobs) if count else 1) > self.max_waiting:
-                raise QueueFullError(
-                    f"submit: expected at most {self.max_waiting} requests to wait. Received one "
-                    "more. Try again later, or make an engine with a larger `max_waiting`."
-                )
-            for job in jobs:
-                for name, x in job.controls.items():
-                    known = self._sizes.get(name, x.shape[1:])
-                    self._sizes[name] = tuple(np.maximum(known, x.shape[1:]).tolist())
-            self._queue.extend(jobs)
-            self._work.notify_all()
+            self._scheduler.add(jobs, may_exceed=count is None)
         return [EngineRequest(job, self._advance, bool(asked["strip_prompt"])) for job in jobs]
 
     def _check(self, batch: Any, count: int | None) -> None:
@@ -369,19 +275,11 @@ class Engine:
                     f"together. Received {len(row)} and {budget}. Make an engine of a larger "
                     "`length`, as far as the model has positions."
                 )
-        if len(batch.stops.ids) >= _STOP_IDS:
+        if len(batch.stops.ids) >= STOP_IDS:
             raise SurgeryError(
-                f"submit at 'stop_token_ids': expected fewer than {_STOP_IDS}. Received "
+                f"submit at 'stop_token_ids': expected fewer than {STOP_IDS}. Received "
                 f"{len(batch.stops.ids)}. Pass the others as `stop_sequences`."
             )
-
-    def _jobs(self) -> list[Job]:
-        """Return the jobs that are being run."""
-        jobs = [job for job in self._batch.jobs if job is not None]
-        return jobs if self._prefill is None else [self._prefill.job, *jobs]
-
-    def _has_work(self) -> bool:
-        return bool(self._queue or self._chunk or self._jobs() or self._batch.first_tokens)
 
     def _advance(self, job: Job, count: int) -> None:
         """Return once a job has more tokens than `count`, or has ended."""
@@ -395,115 +293,12 @@ class Engine:
     def _run(self) -> None:
         """Run until the engine is closed and nothing is left to do."""
         while True:
-            with self._work:
-                while not self._has_work() and not self._closed:
-                    self._work.wait()
-                if self._closed and not self._has_work():
+            with self._scheduler.work:
+                while not self._scheduler.has_work and not self._closed:
+                    self._scheduler.work.wait()
+                if self._closed and not self._scheduler.has_work:
                     return
             try:
                 self.step()
             except Exception:  # those who wait for a request have been told
                 continue
-
-    def _step(self) -> None:
-        batch = self._batch
-        batch.let_go()
-        if self._chunk is not None and batch.waits_for_captures:
-            self._read()
-        self._admit()
-        # The next chunk is begun before the last one is looked at.
-        following = batch.decode(stop_early=bool(self._queue))
-        batch.read_first()
-        self._read()
-        self._chunk = following
-
-    def _read(self) -> None:
-        chunk, self._chunk = self._chunk, None
-        if chunk is not None:
-            before = sum(len(row.job.new) for row in chunk.rows)
-            self._batch.read(chunk)
-            self._new_tokens += sum(len(row.job.new) for row in chunk.rows) - before
-
-    def _admit(self) -> None:
-        """Run prompts, one chunk of them at most while there are rows to keep waiting."""
-        spent = 0
-        while spent < self.prefill_chunk or not self._batch.running:
-            if self._prefill is None:
-                self._prefill = self._next_prefill()
-            prefill = self._prefill
-            if prefill is None:
-                return
-            if prefill.job.ended:
-                self._prefill = None
-                continue
-            spent += prefill.step()
-            if prefill.done:
-                prefill.job.reused = prefill.reused
-                self._prompt_tokens += len(prefill.job.prompt)
-                self._reused_tokens += prefill.reused
-                if prefill.job.budget:
-                    self._batch.insert(prefill)
-                else:
-                    prefill.end()
-                self._prefill = None
-
-    def _next_prefill(self) -> Prefill | None:
-        """Take the next request out of the queue, if there is a row for it."""
-        with self._work:
-            while self._queue and self._queue[0].ended:
-                self._queue.popleft()
-            if not self._queue or not self._batch.free_rows:
-                return None
-            job = self._queue.popleft()
-            sizes = dict(self._sizes)
-        if sizes != self._sizes_run:
-            self.clear()  # what was run with inputs of other sizes need not have the same bits
-            self._sizes_run = sizes
-        try:
-            job.controls = controls_of_sizes(job.controls, sizes)
-            self._check_weights()
-            chunk = self.prefill_chunk
-            return Prefill(self._programs, job, chunk, self._lengths, self.prefix_cache)
-        except Exception as error:  # nobody else knows of the job here
-            job.fail(error)
-            raise
-
-    def _check_weights(self) -> None:
-        """Empty the prefix cache if a weight is not what it was."""
-        weights = self.lm.programs.weights()
-        before = [ref() for ref in self._weights]
-        same = len(before) == len(weights) and all(
-            a is b for a, b in zip(before, weights, strict=True)
-        )
-        if not same:
-            self.clear()
-            self._weights = [weakref.ref(x) for x in weights]
-
-    def _fail(self, error: BaseException) -> None:
-        """Tell all that wait, and begin anew."""
-        for job in [*self._queue, *self._jobs(), *(job for job, *_ in self._batch.first_tokens)]:
-            job.fail(error)
-        if self._chunk is not None:
-            for row in self._chunk.rows:
-                row.job.fail(error)
-        self._queue.clear()
-        self._prefill, self._chunk = None, None
-        self._batch.clear()
-
-
-def _one_row(model: EditedBackbone) -> dict[str, np.ndarray]:
-    """Return one row of each control: its default, or zeros where an input has none."""
-    inputs = [t for t in model.inputs if t.name not in ("token_ids", "padding_mask")]
-    known = model.defaults
-    rows = {t.name: known[t.name] if t.name in known else np.zeros(t.shape[1:]) for t in inputs}
-    return {t.name: np.asarray(rows[t.name])[None].astype(t.dtype) for t in inputs}
-
-
-def _lengths(length: int, chunk: int) -> tuple[int, ...]:
-    """Return the lengths that a cache can have: each twice the one before, multiples of a chunk."""
-    last = -(-length // chunk) * chunk
-    size, lengths = -(-_FIRST_LENGTH // chunk) * chunk, []
-    while size < last:
-        lengths.append(size)
-        size *= 2
-    return (*lengths, last)

@@ -34,9 +34,11 @@ pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf_families"
 FOLDERS = sorted(path.name for path in FIXTURES.iterdir())
-EXACT = 1e-5
-"""Of the largest logit. Seen: 7e-7 (GPT-NeoX) to 4.2e-6 (Qwen MoE), and from run to run 4.5e-6 to
-7.7e-6 (Qwen 3.5 MoE) and 5.0e-6 to 5.6e-6 (Gemma 4; KerasHub's own backbone 4.8e-6)."""
+EXACT = 5e-6
+"""Of the largest logit. Seen: 7e-7 (GPT-NeoX) to 4.2e-6 (Qwen MoE)."""
+ROUNDED_MORE = {"gemma4_text": 1e-5, "qwen3_5_moe": 1e-5}
+"""Seen from run to run: 5.0e-6 to 5.6e-6 (Gemma 4; KerasHub's own backbone 4.8e-6), and 4.5e-6 to
+7.7e-6 (Qwen 3.5 MoE)."""
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
@@ -50,9 +52,10 @@ def case(request):
     return Case(lm, dict(np.load(folder / "expected.npz")))
 
 
-def test_logits_of_a_ragged_batch(case):
+def test_logits_of_a_ragged_batch(case, request):
     logits, expected = run_whole(case), case.arrays["logits"]
-    assert relative(logits, expected, case.mask) <= EXACT
+    folder = request.node.callspec.params["case"]
+    assert relative(logits, expected, case.mask) <= ROUNDED_MORE.get(folder, EXACT)
     np.testing.assert_array_equal(logits.argmax(-1)[case.mask], expected.argmax(-1)[case.mask])
 
 

@@ -38,12 +38,13 @@ def prefilled(engine, controls, captures, kept, prompt):
     seeds = np.zeros((1, 2), "uint32")
     bound = bs.generation.controls.bind_controls(engine.lm.opened, controls, [len(prompt)])
     job = Job(prompt, 1, None, seeds, bound, None, captures)
-    prefill = Prefill(engine._programs, job, CHUNK, engine._lengths, kept)
+    prefill = Prefill(engine._scheduler.programs, job, CHUNK, engine._scheduler.lengths, kept)
     while not prefill.done:
         prefill.step()
     return prefill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_warm_equals_cold_in_bits(lm, engine, seed):
     rng = np.random.default_rng(seed)
@@ -59,6 +60,7 @@ def test_warm_equals_cold_in_bits(lm, engine, seed):
     jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
+@pytest.mark.slow
 def test_warm_equals_cold_with_state_that_has_no_slots():
     from tests.families import ROWS
 
@@ -81,6 +83,7 @@ def test_whole_chunks_are_reused_but_for_the_last_token(engine):
     assert reused(engine, [*PROMPT[:20], *PROMPT[:30]]) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "controls",
     [
@@ -100,6 +103,7 @@ def test_other_controls_never_hit(engine, controls):
     assert reused(engine) == 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("controls", "first"),
     [
@@ -113,11 +117,13 @@ def test_controls_that_act_alike_on_the_prompt_hit(engine, controls, first):
     assert reused(engine, controls={"mood": controls}) == 48
 
 
+@pytest.mark.slow
 def test_a_range_that_begins_later_forks_the_prefix_there(engine):
     reused(engine, controls={"mood": 0.0})
     assert reused(engine, controls={"mood": bs.Control(1.0, tokens=(20, None))}) == 16
 
 
+@pytest.mark.slow
 def test_captures_that_were_not_kept_are_run(engine):
     assert reused(engine) == 0
     assert reused(engine, captures=True) == 0
@@ -125,6 +131,7 @@ def test_captures_that_were_not_kept_are_run(engine):
     assert reused(engine) == 48
 
 
+@pytest.mark.slow
 def test_new_weights_empty_it(rng):
     lm = edited(rng, random_gpt2(rng))
     engine = bs.Engine(lm, rows=2, length=112, prefill_chunk=CHUNK)
@@ -158,6 +165,7 @@ def test_without_one_nothing_is_reused(lm):
     assert [reused(engine), reused(engine)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_model_whose_controls_grow(lm, engine):
     reused(engine)
     two = {"positions": [2, 30], "values": np.ones((2, 16), "float32")}

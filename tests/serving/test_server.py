@@ -79,6 +79,7 @@ def complete(client, prompt=PROMPT, steering=None, capture=None, **settings):
     return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **settings)
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_generate(lm, client):
     strengths = {"happy": 1.5, "sad": -1.5, "none": 0.0}
     for strength in strengths.values():
@@ -91,6 +92,7 @@ def test_texts_are_those_of_generate(lm, client):
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 20)
 
 
+@pytest.mark.slow
 def test_objects_say_vector_tokens_and_schedule(lm, client):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "pet")
     steering = {"mood": {"strength": -2, "vector": "pet", "tokens": [2, None]}}
@@ -103,6 +105,7 @@ def test_objects_say_vector_tokens_and_schedule(lm, client):
     assert complete(client, steering=steering).choices[0].text == wanted
 
 
+@pytest.mark.slow
 def test_easysteers_fields_mean_the_same(client):
     for apply, tokens in ((None, "all"), ({"prompt": None, "generation": "all"}, "generated")):
         entry = {"name": "mood", "scale": 2.0, "layers": [4, 5]}
@@ -122,6 +125,7 @@ def texts_alone(control):
     return lm.generate(PROMPT, max_new_tokens=20, controls={"mood": control}, strip_prompt=True)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_stream_join_to_the_answer(client):
     settings = {"temperature": 0.9, "seed": 3, "n": 2, "stop": ["."], "prompt": [PROMPT, "One day"]}
     whole = complete(client, **settings)
@@ -140,6 +144,7 @@ def test_pieces_of_a_stream_join_to_the_answer(client):
     assert usage.total_tokens == whole.usage.total_tokens
 
 
+@pytest.mark.slow
 def test_captures_come_with_the_last_event(lm, client):
     answer = complete(client, steering={"mood": 1.0}, capture=["blocks.2", "blocks.5"])
     _, wanted = lm.generate(PROMPT, max_new_tokens=20, controls={"mood": 1.0}, return_captures=True)
@@ -153,6 +158,7 @@ def test_captures_come_with_the_last_event(lm, client):
     assert "".join(captures["tokens"]).endswith(answer.choices[0].text)
 
 
+@pytest.mark.slow
 def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
     vector.save(tmp_path / "m.gguf")
@@ -205,6 +211,7 @@ def test_nothing_is_silently_ignored(server, body, words):
     assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_malformed_bodies(server):
     for content in (b"", b"{", b"[]", b'{"prompt": "\xff"}'):
         answer = server.send("POST", "/v1/completions", content=content)
@@ -220,6 +227,7 @@ def test_malformed_bodies(server):
     assert answer.status_code == 413
 
 
+@pytest.mark.slow
 def test_what_the_server_says_of_itself(server, client):
     assert [model.id for model in client.models.list().data] == ["tiny"]
     assert server.send("GET", "/health").json() == {"status": "ok"}
@@ -234,6 +242,7 @@ def test_what_the_server_says_of_itself(server, client):
     assert "<title>" in server.send("GET", "/").text
 
 
+@pytest.mark.slow
 def test_a_chat_without_a_template_says_so(server, client):
     with pytest.raises(openai.BadRequestError, match="template"):
         client.chat.completions.create(
@@ -241,6 +250,7 @@ def test_a_chat_without_a_template_says_so(server, client):
         )
 
 
+@pytest.mark.slow
 def test_a_chat_by_a_template_given_at_the_start(lm):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     messages = [
@@ -258,6 +268,7 @@ def test_a_chat_by_a_template_given_at_the_start(lm):
         assert "".join(e.choices[0].delta.content or "" for e in pieces) == wanted
 
 
+@pytest.mark.slow
 def test_with_a_key_every_route_but_health_wants_it(lm):
     with Server(lm, api_key="sesame") as server:
         for path in ("/", "/metrics", "/v1/models", "/v1/steering", "/v1/steering/vectors"):
@@ -275,6 +286,7 @@ def test_with_a_key_every_route_but_health_wants_it(lm):
             assert complete(client).choices[0].text
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_429(lm):
     with Server(lm, rows=1, max_waiting=1) as server:
         body = {"prompt": PROMPT, "n": 5, "max_tokens": 100}
@@ -285,6 +297,7 @@ def test_a_full_queue_is_429(lm):
         assert server.send("POST", "/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_row(server, client):
     for _ in range(4):
         stream = complete(client, max_tokens=120, stream=True)
@@ -296,6 +309,7 @@ def test_a_client_that_leaves_frees_its_row(server, client):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ending_finishes_what_runs(lm):
     texts = []
     with Server(lm) as server, server.client() as client:

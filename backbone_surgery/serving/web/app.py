@@ -15,8 +15,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 
 from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.opening.site import places, select
-from backbone_surgery.serving.engine import Engine, QueueFullError
+from backbone_surgery.serving.engine import Engine
 from backbone_surgery.serving.request import EngineRequest
+from backbone_surgery.serving.scheduler import QueueFullError
 from backbone_surgery.serving.web.answers import Answer, error_body
 from backbone_surgery.serving.web.body import ChatCompletion, Completion, TextCompletion
 from backbone_surgery.serving.web.limits import BodyLimit
