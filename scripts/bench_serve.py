@@ -142,20 +142,22 @@ class Mixed:
 
     def transformers(self) -> Callable[[], float]:
         """Return the continuous batching of `transformers`."""
-        import torch
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         model = convert(self.backbone)
-        model.set_attn_implementation("paged|sdpa")
+        model.set_attn_implementation("sdpa")
+        # By default it takes most of the memory there is.
+        batching = ContinuousBatchingConfig(
+            num_blocks=4 * self.rows, max_batch_tokens=512, max_requests_per_batch=self.rows
+        )
         prompts = self.prompts.tolist()
 
         def run() -> list[np.ndarray]:
             rows: dict[int, np.ndarray] = {}
             config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
-            with (
-                torch.inference_mode(),
-                model.continuous_batching_context_manager(generation_config=config) as manager,
-            ):
+            with model.continuous_batching_context_manager(
+                generation_config=config, continuous_batching_config=batching
+            ) as manager:
                 ids = [
                     manager.add_request(p, max_new_tokens=int(n))
                     for p, n in zip(prompts, self.new, strict=True)
