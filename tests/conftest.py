@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,8 +23,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-_since_frozen = 0
-"""How many tests have run since garbage collection was last spared what is there."""
+_tests_run = 0
+"""How many tests this process has run."""
 
 HARNESS = ("test_families.py", "test_family_table.py")
 
@@ -43,13 +44,20 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Spare what earlier tests left, now and then: Keras collects at every layer it quantises."""
-    global _since_frozen
-    _since_frozen += 1
-    if _since_frozen == 20:
+    """Let go of what earlier tests left, now and then.
+
+    Keras collects garbage at every layer that it quantises, so what is there is spared from that.
+    And compiled programs take memory maps, of which a process can have so many and no more.
+    """
+    global _tests_run
+    _tests_run += 1
+    if _tests_run % 100 == 0:
+        gc.unfreeze()
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+    if _tests_run % 20 == 0:
         gc.collect()
         gc.freeze()
-        _since_frozen = 0
 
 
 @pytest.hookimpl(tryfirst=True)

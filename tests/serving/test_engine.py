@@ -46,15 +46,10 @@ def assert_as_alone(lm, asked, request):
 
 
 @pytest.mark.slow
-def test_a_request_gives_what_generate_gives_for_it_alone(lm):
-    run_traffic(lm, seed=5, count=8)
-
-
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.integers(0, 2**32 - 1))
-def test_much_traffic(lm, seed):
-    run_traffic(lm, seed, count=12)
+def test_a_request_gives_what_generate_gives_for_it_alone(lm, seed):
+    run_traffic(lm, seed, count=10)
 
 
 def run_traffic(lm, seed, count):
