@@ -224,11 +224,8 @@ def _of_easysteer(
         vector = vectors[name]
         if entry.get("layers") is not None:
             vector = _of_blocks(vector, entry["layers"])
-        result[control] = {"strength": entry.get("scale", 1.0), "tokens": _tokens(entry)}
-        vectors_of_request = Vectors(vectors.lm, {"only": vector})
-        result[control] = _control(
-            control, {**result[control], "vector": "only"}, vectors_of_request
-        )
+        scale = entry.get("scale", 1.0)
+        result[control] = Control(strength=scale, directions=vector, tokens=_tokens(entry))
     return result
 
 
