@@ -61,6 +61,7 @@ from backbone_surgery.rewriting import (
 from backbone_surgery.rewriting.nested import rewrite_nested
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.serving.engine import Engine
+from backbone_surgery.serving.logprobs import TokenLogprobs
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.scheduler import EngineStats, QueueFullError
 from backbone_surgery.serving.serve import serve
@@ -112,6 +113,7 @@ __all__ = [
     "Steer",
     "SurgeryError",
     "Sweep",
+    "TokenLogprobs",
     "TransferReport",
     "UnknownArchitectureError",
     "WeightMismatchError",

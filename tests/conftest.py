@@ -6,6 +6,7 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -27,6 +28,11 @@ _tests_run = 0
 """How many tests this process has run."""
 
 HARNESS = ("test_families.py", "test_family_table.py")
+
+
+def pytest_addoption(parser):
+    """Add the option by which CI runs a part of the slow tests."""
+    parser.addoption("--half", help="run half of the tests: of each one, its name and this say which")
 
 
 def pytest_configure(config):
@@ -61,7 +67,7 @@ def pytest_runtest_teardown():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark as slow what runs on another family than the first, outside of the harness.
 
     The harness runs every family by default: opened, edited, cached and generating. Everything
@@ -69,7 +75,10 @@ def pytest_collection_modifyitems(items):
     """
     from tests.families import ROWS
 
-    _, *others = ROWS
+    # What one family needs, one process makes, once.
+    families = list(ROWS)
+    items.sort(key=lambda item: _family_of(item, families))
+    _, *others = families
     other = re.compile(rf"(?<![a-z0-9])({'|'.join(others)})(?![a-z0-9])")
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -77,3 +86,15 @@ def pytest_collection_modifyitems(items):
         names = [p if isinstance(p, str) else getattr(p, "__name__", "") for p in parameters]
         if item.path.name not in HARNESS and any(other.search(name) for name in names):
             item.add_marker(pytest.mark.slow)
+    half = config.getoption("half")
+    if half is not None:
+        items[:] = [item for item in items if crc32(f"{half} {item.nodeid}".encode()) % 2]
+
+
+def _family_of(item, families):
+    """Return where a test of the harness comes among the others; the rest stays where it is."""
+    if item.path.name not in HARNESS or not hasattr(item, "callspec"):
+        return -1
+    parameters = item.callspec.params
+    name = parameters.get("name") if "name" in parameters else parameters.get("family")
+    return families.index(name) if name in families else -1

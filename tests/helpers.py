@@ -1,5 +1,7 @@
 """Fixtures and small helpers that the tests share."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -36,6 +38,12 @@ def upstream(family, backbone):
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
+
+
+@pytest.fixture
+def no_collecting(monkeypatch):
+    """Spare a test the garbage collection that Keras asks for at every layer it quantises."""
+    monkeypatch.setattr(gc, "collect", lambda *generation: 0)
 
 
 @pytest.fixture(autouse=True)

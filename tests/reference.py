@@ -39,18 +39,20 @@ def tokens(rng, rows=2, width=9, vocabulary=60):
     return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
 
 
-def run_chunks(model, inputs, chunks, room=3, **controls):
+def run_chunks(model, inputs, chunks, room=3, compiled=True, **controls):
     """Run a cached graph chunk by chunk; return the hidden states, and the captures.
 
-    Captured patterns are cut to the tokens: the end of the cache is left out.
+    Captured patterns are cut to the tokens: the end of the cache is left out. What is not compiled
+    is run one operation at a time, which is quicker where many graphs are made of one backbone.
     """
+    call = model.predict_on_batch if compiled else model
     ids, mask = inputs["token_ids"], inputs["padding_mask"].astype(bool)
     batch, width = ids.shape
     positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
     cache, start, parts = bs.new_cache(model, batch, width + room), 0, []
     for chunk in chunks:
         step = slice(start, start + chunk)
-        result = model.predict_on_batch(
+        result = call(
             {
                 "token_ids": ids[:, step],
                 "cache": cache,

@@ -57,10 +57,12 @@ def assert_equal(names, backbone, rng, folder, chunked):
     inputs = tokens(rng, 2, TIME)
     wanted = reference(inputs["token_ids"])
     captures = reference.captures()
-    outputs = edited.predict_on_batch({**inputs, **controls})
+    # One operation at a time: what is compiled here is generation, below.
+    outputs = edited({**inputs, **controls})
     results, seen = [outputs["hidden_states"]], [outputs["captures"]]
+    cached = bs.rewire(edited)
     for chunks in chunked:
-        hidden, captured = run_chunks(bs.rewire(edited), inputs, chunks, **controls)
+        hidden, captured = run_chunks(cached, inputs, chunks, compiled=False, **controls)
         results.append(hidden)
         seen.append(captured)
     assert relative(Model(backbone)(inputs["token_ids"]), wanted) > 1e-3

@@ -52,7 +52,7 @@ def run(name, backbone, inputs):
     return np.asarray(backbone.predict_on_batch(complete(name, inputs)), "float32")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def unchanged(name):
     """A backbone that no test changes, and a model that generates from it."""
     backbone = ROWS[name].make()
@@ -303,13 +303,13 @@ def test_lora(name, rng):
     wanted = run(name, backbone, inputs)
     assert relative(before, wanted) > 1e-3
     assert relative(opened.predict_on_batch(inputs), wanted) <= ROWS[name].tolerance
-    got = run_chunks(bs.rewire(backbone), inputs, [5, 1, 6])[0]
+    got = run_chunks(bs.rewire(backbone), inputs, [11, 1])[0]
     assert relative(got, wanted) <= ROWS[name].tolerance
 
 
 @slow
 @every_family
-def test_int8(name, rng):
+def test_int8(name, rng, no_collecting):
     backbone = ROWS[name].make()
     inputs = tokens(rng, 2, 12)
     before = run(name, backbone, inputs)
@@ -326,7 +326,7 @@ def test_int8(name, rng):
         assert relative(uncached, before) <= 0.05 < relative(wanted, before)
         wanted = uncached
     assert relative(uncached, wanted) <= ROWS[name].tolerance
-    got = run_chunks(bs.rewire(backbone), inputs, [5, 7])[0]
+    got = run_chunks(bs.rewire(backbone), inputs, [11, 1])[0]
     assert relative(got, wanted) <= ROWS[name].tolerance
 
 
@@ -342,7 +342,7 @@ def test_bfloat16(name, rng):
     allowed = 1.5 * relative(run(name, half, inputs), wanted) + 1e-2
     opened = np.asarray(bs.open_backbone(half).predict_on_batch(inputs), "float32")
     assert relative(opened, wanted) <= allowed
-    cached = run_chunks(bs.rewire(half), inputs, [5, 1, 6])[0]
+    cached = run_chunks(bs.rewire(half), inputs, [11, 1])[0]
     assert relative(cached, wanted) <= allowed
 
 

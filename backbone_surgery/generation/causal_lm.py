@@ -15,6 +15,7 @@ from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import cached_call, chat, request, scoring
 from backbone_surgery.generation.captures import pack
+from backbone_surgery.generation.chats import Chats
 from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.programs import Programs
@@ -35,7 +36,7 @@ _SEQUENCE_CHECK = 16
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
+class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
     """A causal language model that generates from the graph of its backbone, with a cache.
 
     It is a KerasHub task: `fit`, `evaluate`, `compile` and the rest behave as upstream. Unlike
@@ -151,48 +152,6 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
             self.preprocessor.save_to_preset(str(folder))
             chat.save_chat(self.preprocessor, folder)
 
-    @property
-    def chat_template(self) -> str | None:
-        """The chat template of the tokenizer, in Jinja; `None` if there is none.
-
-        `from_preset` reads it from the folder: from `chat_template.jinja`, or else from
-        `tokenizer_config.json`. It belongs to the tokenizer, so every model over this tokenizer has
-        it. It can be set.
-        """
-        return chat.chat_of(self.preprocessor).template
-
-    @chat_template.setter
-    def chat_template(self, template: str | None) -> None:
-        chat.set_template(self.preprocessor, template)
-
-    def chat_prompt(
-        self, messages: Any, add_generation_prompt: bool = True, template: str | None = None
-    ) -> str:
-        """Render a conversation with the chat template, as `transformers` does.
-
-        `generate`, `stream` and the engine turn the result into the token ids that
-        `apply_chat_template` of `transformers` gives: the prompt has a start token where the
-        template writes one, and the preprocessor adds none. This holds for the string that is
-        returned, and for it with text added to its end. Any other string gets the start token as
-        usual. `strip_prompt=True` returns the answer alone.
-
-        Args:
-            messages: a list of dicts with a `role` and a `content`: a string, or a list of parts
-                such as `{"type": "text", "text": "Hello"}`. A message with `tool_calls` may have no
-                content.
-            add_generation_prompt: whether to end with the opening of an answer.
-            template: in Jinja, in place of `chat_template`.
-
-        Returns:
-            The prompt.
-
-        Raises:
-            SurgeryError: there is no template or no preprocessor, jinja2 is missing (`pip install
-                "backbone-surgery[chat]"`), a message is malformed, the template fails, or the
-                tokenizer does not make one token of a special token in the prompt.
-        """
-        return chat.chat_prompt(self.preprocessor, messages, add_generation_prompt, template)
-
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
         """Save the weights of the backbone, in its own format, whatever was edited."""
         self.backbone.save_weights(filepath, **kwargs)
@@ -244,8 +203,8 @@ class CachedCausalLM(TrainsOwnLayers, keras_hub.models.CausalLM):
         """Generate from prompts, by the sampler that the model was compiled with.
 
         Args:
-            inputs: a string or a list of strings; without a preprocessor a dict of `token_ids`
-                int[batch, length] and `padding_mask` [batch, length].
+            inputs: a string or a list of strings; or a dict of `token_ids` int[batch, length] and
+                `padding_mask` [batch, length], the only way without a preprocessor.
             max_length: tokens of a row at most, its prompt and start token included. Defaults to
                 the sequence length of the preprocessor, or to the width of the arrays. Unlike
                 KerasHub, which cuts a longer prompt short, this refuses it.

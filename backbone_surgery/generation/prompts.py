@@ -35,7 +35,7 @@ def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompt
     """Read the prompts of a call to `generate`.
 
     Args:
-        inputs: with a preprocessor a string or a sequence of them, without one a dict of
+        inputs: with a preprocessor a string or a sequence of them; with or without one a dict of
             `token_ids` int[batch, length] and `padding_mask` [batch, length] padded on either
             side.
         preprocessor: a `keras_hub.models.CausalLMPreprocessor` or `None`.
@@ -43,6 +43,8 @@ def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompt
     """
     if preprocessor is None:
         prompts = _from_arrays(inputs)
+    elif isinstance(inputs, dict):
+        prompts = replace(_from_arrays(inputs), width=None)
     else:
         prompts = _from_text(inputs, preprocessor)
     if not prompts.rows:
@@ -121,8 +123,8 @@ def _texts(inputs: Any) -> list[str]:
     if not listed or not all(isinstance(t, str) for t in texts):
         raise SurgeryError(
             "generate: expected a string or a list of strings, since a preprocessor is attached. "
-            f"Received {shown(inputs)}. Pass text, or make the model with `preprocessor=None` to "
-            "pass token ids."
+            f"Received {shown(inputs)}. Pass text, or token ids as a dict of `token_ids` and "
+            "`padding_mask`."
         )
     return [t if isinstance(t, ChatPrompt) else str(t) for t in texts]
 
@@ -131,8 +133,8 @@ def _from_arrays(inputs: Any) -> Prompts:
     if not isinstance(inputs, dict) or not {"token_ids", "padding_mask"} <= set(inputs):
         received = shown(list(inputs) if isinstance(inputs, dict) else inputs)
         raise SurgeryError(
-            "generate: expected a dict of arrays `token_ids` and `padding_mask`, since no "
-            f"preprocessor is attached. Received {received}. Pass both, or attach a preprocessor."
+            "generate: expected a dict of arrays `token_ids` and `padding_mask`, or text with a "
+            f"preprocessor attached. Received {received}. Pass one of these."
         )
     ids, mask = read_array(inputs["token_ids"]), read_mask(inputs["padding_mask"])
     if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,10 +24,11 @@ class Running(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of steps that was begun: what is read of it, its rows, and the slot it goes up to."""
+    """A chunk of steps that was begun: what is read of it, its rows, and the slots it writes to."""
 
     copies: State
     rows: list[Running]
+    first: int
     until: int
 
 
@@ -62,7 +62,7 @@ class RowBatch:
             name: np.repeat(value, rows) for name, value in Sampling().arrays().items()
         }
         self.slot, self.length = 1, lengths[0]
-        self.first_tokens: list[tuple[Job, int, jax.Array]] = []
+        self.first_tokens: list[tuple[Job, int, State]] = []
         self.state: State = {}  # made with the first row
         self.controls: State = {}
 
@@ -130,11 +130,11 @@ class RowBatch:
             "draws": self.programs.strategy.start(job.seeds),
             "controls": prefill.controls,
         }
-        self.state, self.controls, token = self.programs.insert(
+        self.state, self.controls, first = self.programs.insert(
             self.state, self.controls, prefill.staging, new, prefill.length
         )
         self.start[row], self.prompt[row], self.jobs[row] = self.slot - 1, length, job
-        self.first_tokens.append((job, row, token))
+        self.first_tokens.append((job, row, first))
 
     def decode(self, stop_early: bool) -> Chunk | None:
         """Begin the next chunk of steps, if there is a row with tokens to come.
@@ -157,25 +157,33 @@ class RowBatch:
             "stop_ids": self.stop_ids.copy(),
             "budget": self.budget.copy(),
         }
-        programs = self.programs
+        programs, first = self.programs, self.slot
+        self.state["draws"] = programs.strategy.rewind(self.state["draws"])
         self.state, copies = programs.programs.decode(
             programs.strategy, self.state, arguments, until
         )
         self.slot = until
         rows = [Running(job, i, int(self.start[i])) for i in running if (job := self.jobs[i])]
-        return Chunk(copies, rows, until)
+        return Chunk(copies, rows, first, until)
 
     def read_first(self) -> None:
         """Hand out the first tokens of the rows that were inserted."""
         first_tokens, self.first_tokens = self.first_tokens, []
-        for job, row, token in first_tokens:
-            self._hand_out(job, row, np.asarray(token)[None])
+        for job, row, first in first_tokens:
+            self._note(job, first["notes"], 0, 1)
+            self._hand_out(job, row, np.asarray(first["token"]))
 
     def read(self, chunk: Chunk) -> None:
         """Wait for a chunk, and hand its tokens out."""
         tokens = np.asarray(chunk.copies["tokens"])
         for job, row, start in chunk.rows:
+            self._note(job, chunk.copies["draws"]["notes"], row, chunk.until - chunk.first)
             self._hand_out(job, row, tokens[row, start : chunk.until])
+
+    def _note(self, job: Job, notes: State, row: int, steps: int) -> None:
+        """Have a job that asks for log-probabilities keep those of some steps."""
+        if job.sampling.logprobs:
+            job.notes.append({k: np.asarray(x)[row, :steps].copy() for k, x in notes.items()})
 
     def _hand_out(self, job: Job, row: int, new: np.ndarray) -> None:
         """Tell a job its tokens so far; free its row if these are all."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from backbone_surgery.errors import SurgeryError, shown
@@ -95,12 +96,13 @@ class Engine:
         stop_sequences: Any = None,
         strip_prompt: bool = False,
         return_captures: bool = False,
+        logprobs: bool = False,
     ) -> EngineRequest:
         """Ask for one text. It returns at once, and the text comes as the engine runs.
 
         Args:
-            prompt: a string; without a preprocessor a dict of `token_ids` int[1, length] and
-                `padding_mask` [1, length].
+            prompt: a string; or a dict of `token_ids` int[1, length] and `padding_mask`
+                [1, length], the only way without a preprocessor.
             max_new_tokens: new tokens at most; `None` for as many as the engine's length leaves.
             controls: as of `CachedCausalLM.generate`, for one row.
             seed: an int; without one, each request draws differently.
@@ -113,6 +115,7 @@ class Engine:
             stop_sequences: see there.
             strip_prompt: see there.
             return_captures: see there.
+            logprobs: whether to note log-probabilities, for `EngineRequest.logprobs`.
 
         Raises:
             QueueFullError: `max_waiting` requests wait already.
@@ -129,6 +132,7 @@ class Engine:
             stop_sequences=stop_sequences,
             strip_prompt=strip_prompt,
             captures=return_captures,
+            logprobs=logprobs,
         )
         return requests[0]
 
@@ -148,8 +152,7 @@ class Engine:
         """Generate from many prompts, however many rows there are.
 
         Args:
-            inputs: strings; without a preprocessor a dict of arrays, as of
-                `CachedCausalLM.generate`.
+            inputs: strings, or a dict of arrays, as of `CachedCausalLM.generate`.
             max_new_tokens: see `submit`.
             controls: as of `CachedCausalLM.generate`: values for all prompts, or one for each.
             seed: an int, the seed of every row, or one for each row.
@@ -173,7 +176,6 @@ class Engine:
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,
             strip_prompt=strip_prompt,
-            captures=False,
         )
         return [request.result() for request in requests]
 
@@ -226,9 +228,16 @@ class Engine:
 
     def _submit(self, inputs: Any, count: int | None, **asked: Any) -> list[EngineRequest]:
         """Read requests, one for each prompt, and put them into the queue."""
-        for name in ("strip_prompt", "captures"):
-            check_flag(name, asked[name])
+        captures, logprobs = asked.get("captures", False), asked.get("logprobs", False)
+        flags = {
+            "strip_prompt": asked["strip_prompt"],
+            "return_captures": captures,
+            "logprobs": logprobs,
+        }
+        for name, value in flags.items():
+            check_flag(name, value)
         sampling = read_sampling(self.lm.sampler, *asked["sampling"])
+        sampling = replace(sampling, logprobs=bool(logprobs))
         _, _, batch = read_request(
             self.lm,
             inputs,
@@ -238,7 +247,7 @@ class Engine:
             asked["stop_sequences"],
             asked["controls"],
             asked["seed"],
-            bool(asked["captures"]),
+            bool(captures),
         )
         self._check(batch, count)
         jobs = [

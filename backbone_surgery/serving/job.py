@@ -30,6 +30,7 @@ class Job:
         new: int32[tokens], the new tokens so far.
         reason: why there will be no more; `None` while there will.
         error: what went wrong, if anything did.
+        notes: log-probabilities of its steps, one entry for each time that some were there.
         captured: `{name: array}` of the tokens that were run, once it has ended.
         cancelled: whether nobody wants it any more.
         listeners: called after each change, by whatever thread makes it.
@@ -49,6 +50,7 @@ class Job:
     new: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     reason: Reason | None = None
     error: BaseException | None = None
+    notes: list[dict[str, np.ndarray]] = field(default_factory=list)
     captured: dict[str, np.ndarray] | None = None
     cancelled: bool = False
     listeners: list[Callable[[], None]] = field(default_factory=list)

@@ -10,6 +10,7 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import GeneratedActivations, pack
 from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.serving.job import Job, Reason
+from backbone_surgery.serving.logprobs import TokenLogprobs
 
 
 class EngineRequest:
@@ -38,6 +39,11 @@ class EngineRequest:
     def token_ids(self) -> np.ndarray:
         """The new token ids so far, int32[tokens]."""
         return self._job.new
+
+    @property
+    def preprocessor(self) -> Any:
+        """What makes text of its token ids; `None` without one."""
+        return self._job.stops.preprocessor
 
     @property
     def finish_reason(self) -> Reason | None:
@@ -71,7 +77,7 @@ class EngineRequest:
                 new, ended = job.snapshot()
                 if job.error is not None:
                     raise job.error
-                if job.stops.preprocessor is None:
+                if self.preprocessor is None:
                     if len(new) > max(count, 0):
                         yield new[max(count, 0) :]
                 else:
@@ -91,7 +97,7 @@ class EngineRequest:
     def text(self) -> str:
         """The text so far. A character that takes several tokens is held back until it is whole."""
         job = self._job
-        if job.stops.preprocessor is None:
+        if self.preprocessor is None:
             raise SurgeryError(
                 "text of a request: expected a model with a preprocessor, to make text. Received "
                 "one without. Use `token_ids`."
@@ -108,7 +114,7 @@ class EngineRequest:
         """
         ids = np.concatenate([self._job.prompt, self._job.new])
         rows = [ids[: i + 1] for i in range(len(ids))]
-        texts = to_text(rows, self._job.stops.preprocessor) if rows else []
+        texts = to_text(rows, self.preprocessor) if rows else []
         pieces, shown = [], ""
         for i, text in enumerate(texts):
             text = text if i + 1 == len(texts) else text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -127,7 +133,7 @@ class EngineRequest:
             self._advance(job, len(job.new))
         if job.error is not None:
             raise job.error
-        if job.stops.preprocessor is not None:
+        if self.preprocessor is not None:
             return self.text
         return job.new if self._strip_prompt else np.concatenate([job.prompt, job.new])
 
@@ -143,6 +149,22 @@ class EngineRequest:
                 "Pass `return_captures=True` to `submit`."
             )
         return pack([np.append(job.prompt, job.new[:-1]).astype(np.int32)], [job.captured])
+
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        """Log-probabilities of the new tokens so far."""
+        job = self._job
+        if not job.sampling.logprobs:
+            raise SurgeryError(
+                "logprobs of a request: expected one that asked for them. Received one that did "
+                "not. Pass `logprobs=True` to `submit`."
+            )
+        new, parts = job.new, list(job.notes)
+        if not len(new):
+            empty = np.zeros((0, 0), np.float32)
+            return TokenLogprobs(new, np.zeros(0, np.float32), empty.astype(np.int32), empty)
+        notes = {k: np.concatenate([part[k] for part in parts])[: len(new)] for k in parts[0]}
+        return TokenLogprobs(new, **notes)
 
     def cancel(self) -> None:
         """Stop: the text stays as it is, and the row is free for others after the next chunk."""

@@ -16,8 +16,8 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache, new_packed_cache, pack_cache, unpack_cache
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.programs import Programs, State
-from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.opening.site import is_pattern
+from backbone_surgery.serving.logprobs import RecordedSampling
 
 
 class RowPrograms:
@@ -29,7 +29,7 @@ class RowPrograms:
         rows: how many rows there are.
     """
 
-    def __init__(self, programs: Programs, strategy: Strategy, rows: int) -> None:
+    def __init__(self, programs: Programs, strategy: RecordedSampling, rows: int) -> None:
         self.programs, self.strategy, self.rows = programs, strategy, rows
         self.model = programs.model
         self.capture_specs = self.model.output.get("captures", {})
@@ -76,7 +76,7 @@ class RowPrograms:
 
     def insert(
         self, state: State, controls: State, staging: State, new: State, staged: int
-    ) -> tuple[State, State, jax.Array]:
+    ) -> tuple[State, State, State]:
         """Put a prefilled row into the state, and choose its first token.
 
         Args:
@@ -90,7 +90,8 @@ class RowPrograms:
             staged: number of slots of the staging cache.
 
         Returns:
-            The state, the controls, and the token int32[].
+            The state, the controls, and of the row `token` int32[1] and `notes`, its
+            log-probabilities.
         """
 
         def run(state: State, controls: State, staging: State, new: State) -> tuple:
@@ -98,10 +99,10 @@ class RowPrograms:
 
         others = {k: state.pop(k) for k in ("captures",) if k in state and k not in staging}
         args = (state, controls, staging, new)
-        state, controls, token = self.programs.run(
+        state, controls, first = self.programs.run(
             "insert", self.strategy, run, args, (0, 1), staged
         )
-        return {**state, **others}, controls, token
+        return {**state, **others}, controls, first
 
     def cut(self, staging: State, first: int, count: int, length: int) -> State:
         """Copy what some slots of a staging cache hold, and the state that has none.
@@ -190,7 +191,7 @@ class RowPrograms:
 
     def _insert(
         self, state: State, controls: State, staging: State, new: State, staged: int
-    ) -> tuple[State, State, jax.Array]:
+    ) -> tuple[State, State, State]:
         row, slot, length = new["row"], new["slot"], new["length"]
         first = slot - 1 - length
         rows, slots = state["tokens"].shape
@@ -240,7 +241,7 @@ class RowPrograms:
                     name: put(state["captures"][name], buffer),
                 }
         controls = {name: put(x, new["controls"][name]) for name, x in controls.items()}
-        return state, controls, token[0]
+        return state, controls, {"token": token, "notes": draws["notes"]}
 
     def _shift(self, state: State, slots: jax.Array, length: int) -> State:
         rows = state["tokens"].shape[0]

@@ -26,11 +26,13 @@ class Sampling:
         top_k: how many of the likeliest tokens to draw from; 0 for all.
         top_p: draw from the likeliest tokens that have this probability together; infinity for all,
             where 1 leaves out tokens that rounding takes past it.
+        logprobs: whether log-probabilities are noted.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = math.inf
+    logprobs: bool = False
 
     def arrays(self) -> Arrays:
         """Return the settings as arrays of one row."""
@@ -38,6 +40,7 @@ class Sampling:
             "temperature": np.float32(self.temperature),
             "top_k": np.int32(self.top_k),
             "top_p": np.float32(self.top_p),
+            "logprobs": np.bool_(self.logprobs),
         }
 
 

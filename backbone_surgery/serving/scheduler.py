@@ -13,10 +13,10 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.serving.batch import Chunk, RowBatch, controls_of_sizes
 from backbone_surgery.serving.job import Job
+from backbone_surgery.serving.logprobs import RecordedSampling
 from backbone_surgery.serving.prefill import Prefill
 from backbone_surgery.serving.prefix_cache import PrefixCache
 from backbone_surgery.serving.row_programs import RowPrograms
-from backbone_surgery.serving.sampling import RowsSampling
 from backbone_surgery.serving.warm_up import warm_up
 
 STOP_IDS = 16
@@ -80,7 +80,8 @@ class Scheduler:
     ) -> None:
         self.lm, self.prefill_chunk, self.max_waiting = lm, prefill_chunk, max_waiting
         self.prefix_cache = PrefixCache(prefix_cache) if prefix_cache else None
-        self.programs = RowPrograms(lm.programs, RowsSampling(), rows)
+        sampling = RecordedSampling(chunk_size, lm.programs.head.input_dim)
+        self.programs = RowPrograms(lm.programs, sampling, rows)
         self.lengths = _lengths(length, prefill_chunk)
         self.work = threading.Condition(threading.Lock())
         self._lock = threading.RLock()

@@ -91,7 +91,7 @@ def test_lora(family, backbone, rng, edited):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("through", ["lm", "backbone", "edited"])
-def test_int8(family, backbone, rng, through):
+def test_int8(family, backbone, rng, through, no_collecting):
     edited = bs.operate(backbone, [])
     lm = bs.CachedCausalLM(edited if through == "edited" else backbone)
     inputs = ragged(rng, (4, 4), 4)

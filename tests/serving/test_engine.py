@@ -1,5 +1,6 @@
 """The engine: the text of a request is what `generate` makes of it alone."""
 
+import functools
 import threading
 
 import numpy as np
@@ -52,14 +53,28 @@ def test_a_request_gives_what_generate_gives_for_it_alone(lm, seed):
     run_traffic(lm, seed, count=10)
 
 
-def run_traffic(lm, seed, count):
+@functools.cache
+def bundled(name):
+    backbone = bs.CachedCausalLM.from_preset(name).backbone
+    return edited(np.random.default_rng(4), backbone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
+@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_request_to_a_bundled_model_gives_what_generate_gives(name, seed):
+    run_traffic(bundled(name), seed, 8, blocks=6, heads=4, size=128, vocabulary=800)
+
+
+def run_traffic(lm, seed, count, **sizes):
     """Send random requests at random times, cancel some, and compare the others."""
     rng = np.random.default_rng(seed)
     cache = int(rng.choice([0, 20_000, 2**28]))
     engine = make_engine(lm, rows=int(rng.choice([1, 3])), prefix_cache=cache)
     sent = []
     for _ in range(count):
-        asked = random_request(rng, PREFIXES)
+        asked = random_request(rng, PREFIXES, **sizes)
         sent.append((asked, asked.submit(engine)))
         for _ in range(rng.integers(0, 5)):
             engine.step()

@@ -11,6 +11,7 @@ import openai
 import pytest
 import uvicorn
 from safetensors.numpy import load, save
+from scipy.special import log_softmax
 
 import backbone_surgery as bs
 from backbone_surgery.serving.serve import make_server_app
@@ -158,6 +159,81 @@ def test_captures_come_with_the_last_event(lm, client):
     assert "".join(captures["tokens"]).endswith(answer.choices[0].text)
 
 
+def in_numpy(lm, text_ids, count):
+    """Log-probabilities of the last tokens of a text, by the graph without a cache."""
+    ids = np.array([text_ids])
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids, bool)}
+    states = lm.backbone.predict_on_batch(inputs)["hidden_states"]
+    logits = np.asarray(lm.opened.token_embedding(states, reverse=True))[0]
+    return log_softmax(logits, axis=-1)[-count - 1 : -1]
+
+
+@pytest.mark.slow
+def test_logprobs_of_completions(lm, client):
+    _, run = lm.generate(PROMPT, max_new_tokens=21, return_captures=True)
+    wanted = in_numpy(lm, run.token_ids[0], 20)
+    choice = complete(client, logprobs=3).choices[0]
+    shown = choice.logprobs
+    assert "".join(shown.tokens) == choice.text
+    for token, offset in zip(shown.tokens, shown.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+    np.testing.assert_allclose(shown.token_logprobs, wanted.max(axis=-1), atol=1e-4)
+    for entry, row in zip(shown.top_logprobs, wanted, strict=True):
+        np.testing.assert_allclose(sorted(entry.values()), np.sort(row)[-3:], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_logprobs_of_a_stream_join_to_those_of_the_whole(lm, client):
+    settings = {"temperature": 0.9, "seed": 3, "n": 2, "stop": [".", " the"], "logprobs": 2}
+    whole = complete(client, **settings)
+    for index, choice in enumerate(whole.choices):
+        events = [
+            e.choices[0]
+            for e in complete(client, **settings, stream=True)
+            if e.choices and e.choices[0].index == index and e.choices[0].logprobs
+        ]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            pieces = [x for e in events for x in getattr(e.logprobs, name)]
+            assert pieces == getattr(choice.logprobs, name), name
+
+
+@pytest.mark.slow
+def test_logprobs_of_a_chat(lm):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with Server(lm, chat_template=template) as server, server.client() as client:
+        create = client.chat.completions.create
+        messages = [{"role": "user", "content": PROMPT}]
+        settings = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 6}
+        choice = create(**settings, logprobs=True, top_logprobs=2).choices[0]
+        content = choice.logprobs.content
+        assert "".join(token.token for token in content) == choice.message.content
+        assert bytes(b for token in content for b in token.bytes).decode() == choice.message.content
+        for token in content:
+            assert [token.token, token.logprob] == [
+                token.top_logprobs[0].token,
+                token.top_logprobs[0].logprob,
+            ]
+            assert len(token.top_logprobs) == 2
+        assert create(**settings, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+        assert create(**settings).choices[0].logprobs is None
+        with pytest.raises(openai.BadRequestError, match="expected `logprobs` to be true"):
+            create(**settings, top_logprobs=2)
+
+
+@pytest.mark.slow
+def test_prompts_as_token_ids(lm, client):
+    tokens = lm.preprocessor.generate_preprocess([PROMPT], sequence_length=32)
+    ids = np.asarray(tokens["token_ids"])[np.asarray(tokens["padding_mask"], bool)].tolist()
+    wanted = complete(client).choices[0].text
+    assert complete(client, prompt=ids).choices[0].text == wanted
+    both = complete(client, prompt=[ids, ids[:3]], echo=True)
+    assert both.choices[0].text == PROMPT + wanted
+    assert both.choices[1].text.startswith(PROMPT[:9])
+    for bad in ([2**40], [-1], [10**6]):
+        with pytest.raises(openai.BadRequestError, match=r"token_ids|token ids"):
+            complete(client, prompt=bad)
+
+
 @pytest.mark.slow
 def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
@@ -201,6 +277,10 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"temperature": "hot"}, "'temperature'"),
         ({"presence_penalty": 0.5}, "'presence_penalty'"),
         ({"n": 99}, "'n'"),
+        ({"logprobs": 21}, "'logprobs'"),
+        ({"logprobs": 1, "echo": True}, "expected it without `logprobs`"),
+        ({"prompt": []}, "'prompt'"),
+        ({"prompt": [[1], []]}, "'prompt'"),
         ({"max_tokens": 500}, "expected at most 256 tokens"),
         ({"max_tokens": 126}, "at most 128 together"),
     ],

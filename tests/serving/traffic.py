@@ -78,7 +78,7 @@ def sampler(temperature, top_k, top_p):
     return samplers.RandomSampler(temperature=temperature)
 
 
-def random_controls(rng, hidden_dim, blocks):
+def random_controls(rng, hidden_dim, blocks, heads):
     """Settings for some of the edits of `edited`."""
     choices = {
         "mood": lambda: [
@@ -89,7 +89,7 @@ def random_controls(rng, hidden_dim, blocks):
         ][rng.integers(4)],
         "style": lambda: float(rng.normal()),
         "asked": lambda: float(rng.uniform(-0.5, 1)),
-        "heads": lambda: rng.integers(0, 2, (1, blocks + 1, 2)),
+        "heads": lambda: rng.integers(0, 2, (1, blocks + 1, heads)),
         "patch": lambda: {
             "positions": [int(rng.integers(40))],
             "values": rng.normal(size=(1, hidden_dim)).astype("float32"),
@@ -100,13 +100,13 @@ def random_controls(rng, hidden_dim, blocks):
     }
 
 
-def random_request(rng, prefixes, blocks=2, size=SIZE, vocabulary=VOCABULARY, most=60):
+def random_request(rng, prefixes, blocks=2, heads=2, size=SIZE, vocabulary=VOCABULARY, most=60):
     """A request whose prompt may begin as others do."""
     prefix = prefixes[rng.integers(len(prefixes))][: rng.integers(most)]
     prompt = [*prefix, *rng.integers(0, vocabulary, rng.integers(1, 12)).tolist()]
     settings = {
         "max_new_tokens": int(rng.integers(0, 25)),
-        "controls": random_controls(rng, size, blocks),
+        "controls": random_controls(rng, size, blocks, heads),
         "stop_token_ids": tuple(rng.integers(0, vocabulary, rng.integers(0, 3)).tolist()),
         "stop_sequences": [rng.integers(0, vocabulary, 2).tolist()],
         "seed": int(rng.integers(100)),

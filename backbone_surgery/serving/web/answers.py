@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.serving.request import EngineRequest
+from backbone_surgery.serving.web.logprobs import ShownLogprobs
 
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
 
@@ -29,6 +30,7 @@ class Answer:
         stops: stop sequences, which are left out of the text.
         capture: sites to answer with; none by default.
         prefix: text that each choice begins with, such as an echoed prompt.
+        likeliest: how many of the likeliest tokens to show with log-probabilities; `None` for none.
     """
 
     requests: Sequence[EngineRequest]
@@ -37,6 +39,7 @@ class Answer:
     stops: Sequence[str] = ()
     capture: Sequence[str] = ()
     prefix: Sequence[str] = ()
+    likeliest: int | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -49,6 +52,11 @@ class Answer:
 
         for request in self.requests:
             request.listen(tell)
+        self._logprobs = [
+            ShownLogprobs(request, self.likeliest, self.is_chat, len(self._prefix(i)))
+            for i, request in enumerate(self.requests)
+            if self.likeliest is not None
+        ]
 
     def cancel(self) -> None:
         """Cancel what still runs."""
@@ -63,10 +71,11 @@ class Answer:
         choices = []
         for i, request in enumerate(self.requests):
             text = self._prefix(i) + texts[i]
-            content: dict[str, Any] = {"text": text, "logprobs": None}
+            content: dict[str, Any] = {"text": text}
             if self.is_chat:
-                content = {"message": {"role": "assistant", "content": text}, "logprobs": None}
-            choices.append({"index": i, **content, **self._end(request)})
+                content = {"message": {"role": "assistant", "content": text}}
+            logprobs = await self._next_logprobs(i, texts[i])
+            choices.append({"index": i, **content, "logprobs": logprobs, **self._end(request)})
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 
@@ -91,6 +100,7 @@ class Answer:
                     sent[i] += piece
                     if piece:
                         shown = {"delta": {"content": piece}} if self.is_chat else {"text": piece}
+                        shown["logprobs"] = await self._next_logprobs(i, text)
                         yield self._event(kind, i, shown)
                     if is_last:
                         ended[i] = True
@@ -131,6 +141,12 @@ class Answer:
             return text
         held = (n for n in range(len(text)) if any(s.startswith(text[n:]) for s in self.stops))
         return text[: next(held, len(text))]
+
+    async def _next_logprobs(self, index: int, text: str) -> dict[str, Any] | None:
+        """Return the log-probabilities of what a choice shows now, and did not before."""
+        if self.likeliest is None:
+            return None
+        return await asyncio.to_thread(self._logprobs[index].next, len(text))
 
     def _prefix(self, index: int) -> str:
         return self.prefix[index] if self.prefix else ""

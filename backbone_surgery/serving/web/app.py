@@ -4,16 +4,18 @@ import asyncio
 import base64
 import binascii
 import hmac
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.serving.request import EngineRequest
@@ -78,7 +80,10 @@ class Service:
             )
 
     def submit(
-        self, body: Completion, prompts: list[str], max_tokens: int | None
+        self,
+        body: TextCompletion | ChatCompletion,
+        prompts: Sequence[str | list[int]],
+        max_tokens: int | None,
     ) -> list[EngineRequest]:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
         if body.model not in (None, self.name):
@@ -94,7 +99,7 @@ class Service:
                 for i in range(body.n):
                     requests.append(
                         self.engine.submit(
-                            prompt,
+                            _prompt(prompt),
                             max_new_tokens=max_tokens,
                             controls=controls,
                             seed=None if body.seed is None else (body.seed + i) % 2**32,
@@ -104,6 +109,7 @@ class Service:
                             stop_sequences=body.stops,
                             strip_prompt=True,
                             return_captures=bool(capture),
+                            logprobs=body.likeliest is not None,
                         )
                     )
         except BaseException:
@@ -111,6 +117,12 @@ class Service:
                 request.cancel()
             raise
         return requests
+
+    def text(self, prompt: str | list[int]) -> str:
+        """Return a prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return to_text([np.array(prompt, np.int32)], self.lm.preprocessor)[0]
 
     def sites(self, body: Completion) -> list[str]:
         """Return the captured sites that a request asks for."""
@@ -186,14 +198,25 @@ def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
     return app
 
 
+def _prompt(prompt: str | list[int]) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    return {"token_ids": [prompt], "padding_mask": [[True] * len(prompt)]}
+
+
 def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: TextCompletion, http: Request) -> Response:
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if body.echo and body.logprobs is not None:
+            raise SurgeryError(
+                "echo: expected it without `logprobs`, which are those of new tokens. Received "
+                "both. Leave one out."
+            )
         most = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        requests = await asyncio.to_thread(service.submit, body, prompts, most)
-        echoed = [prompt for prompt in prompts for _ in range(body.n)] if body.echo else ()
-        answer = Answer(requests, service.name, False, body.stops, service.sites(body), echoed)
+        requests = await asyncio.to_thread(service.submit, body, body.prompts, most)
+        echoed = [service.text(p) for p in body.prompts for _ in range(body.n)] if body.echo else ()
+        sites, count = service.sites(body), body.likeliest
+        answer = Answer(requests, service.name, False, body.stops, sites, echoed, count)
         return await service.answer(answer, body, http)
 
     @app.post("/v1/chat/completions")
@@ -204,13 +227,19 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             raise SurgeryError(
                 "max_tokens: expected it or `max_completion_tokens`. Received both. Send one."
             )
+        if body.top_logprobs is not None and not body.logprobs:
+            raise SurgeryError(
+                "top_logprobs: expected `logprobs` to be true with it. Received it alone. Send "
+                "both."
+            )
 
         def submit() -> list[EngineRequest]:
             prompt = service.lm.chat_prompt(messages, template=service.chat_template)
             return service.submit(body, [prompt], given[0] if given else None)
 
         requests = await asyncio.to_thread(submit)
-        answer = Answer(requests, service.name, True, body.stops, service.sites(body))
+        sites, count = service.sites(body), body.likeliest
+        answer = Answer(requests, service.name, True, body.stops, sites, (), count)
         return await service.answer(answer, body, http)
 
 

@@ -4,10 +4,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from backbone_surgery.serving.logprobs import MOST_LIKELIEST
+
 MOST_CHOICES = 16
 MOST_STOPS = 16
 
 Strings = Annotated[list[str], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+_Count = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
 
 
 class _Body(BaseModel):
@@ -51,8 +55,21 @@ class Completion(_Body):
 class TextCompletion(Completion):
     """The body of `/v1/completions`."""
 
-    prompt: str | Strings
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     echo: bool = False
+    logprobs: _Count | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or token ids."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else list(prompt)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to show; `None` for no log-probabilities."""
+        return self.logprobs
 
 
 class Message(_Body):
@@ -68,3 +85,10 @@ class ChatCompletion(Completion):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool = False
+    top_logprobs: _Count | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to show; `None` for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None

@@ -1,0 +1,78 @@
+"""Log-probabilities as OpenAI's clients read them, of the tokens that a choice shows."""
+
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.generation.prompts import to_text
+from backbone_surgery.serving.request import EngineRequest
+
+_LEAST = -9999.0
+"""In the place of minus infinity, which JSON does not have; OpenAI's own."""
+
+
+class ShownLogprobs:
+    """The log-probabilities of one choice, piece by piece.
+
+    Args:
+        request: that asked for them.
+        count: how many of the likeliest tokens to show beside each token.
+        is_chat: which of OpenAI's two forms to give.
+        offset: characters that the choice shows before its first token.
+    """
+
+    def __init__(self, request: EngineRequest, count: int, is_chat: bool, offset: int) -> None:
+        self._request, self._preprocessor = request, request.preprocessor
+        self._count, self._is_chat, self._offset = count, is_chat, offset
+        self._shown, self._start = 0, 0
+
+    def next(self, visible: int) -> dict[str, Any]:
+        """Return those of the next tokens: all that begin within some characters of the text."""
+        notes = self._request.logprobs
+        entries, starts = [], []
+        while self._shown < len(notes.token_ids) and self._start < visible:
+            i = self._shown
+            starts.append(self._offset + self._start)
+            entries.append(self._entry(i, notes))
+            (text,) = to_text([notes.token_ids[: i + 1]], self._preprocessor)
+            self._start = max(self._start, len(text.rstrip("\N{REPLACEMENT CHARACTER}")))
+            self._shown += 1
+        if self._is_chat:
+            return {"content": entries, "refusal": None}
+        tops = [{e["token"]: e["logprob"] for e in entry["top_logprobs"]} for entry in entries]
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {entry["token"]: entry["logprob"], **top}
+                for entry, top in zip(entries, tops, strict=True)
+            ],
+            "text_offset": starts,
+        }
+
+    def _entry(self, index: int, notes: Any) -> dict[str, Any]:
+        likeliest = notes.likeliest_ids[index, : self._count]
+        before = [self._request.prompt_token_ids[-1], *notes.token_ids[:index]][-1]
+        own, *texts = self._texts(before, [notes.token_ids[index], *likeliest])
+        others = zip(texts, notes.likeliest_logprobs[index], strict=False)
+        return {
+            **_shown(own, notes.logprobs[index]),
+            "top_logprobs": [_shown(text, logprob) for text, logprob in others],
+        }
+
+    def _texts(self, before: int, token_ids: list[int]) -> list[str]:
+        """Return the text that each token adds to the one before, or has alone."""
+        alone = [np.array([i]) for i in token_ids]
+        pairs = [np.array([before, i]) for i in token_ids]
+        start, *texts = to_text([np.array([before]), *pairs, *alone], self._preprocessor)
+        pairs_and_alone = zip(texts[: len(token_ids)], texts[len(token_ids) :], strict=True)
+        return [t[len(start) :] if t.startswith(start) else own for t, own in pairs_and_alone]
+
+
+def _shown(text: str, logprob: float) -> dict[str, Any]:
+    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {
+        "token": text,
+        "logprob": max(float(logprob), _LEAST),
+        "bytes": list(text.encode()) if is_whole else None,
+    }
