@@ -32,7 +32,7 @@ HARNESS = ("test_families.py", "test_family_table.py")
 
 def pytest_addoption(parser):
     """Add the option by which CI runs a part of the slow tests."""
-    parser.addoption("--half", help="run half of the tests: of each one, its name and this say which")
+    parser.addoption("--half", help="run half of the tests; this text says which")
 
 
 def pytest_configure(config):
