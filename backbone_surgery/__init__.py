@@ -31,6 +31,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.sweep import Sweep, sweep
 from backbone_surgery.graph.emission import collect, emit
 from backbone_surgery.graph.replay import clone_layer_graph
+from backbone_surgery.meshes.layout_map import layout_map
 from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.family import Family, register_family
 from backbone_surgery.opening.model import EditedBackbone
@@ -125,6 +126,7 @@ __all__ = [
     "collect",
     "contrast_pairs",
     "emit",
+    "layout_map",
     "load_recipe",
     "logit_lens",
     "merge",

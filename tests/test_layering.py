@@ -22,6 +22,7 @@ ORDER = [
     "rewriting",
     "caching",
     "presets",
+    "meshes",
     "weights",
     "recipes",
     "generation",

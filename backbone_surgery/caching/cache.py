@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.placement import Placement, placement_of
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int
 from backbone_surgery.opening.state import StateSpec
@@ -24,9 +25,9 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
     Returns:
         A list with a dict of arrays for each node that keeps state, in the order in which they run.
         That of attention is `{"key", "value"}`, float[batch_size, length, num_key_value_heads,
-        head_dim], zeros of the dtype that the graph computes in; `rewire` lists the others. Under a
-        `keras.distribution` an array is laid out by the layout map's entry for `cache_<i>_<name>`,
-        else like data.
+        head_dim], zeros of the dtype that the graph computes in; `rewire` lists the others. If the
+        weights lie on a mesh of devices, rows are split over its batch axis where they divide by
+        it, and heads over the others where they do.
 
     Raises:
         SurgeryError: the model has no cache inputs, or a size is not positive.
@@ -46,12 +47,11 @@ def new_packed_cache(backbone_with_cache: keras.Model, batch_size: int, length: 
 
 
 def _empty(model: keras.Model, rows: int, slots: int, finish: Callable[..., Any]) -> Cache:
+    states = states_of(model)
+    placement = placement_of(model.variables)
     return [
-        {
-            name: finish(spec, _lay_out(spec.initial_array(rows, slots), f"cache_{i}_{name}"))
-            for name, spec in specs.items()
-        }
-        for i, specs in enumerate(states_of(model))
+        {name: finish(spec, _initial(spec, rows, slots, placement)) for name, spec in specs.items()}
+        for specs in states
     ]
 
 
@@ -93,9 +93,11 @@ def bytes_per_token(backbone_with_cache: keras.Model) -> int:
     return sum(spec.nbytes(1, 1) for spec in specs if spec.slot_axis is not None)
 
 
-def _lay_out(array: Any, name: str) -> Any:
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return array
-    layout = distribution.get_tensor_layout(name) or distribution.get_data_layout(array.shape)
-    return keras.distribution.distribute_tensor(array, layout)
+def _initial(spec: StateSpec, rows: int, slots: int, placement: Placement | None) -> Any:
+    if placement is None:
+        return spec.initial_array(rows, slots)
+    import jax
+
+    # Each shard is made on its device: nowhere is the whole array.
+    sharding = placement.of_state(spec, rows)
+    return jax.jit(lambda: spec.initial_array(rows, slots), out_shardings=sharding)()

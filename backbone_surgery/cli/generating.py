@@ -7,6 +7,7 @@ import typer
 from backbone_surgery.cli.console import attempt, write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
+    Mesh,
     Model,
     NewTokens,
     Sampler,
@@ -24,6 +25,7 @@ def generate(
     max_new_tokens: NewTokens = 100,
     sampler: Sampler = SamplerName.greedy,
     seed: Seed = None,
+    mesh: Mesh = None,
     stream: Annotated[bool, typer.Option("--stream", help="Show text as it comes.")] = False,
     vector: Vectors = [],  # noqa: B006 - typer copies it
     control: Annotated[
@@ -39,7 +41,7 @@ def generate(
     """Generate text from prompts, steered by control vectors if you name any."""
     controls = attempt(parse_controls, control)
     vectors = {name: name for name in controls} | attempt(parse_vectors, vector)
-    lm = load(model, vectors, sampler)
+    lm = load(model, vectors, sampler, mesh=mesh)
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "controls": controls}
     if stream:
         for prompt in prompts:

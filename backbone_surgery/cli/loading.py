@@ -1,11 +1,12 @@
 """Load the model of a command, steered by control vectors. Keras is imported here, not before."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from backbone_surgery.cli.console import attempt
-from backbone_surgery.cli.options import SamplerName
+from backbone_surgery.cli.options import SamplerName, parse_mesh
 
 
 def load(
@@ -14,6 +15,7 @@ def load(
     sampler: SamplerName = SamplerName.greedy,
     recipe: Path | None = None,
     capture: Sequence[str] = (),
+    mesh: str | None = None,
 ) -> Any:
     """Load a model as a compiled `CachedCausalLM`.
 
@@ -23,10 +25,13 @@ def load(
         sampler: how tokens are chosen.
         recipe: the folder of an edit, which comes first.
         capture: selectors of sites to capture.
+        mesh: devices to run on, such as `batch=2,model=4`.
     """
     import backbone_surgery as bs
     from backbone_surgery.presets import load_preset
 
+    if mesh is not None:
+        attempt(_share, model, attempt(parse_mesh, mesh))
     backbone, preprocessor = attempt(load_preset, model)
     if recipe is not None:
         backbone = attempt(bs.load_recipe, recipe, backbone)
@@ -41,6 +46,28 @@ def load(
     lm = attempt(bs.CachedCausalLM, backbone, preprocessor)
     attempt(lm.compile, sampler=sampler.value)
     return lm
+
+
+def _share(model: str, sizes: Mapping[str, int]) -> None:
+    """Have the weights that are loaded from now on lie on a mesh of devices."""
+    import keras
+
+    import backbone_surgery as bs
+    from backbone_surgery.errors import SurgeryError
+
+    devices, count = keras.distribution.list_devices(), math.prod(sizes.values())
+    if count > len(devices):
+        raise SurgeryError(
+            f"--mesh: expected at most {len(devices)} devices, which is what there are. Received "
+            f"{count}. Ask for fewer."
+        )
+    mesh = keras.distribution.DeviceMesh(
+        tuple(sizes.values()), list(sizes), devices=devices[:count]
+    )
+    layout = bs.layout_map(model, mesh)
+    keras.distribution.set_distribution(
+        keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+    )
 
 
 def load_vectors(model: str, files: Mapping[str, str]) -> dict[str, Any]:

@@ -44,6 +44,13 @@ Seed = Annotated[int | None, typer.Option(help="Seed of the sampler, for each pr
 Sampler = Annotated[SamplerName, typer.Option(help="How to choose each token.")]
 _BATCH_SIZE = typer.Option(min=1, help="How many texts to run at once.")
 BatchSize = Annotated[int, _BATCH_SIZE]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        help="Devices to run on, such as batch=2,model=4: rows are shared by the one axis, the "
+        "model by the other."
+    ),
+]
 AnyBatchSize = Annotated[int | None, _BATCH_SIZE]
 
 
@@ -86,6 +93,23 @@ def parse_controls(texts: Sequence[str]) -> dict[str, float]:
             )
         strengths[name] = strength
     return strengths
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Parse `batch=2,model=4` into `{"batch": 2, "model": 4}`; an axis that is left out has 1.
+
+    Raises:
+        SurgeryError: another axis is named, or a number is none.
+    """
+    sizes = {"batch": 1, "model": 1}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name not in sizes or not number.isdecimal() or not 1 <= int(number) < 2**20:
+            raise SurgeryError(
+                f"--mesh: expected numbers of devices, such as batch=2,model=4. Received {text!r}."
+            )
+        sizes[name] = int(number)
+    return sizes
 
 
 def parse_strengths(text: str) -> list[float]:

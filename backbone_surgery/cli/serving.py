@@ -8,6 +8,7 @@ import typer
 from backbone_surgery.cli.console import attempt, note
 from backbone_surgery.cli.loading import load, load_vectors
 from backbone_surgery.cli.options import (
+    Mesh,
     Model,
     Sampler,
     SamplerName,
@@ -31,6 +32,7 @@ def serve(
         int, typer.Option(min=1, help="Tokens of a request at most, prompt and new ones.")
     ] = 2048,
     sampler: Sampler = SamplerName.greedy,
+    mesh: Mesh = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port.")] = 8000,
     api_key: Annotated[
@@ -45,7 +47,7 @@ def serve(
     import backbone_surgery as bs
 
     files = attempt(parse_vectors, vector)
-    lm = load(model, files, sampler, recipe, capture)
+    lm = load(model, files, sampler, recipe, capture, mesh)
     template = None if chat_template is None else attempt(chat_template.read_text, "utf-8")
     note("compiling the programs that requests will need")
     attempt(

@@ -12,6 +12,7 @@ from backbone_surgery.cli.console import attempt, fail, write, write_table
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     AnyBatchSize,
+    Mesh,
     Model,
     NewTokens,
     Sampler,
@@ -32,13 +33,14 @@ def steer(
     max_new_tokens: NewTokens = 60,
     sampler: Sampler = SamplerName.greedy,
     seed: Seed = 0,
+    mesh: Mesh = None,
 ) -> None:
     """Show what a control vector does: one text for each strength, all in one batch."""
     import backbone_surgery as bs
 
     values = attempt(parse_strengths, strengths)
     vectors = attempt(parse_vectors, [vector])
-    lm = load(model, vectors, sampler)
+    lm = load(model, vectors, sampler, mesh=mesh)
     options = {"max_new_tokens": max_new_tokens, "seed": seed}
     result = attempt(bs.sweep, lm, prompt, *vectors, values, **options)
     typer.secho(prompt, bold=True)
@@ -67,6 +69,7 @@ def sweep(
     sampler: Sampler = SamplerName.random,
     seed: Seed = 0,
     batch_size: AnyBatchSize = None,
+    mesh: Mesh = None,
 ) -> None:
     """Generate from many prompts at several strengths, and count words in the texts."""
     import backbone_surgery as bs
@@ -79,7 +82,7 @@ def sweep(
     if plot is not None and not plot.parent.is_dir():
         fail(f"sweep --plot at '{plot}': expected a folder that exists. Received another. Make it.")
     listed = attempt(_read_prompts, prompts)
-    lm = load(model, vectors, sampler)
+    lm = load(model, vectors, sampler, mesh=mesh)
     result = attempt(
         bs.sweep,
         lm,

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from backbone_surgery.caching.cache import pack_cache, unpack_cache
+from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.placement import placement_of
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.samplers import Strategy
 
@@ -48,6 +49,7 @@ class Programs:
     def __init__(self, backbone_with_cache: BackboneWithCache, head: keras.layers.Layer) -> None:
         self.model = backbone_with_cache
         self.head = head
+        self.placement = placement_of(backbone_with_cache.variables)
         self.compilations = {"prefill": 0, "decode": 0}
         self._compiled: OrderedDict[Hashable, dict[tuple, Any]] = OrderedDict()
         self._compiling, self._sorting = threading.RLock(), threading.Lock()
@@ -90,12 +92,14 @@ class Programs:
         Returns:
             The state to go on from, and copies of what is read of it, which outlive it.
         """
+        placement = self.placement
 
         def run(
             weights: list[jax.Array], state: State, arguments: State, until: Any
         ) -> tuple[State, State]:
             state = _decode(self, weights, strategy, state, arguments, until)
-            return state, jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
+            copies = jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
+            return state, copies if placement is None else placement.pin_everywhere(copies)
 
         args = (self.weights(), state, arguments, np.int32(until))
         return self.run("decode", strategy, run, args, (1,))
@@ -130,6 +134,7 @@ class Programs:
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(self.model.variables, weights, strict=True)
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
+            cache = self.pin_cache(cache)
             with keras.StatelessScope(state_mapping=mapping):
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]
@@ -138,10 +143,24 @@ class Programs:
                 else:
                     states = jax.lax.dynamic_slice_in_dim(states, token, 1, axis=1)
                 logits = self.head(states, reverse=True)
-            cache = pack_cache(outputs["cache"], self.model)
+            cache = pack_cache(self.pin_cache(outputs["cache"]), self.model)
             return logits[:, 0], cache, outputs.get("captures", {})
 
         return forward
+
+    def pin_cache(self, cache: Any) -> Any:
+        """Hold an unpacked cache where the devices of a mesh have it; inside a program."""
+        if self.placement is None:
+            return cache
+        return map_cache(self.placement.pin_state, cache, self.model)
+
+    def pin_state(self, state: State) -> State:
+        """Hold all but the cache where the devices of a mesh have it; inside a program."""
+        return {**state, **self.pin_rows({k: x for k, x in state.items() if k != "cache"})}
+
+    def pin_rows(self, values: Any) -> Any:
+        """Hold arrays whose first axis counts rows where the rows are; inside a program."""
+        return values if self.placement is None else self.placement.pin_rows(values)
 
     def compiled(self, kind: str) -> list[Any]:
         """Return the programs of a kind that are kept, the latest last."""
@@ -167,9 +186,9 @@ class Programs:
             donate: which of them it takes over.
             *static: whatever else the program depends on.
         """
-        args = jax.tree.map(_array, args)
+        args = jax.tree.map(_array, args) if self.placement is None else self.placement.put(args)
         leaves, structure = jax.tree.flatten(args)
-        key = (kind, *static, structure, *((x.aval, x.sharding) for x in leaves))
+        key = (kind, *static, structure, *((x.aval, _sharding(x)) for x in leaves))
         programs = self._programs_of(strategy)
         program = programs.get(key)
         if program is None:
@@ -189,6 +208,17 @@ class Programs:
             while len(self._compiled) > _STRATEGIES:
                 self._compiled.popitem(last=False)
         return programs
+
+
+def _sharding(x: jax.Array) -> Hashable:
+    """Return where an array lies, alike for shardings that are written in different ways."""
+    sharding: Any = x.sharding
+    if not hasattr(sharding, "spec"):
+        return sharding
+    axes = list(sharding.spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return (sharding.mesh, *axes)
 
 
 def _array(x: Any) -> jax.Array:
@@ -244,7 +274,7 @@ def _prefill(
         )
         state["cache"] = pack_cache(state["cache"], programs.model)
     state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
-    return _choose(strategy, logits, state, arguments)
+    return programs.pin_state(_choose(strategy, logits, state, arguments))
 
 
 def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: State) -> State:
@@ -306,6 +336,6 @@ def _decode(
                 k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], slot, time_axis(k))
                 for k, buffer in state["captures"].items()
             }
-        return _choose(strategy, logits, state, arguments), weights
+        return programs.pin_state(_choose(strategy, logits, state, arguments)), weights
 
     return jax.lax.while_loop(go_on, step, (state, weights))[0]

@@ -14,6 +14,7 @@ from backbone_surgery.graph.keras_private import (
     own_weights,
     sublayers,
     watching_calls,
+    without_values,
 )
 from backbone_surgery.graph.nodes import (
     all_nodes,
@@ -64,4 +65,5 @@ __all__ = [
     "topological_nodes",
     "visited_node",
     "watching_calls",
+    "without_values",
 ]

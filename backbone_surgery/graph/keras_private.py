@@ -132,3 +132,12 @@ def is_made_up(name: str, class_name: str) -> bool:
     """Tell whether a name is what Keras makes up for a layer of a class."""
     stem = re.sub(r"_\d+$", "", name)
     return stem.replace("_", "") == class_name.replace("_", "").lower()
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Let the layers made inside have variables of their shapes, and no memory for them."""
+    with keras.StatelessScope(initialize_variables=False):
+        before = list(global_state.get_global_attribute("uninitialized_variables") or ())
+        yield
+    global_state.set_global_attribute("uninitialized_variables", before)

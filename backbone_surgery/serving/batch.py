@@ -262,10 +262,11 @@ class RowBatch:
         """Give the controls of all rows the sizes that those of a job have."""
         if not self.controls:
             rows = len(self.jobs)
-            self.controls = {
+            tables = {
                 name: jnp.asarray(np.broadcast_to(x, (rows, *x.shape[1:])))
                 for name, x in controls.items()
             }
+            self.controls = self.programs.lay_out(tables)
         for name, x in controls.items():
             table = self.controls[name]
             sizes = zip(table.shape[1:], x.shape[1:], strict=True)

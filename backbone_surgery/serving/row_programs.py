@@ -37,9 +37,8 @@ class RowPrograms:
     def new_state(self, length: int) -> State:
         """Make a decode state of rows that have all ended."""
         rows = self.rows
-        return {
+        state = {
             "tokens": jnp.zeros((rows, length), jnp.int32),
-            "cache": new_packed_cache(self.model, rows, length),
             "cache_mask": jnp.ones((rows, length), bool),
             "lengths": jnp.zeros(rows, jnp.int32),
             "start": jnp.zeros(rows, jnp.int32),
@@ -47,13 +46,21 @@ class RowPrograms:
             "draws": self.strategy.start(np.zeros((rows, 2), np.uint32)),
             "slot": jnp.int32(1),
         }
+        return {**self.lay_out(state), "cache": new_packed_cache(self.model, rows, length)}
 
     def new_captures(self, rows: int, length: int) -> State:
         """Make an empty buffer for each capture of the graph, with an entry for each slot."""
-        return {
+        captures = {
             name: jnp.zeros(_capture_shape(name, spec, rows, length), spec.dtype)
             for name, spec in self.capture_specs.items()
         }
+        return self.lay_out(captures)
+
+    def lay_out(self, values: State) -> State:
+        """Put arrays whose first axis counts rows where the devices of a mesh have them."""
+        if self.programs.placement is None:
+            return values
+        return jax.jit(self.programs.pin_rows)(values)
 
     def extend(self, staging: State, chunk: State, length: int) -> tuple[State, jax.Array]:
         """Run a chunk of one prompt.
@@ -115,11 +122,12 @@ class RowPrograms:
         """
 
         def run(staging: State, first: jax.Array) -> State:
-            return _map_slots(
+            part = _map_slots(
                 lambda x, axis: jax.lax.dynamic_slice_in_dim(x, first, count, axis),
                 self.model,
                 staging,
             )
+            return self._pin(part, 1)
 
         args = (staging, np.int32(first))
         return self.programs.run("cut", self.strategy, run, args, (), count, length)
@@ -128,12 +136,13 @@ class RowPrograms:
         """Put what `cut` copied into a staging cache, which is taken over."""
 
         def run(staging: State, chunk: State, first: jax.Array) -> State:
-            return _map_slots(
+            whole = _map_slots(
                 lambda x, axis, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis),
                 self.model,
                 staging,
                 chunk,
             )
+            return self._pin(whole, 1)
 
         args = (staging, {name: chunk[name] for name in staging}, np.int32(first))
         return self.programs.run("restore", self.strategy, run, args, (0,), length)
@@ -187,7 +196,15 @@ class RowPrograms:
                 k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], first, time_axis(k))
                 for k, buffer in staging["captures"].items()
             }
-        return staging, logits
+        return self.programs.pin_state(staging), logits
+
+    def _pin(self, state: State, rows: int) -> State:
+        """Hold a state, its cache packed, where the devices of a mesh have it."""
+        if self.programs.placement is None:
+            return state
+        cache = unpack_cache(state["cache"], self.model, rows)
+        cache = pack_cache(self.programs.pin_cache(cache), self.model)
+        return {**self.programs.pin_state(state), "cache": cache}
 
     def _insert(
         self, state: State, controls: State, staging: State, new: State, staged: int
@@ -241,6 +258,7 @@ class RowPrograms:
                     name: put(state["captures"][name], buffer),
                 }
         controls = {name: put(x, new["controls"][name]) for name, x in controls.items()}
+        state, controls = self._pin(state, rows), self.programs.pin_rows(controls)
         return state, controls, {"token": token, "notes": draws["notes"]}
 
     def _shift(self, state: State, slots: jax.Array, length: int) -> State:
@@ -251,7 +269,7 @@ class RowPrograms:
 
         moved: State = {name: state[name] for name in ("cache", "captures") if name in state}
         start = state["start"] - slots
-        return {
+        state = {
             **state,
             **_map_slots(move, self.model, moved, rows=rows),
             "tokens": move(state["tokens"], 1),
@@ -259,6 +277,7 @@ class RowPrograms:
             "start": start,
             "slot": state["slot"] - slots,
         }
+        return self._pin(state, rows)
 
 
 def _map_slots(

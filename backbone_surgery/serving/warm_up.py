@@ -63,7 +63,7 @@ def warm_up(
         if captures:
             state["captures"] = programs.new_captures(rows, length)
         table = {name: np.repeat(x, rows, axis=0) for name, x in controls.items()}
-        table = jax.device_put(table)
+        table = programs.lay_out(jax.device_put(table))
         for size in (n for n in lengths if n <= length):
             state, table, _ = programs.insert(state, table, staged[size], new, size)
         arguments = {

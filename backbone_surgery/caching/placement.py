@@ -1,0 +1,103 @@
+"""Placement: where the arrays of a generation lie, when the weights lie on a mesh of devices.
+
+Rows are split over the batch axis of the mesh where they divide by it, attention heads over the
+other axes where they do; the rest is on every device. The mesh is that of the weights, so it does
+not matter whether a `keras.distribution` is still set, or set in this thread.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from backbone_surgery.opening.state import StateSpec
+
+_BATCH_AXES = ("batch", "data")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where arrays lie on a mesh.
+
+    Attributes:
+        mesh: a `jax.sharding.Mesh`.
+        batch_axis: the axis of it that rows are split over.
+    """
+
+    mesh: Any
+    batch_axis: str
+
+    def of_state(self, spec: StateSpec, rows: int) -> Any:
+        """Return the sharding of an array of state, unpacked."""
+        axes = self._rows(rows, len(spec.shape))
+        others = tuple(axis for axis in self.mesh.axis_names if axis != self.batch_axis)
+        shares = math.prod(self.mesh.shape[axis] for axis in others)
+        if spec.head_axis and others and spec.sizes(rows, 1)[spec.head_axis] % shares == 0:
+            axes[spec.head_axis] = others
+        return self._sharding(axes)
+
+    def put(self, values: Any) -> Any:
+        """Put arrays on every device, but for those that lie on the mesh already."""
+        import jax
+
+        everywhere = self._sharding([])
+        devices = set(self.mesh.devices.flat)
+
+        def put(x: Any) -> Any:
+            if isinstance(x, jax.Array) and x.sharding.device_set == devices:
+                return x
+            return jax.device_put(np.asarray(x), everywhere)
+
+        return jax.tree.map(put, values)
+
+    def pin_state(self, spec: StateSpec, array: Any) -> Any:
+        """Hold an array of state, unpacked, in its shards; inside a program."""
+        return self._pin(array, self.of_state(spec, array.shape[0]))
+
+    def pin_rows(self, values: Any) -> Any:
+        """Hold arrays whose first axis counts rows, where the rows are; inside a program."""
+        import jax
+
+        def pin(x: Any) -> Any:
+            axes = self._rows(x.shape[0], x.ndim) if x.ndim else []
+            return self._pin(x, self._sharding(axes))
+
+        return jax.tree.map(pin, values)
+
+    def pin_everywhere(self, values: Any) -> Any:
+        """Have arrays on every device, for the host to read; inside a program."""
+        import jax
+
+        return jax.tree.map(lambda x: self._pin(x, self._sharding([])), values)
+
+    def _rows(self, rows: int, rank: int) -> list[Any]:
+        divides = rows % self.mesh.shape[self.batch_axis] == 0
+        return [self.batch_axis if divides else None, *[None] * (rank - 1)]
+
+    def _sharding(self, axes: list[Any]) -> Any:
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def _pin(self, x: Any, sharding: Any) -> Any:
+        import jax
+
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def placement_of(variables: Iterable[keras.Variable]) -> Placement | None:
+    """Return where the arrays of a model with these variables lie; `None` on one device."""
+    if keras.config.backend() != "jax":
+        return None
+    shardings = (getattr(variable.value, "sharding", None) for variable in variables)
+    meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
+    mesh = next((mesh for mesh in meshes if mesh is not None and mesh.size > 1), None)
+    if mesh is None:
+        return None
+    names = mesh.axis_names
+    distribution = keras.distribution.distribution()
+    named = (getattr(distribution, "batch_dim_name", None), *_BATCH_AXES)
+    return Placement(mesh, next((axis for axis in named if axis and axis in names), names[0]))

@@ -1,0 +1,161 @@
+"""`layout_map`: which axis of each weight is split over the devices that share a model.
+
+The layout is that of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): projections out of the
+residual stream are split by what they make, heads or inner units, and those back into it by what
+they read. Between the two nothing is exchanged, so a block takes two all-reduces.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.opening.experts import MixedExperts
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.site import Site, is_block
+from backbone_surgery.presets import load_backbone
+
+
+class Split(NamedTuple):
+    """An axis of a weight that can be split, and how many units lie along it."""
+
+    variable: keras.Variable
+    axis: int
+    units: int
+
+
+def layout_map(
+    preset_or_backbone: Any, mesh: keras.distribution.DeviceMesh, model: str = "model"
+) -> keras.distribution.LayoutMap:
+    """Lay the weights of a model out over one axis of a mesh, by their shapes.
+
+    Heads, inner units of the MLP and the vocabulary are split where they divide by the axis. What
+    does not divide, and all else, is on every device.
+
+    Args:
+        preset_or_backbone: the name of a preset, whose weights are not loaded here; or a backbone.
+        mesh: the devices.
+        model: the axis that shares a model; rows of a batch may be split over another.
+
+    Returns:
+        An entry for each weight that is split, under the path of its variable.
+
+    Raises:
+        SurgeryError: the mesh has no such axis.
+
+    Examples:
+        >>> import keras, backbone_surgery as bs
+        >>> mesh = keras.distribution.DeviceMesh((1, 1), ["batch", "model"])
+        >>> layout = bs.layout_map("tiny_gpt2", mesh)
+        >>> layout["transformer_layer_0/self_attention/query/kernel"].axes
+        (None, 'model', None)
+    """
+    if not isinstance(mesh, keras.distribution.DeviceMesh):
+        raise SurgeryError(
+            f"layout_map: expected a `keras.distribution.DeviceMesh`. Received {shown(mesh)}. Make "
+            'one, such as `DeviceMesh((2, 4), ["batch", "model"])`.'
+        )
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    if model not in sizes:
+        raise SurgeryError(
+            f"layout_map at 'model': expected an axis of the mesh. Received {shown(model)}. "
+            f"{closest(str(model), sizes)}"
+        )
+    if isinstance(preset_or_backbone, keras.Model):
+        found = list(splits(preset_or_backbone))
+    else:
+        with graph.without_values():
+            found = list(splits(load_backbone(preset_or_backbone, load_weights=False)))
+    layout = keras.distribution.LayoutMap(mesh)
+    # A weight that two layers share comes twice.
+    for path, (variable, axis, units) in {split.variable.path: split for split in found}.items():
+        if units % sizes[model] == 0:
+            axes = tuple(model if i == axis else None for i in range(len(variable.shape)))
+            layout[path] = keras.distribution.TensorLayout(axes, mesh)
+    return layout
+
+
+def splits(backbone: keras.Model) -> Iterator[Split]:
+    """Yield the axes of the weights of a backbone along which devices can share it."""
+    opened = open_backbone(backbone)
+    yield from _of_vocabulary(opened)
+    for node in graph.all_nodes(opened):
+        nested = graph.as_functional(node.operation)
+        if nested is not None and is_block(nested):
+            yield from _of_block(nested)
+
+
+def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
+    embedding = opened.token_embedding
+    for variable in embedding.variables:
+        for axis, size in enumerate(variable.shape):
+            if size == embedding.input_dim and len(variable.shape) == 2:
+                yield Split(variable, axis, size)
+                break
+
+
+def _of_block(block: keras.Model) -> Iterator[Split]:
+    sites = {
+        node.operation.role: node
+        for node in graph.graph_nodes(block)
+        if isinstance(node.operation, Site)
+    }
+    heads = {
+        role: sites[role].outputs[0].shape[2] for role in ("query", "key", "value") if role in sites
+    }
+    for role, units in heads.items():
+        for layer in _projections(sites[role]):
+            yield from _by_output(layer, units)
+    if "query" in heads and "attention_output" in sites:
+        for layer in _projections(sites["attention_output"]):
+            yield from _by_input(layer, heads["query"])
+    if "mlp_hidden" in sites and "mlp_output" in sites:
+        units = sites["mlp_hidden"].outputs[0].shape[-1]
+        for layer in _projections(sites["mlp_hidden"]):
+            yield from _by_output(layer, units)
+        for layer in _projections(sites["mlp_output"]):
+            yield from _by_input(layer, units)
+    for node in graph.graph_nodes(block):
+        if isinstance(node.operation, MixedExperts):
+            yield from _of_experts(node.operation, node.outputs[0].shape[-1])
+
+
+def _projections(site: Any) -> list[keras.Layer]:
+    """Return the layers with kernels that what stands at a site comes out of, the nearest ones."""
+    found, waiting, visited = [], [site], set()
+    while waiting:
+        for tensor in waiting.pop().input_tensors:
+            node = graph.node_of(tensor)
+            if id(node) in visited:
+                continue
+            visited.add(id(node))
+            if any(len(v.shape) > 1 for v in getattr(node.operation, "variables", ())):
+                found.append(node.operation)
+            else:
+                waiting.append(node)
+    return found
+
+
+def _by_output(layer: keras.Layer, units: int) -> Iterator[Split]:
+    """Split a projection by what it makes: heads, or inner units."""
+    for variable in layer.variables:
+        if variable.name == "kernel":
+            yield Split(variable, 1, units)
+        elif variable.name == "bias":
+            yield Split(variable, 0, units)
+
+
+def _by_input(layer: keras.Layer, units: int) -> Iterator[Split]:
+    """Split a projection by what it reads; its bias is added once, on every device."""
+    return (Split(v, 0, units) for v in layer.variables if v.name == "kernel")
+
+
+def _of_experts(layer: MixedExperts, hidden_dim: int) -> Iterator[Split]:
+    """Split every expert by its inner units."""
+    for variable in layer.variables:
+        if len(variable.shape) == 3:
+            axis = 2 if variable.shape[1] == hidden_dim else 1
+            yield Split(variable, axis, variable.shape[axis])

@@ -1,0 +1,155 @@
+"""Run on eight fake devices: texts on meshes, compared with those of one device.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_devices texts gpt2
+"""
+
+import contextlib
+import sys
+import threading
+
+import jax
+import keras
+import keras_hub
+import numpy as np
+from keras import distribution
+
+import backbone_surgery as bs
+from tests.families import ROWS
+from tests.helpers import ragged, relative
+
+MESHES = ((2, 4), (1, 8), (8, 1))
+SAMPLERS = {
+    "greedy": "greedy",
+    "top_p": keras_hub.samplers.TopPSampler(p=0.9),
+    "beam": keras_hub.samplers.BeamSampler(num_beams=2),
+}
+OPTIONS = {"max_new_tokens": 9, "stop_token_ids": None}
+
+
+@contextlib.contextmanager
+def on(mesh, backbone):
+    """Have weights lie on a mesh of this shape; on one device if it is `None`."""
+    if mesh is None:
+        yield
+        return
+    devices = distribution.DeviceMesh(mesh, ["batch", "model"])
+    layout = bs.layout_map(backbone, devices)
+    parallel = distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+    distribution.set_distribution(parallel)
+    try:
+        yield
+    finally:
+        distribution.set_distribution(None)
+
+
+def make_edited(backbone):
+    """Edit a backbone in all ways that bring arrays along."""
+    rng = np.random.default_rng(5)
+    size = backbone.hidden_dim
+    direction, vector = rng.normal(size=(2, size)).astype("float32")
+    model = bs.operate(
+        backbone,
+        [
+            bs.Condition("asked", direction, threshold=0.2, at="blocks.0"),
+            bs.Steer("mood", {1: vector}, when="asked", strength=1.0),
+            bs.LowRank("blocks.1.query", rank=2),
+            bs.Capture("blocks.*"),
+        ],
+    )
+    for variable in model.trainable_variables:
+        if "low_rank" in variable.path:
+            variable.assign(rng.normal(0, 0.3, variable.shape))
+    return model
+
+
+def prompts(rows):
+    rng = np.random.default_rng(6)
+    return ragged(rng, rng.integers(2, 8, rows), 8)
+
+
+def texts(lm, rows, sampler):
+    """Generate with a seed and a strength for each row."""
+    lm.compile(sampler=SAMPLERS[sampler])
+    options = {**OPTIONS, "seed": list(range(rows)), "controls": {"mood": np.linspace(-1, 2, rows)}}
+    text, captures = lm.generate(prompts(rows), return_captures=True, **options)
+    return text["token_ids"], captures.values
+
+
+def check_texts(name):
+    """Compare the texts and captures of a family on every mesh with those of one device."""
+    cases = [(rows, "greedy") for rows in (1, 3, 4)] + [(3, "top_p"), (4, "top_p"), (3, "beam")]
+    wanted = {}
+    for mesh in (None, *MESHES):
+        keras.utils.clear_session(free_memory=False)
+        with on(mesh, ROWS[name].make(num_layers=3)):
+            lm = bs.CachedCausalLM(make_edited(ROWS[name].make(num_layers=3)))
+            for case in cases if mesh in (None, MESHES[0]) else cases[:3]:
+                ids, captures = texts(lm, *case)
+                if mesh is None:
+                    wanted[case] = ids, captures
+                    continue
+                np.testing.assert_array_equal(ids, wanted[case][0], err_msg=f"{mesh} {case}")
+                for path, value in captures.items():
+                    assert relative(value, wanted[case][1][path]) <= 1e-4, path
+            bs.check(lm.opened)
+    print("equal")
+
+
+def make_divisible():
+    """Make a GPT-2 all of whose axes divide by the devices."""
+    keras.utils.set_random_seed(0)
+    return keras_hub.models.GPT2Backbone(64, 3, 8, 64, 128, max_sequence_length=64)
+
+
+def check_placement():
+    """Count what is exchanged for a token, and where caches lie, whatever the scope and thread."""
+    keras.utils.clear_session(free_memory=False)
+    with on((2, 4), make_divisible()):
+        lm = bs.CachedCausalLM(make_divisible())
+        lm.compile(sampler="greedy")
+        (first, *_) = bs.new_cache(lm.backbone_with_cache, 4, 16)
+        lm.generate(prompts(4), **OPTIONS)
+        inside = dict(lm.programs.compilations)
+        lm.generate(prompts(4), **OPTIONS)
+    shard = first["key"].addressable_shards[0].data
+    assert shard.nbytes * 8 == first["key"].nbytes, first["key"].sharding
+    thread = threading.Thread(target=lambda: lm.generate(prompts(4), **OPTIONS))
+    thread.start()
+    thread.join()
+    lm.generate(prompts(4), **OPTIONS)
+    assert lm.programs.compilations == inside, (inside, lm.programs.compilations)
+    loop = lm.programs.compiled("decode")[-1].as_text()
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    counts = {name: loop.count(f" {name}(") for name in names}
+    # Two a block, one for the embedding, two for the choice; one for the test whether to go on.
+    # After the loop, the tokens and flags are gathered for the host.
+    assert list(counts.values()) == [2 * 3 + 3 + 1, 2, 0, 0]
+
+
+def check_engine():
+    """An engine on a mesh gives what `generate` gives on one device."""
+    backbone = make_divisible()
+    alone = bs.CachedCausalLM(backbone)
+    alone.compile(sampler="greedy")
+    wanted = alone.generate(prompts(7), **OPTIONS)
+    wanted = [
+        ids[mask] for ids, mask in zip(wanted["token_ids"], wanted["padding_mask"], strict=True)
+    ]
+    keras.utils.clear_session(free_memory=False)
+    with on((2, 4), backbone):
+        lm = bs.CachedCausalLM(make_divisible())
+        lm.compile(sampler="greedy")
+        engine = bs.Engine(lm, rows=4, length=48, prefill_chunk=8, chunk_size=4)
+        got = engine.generate(prompts(7), **OPTIONS)
+        compiled = engine.stats.compilations
+        engine.generate(prompts(7), **OPTIONS)
+    for ids, text in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(text, ids.astype("int32"))
+    assert engine.stats.compilations == compiled
+    print("equal")
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    kind, *names = sys.argv[1:]
+    {"texts": check_texts, "placement": check_placement, "engine": check_engine}[kind](*names)

@@ -1,0 +1,95 @@
+"""Meshes of devices: what is generated on eight fake ones is what one gives."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+from typer.testing import CliRunner
+
+import backbone_surgery as bs
+from backbone_surgery.cli import app
+from backbone_surgery.cli.options import parse_mesh
+from tests.families import ROWS
+
+ROOT = Path(__file__).parents[2]
+DEVICES = "--xla_force_host_platform_device_count=8"
+slow = pytest.mark.slow
+
+
+def run(*arguments):
+    """Run Python with eight devices, and return what it prints."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
+    command = [sys.executable, "-W", "ignore", *arguments]
+    env = {**os.environ, "XLA_FLAGS": flags}
+    return subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.PIPE).stdout
+
+
+@slow
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "gpt_oss", "qwen3_5"])
+def test_texts_and_captures_are_those_of_one_device(name):
+    run("-m", "tests.meshes.on_devices", "texts", name)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["placement", "engine"])
+def test_on_a_mesh(kind):
+    run("-m", "tests.meshes.on_devices", kind)
+
+
+@slow
+def test_the_command_line_gives_the_same_text_on_a_mesh():
+    words = ["generate", "Once upon a time", "--max-new-tokens", "20", "--control", "mood=1"]
+    command = ["-c", "from backbone_surgery.cli import app; app()", *words]
+    assert run(*command, "--mesh", "batch=2,model=4") == run(*command) != b""
+
+
+@pytest.mark.parametrize("text", ["", "2", "batch", "batch=0", "batch=x", "rows=2", "batch=2,,"])
+def test_bad_sizes_of_a_mesh_are_refused(text):
+    with pytest.raises(bs.SurgeryError, match="such as batch=2,model=4"):
+        parse_mesh(text)
+
+
+def test_more_devices_than_there_are_are_refused():
+    answer = CliRunner().invoke(app, ["generate", "Once", "--mesh", "model=1024"])
+    assert answer.exit_code != 0
+    assert "expected at most" in answer.output
+
+
+def one_device_mesh():
+    return keras.distribution.DeviceMesh((1, 1), ["batch", "model"])
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_a_block_of_every_family_is_shared(name):
+    """Queries and what follows them, and the MLP or the experts; what is split has the axis."""
+    backbone = ROWS[name].make()
+    layout = bs.layout_map(backbone, one_device_mesh())
+    variables = {v.path: v for v in backbone.variables}
+    assert set(layout) <= set(variables)
+    for path, entry in layout.items():
+        assert len(entry.axes) == len(variables[path].shape)
+        assert entry.axes.count("model") == 1
+    kernels = [v for v in backbone.variables if len(v.shape) > 1]
+    assert sum(v.path in layout for v in kernels) >= len(kernels) / 2
+
+
+def test_a_preset_takes_no_memory_and_has_the_same_layout():
+    layout = bs.layout_map("tiny_gpt2", one_device_mesh())
+    backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone
+    own = bs.layout_map(backbone, one_device_mesh())
+    assert {k: v.axes for k, v in layout.items()} == {k: v.axes for k, v in own.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "words"),
+    [
+        ("batch=2", "model", "expected a `keras.distribution.DeviceMesh`"),
+        (None, "modle", "Did you mean 'model'"),
+    ],
+)
+def test_bad_meshes_are_refused(mesh, model, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.layout_map("tiny_gpt2", mesh or one_device_mesh(), model)
