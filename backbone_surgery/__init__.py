@@ -32,6 +32,7 @@ from backbone_surgery.generation.sweep import Sweep, sweep
 from backbone_surgery.graph.emission import collect, emit
 from backbone_surgery.graph.replay import clone_layer_graph
 from backbone_surgery.meshes.layout_map import layout_map
+from backbone_surgery.meshes.plan import Plan, plan
 from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.family import Family, register_family
 from backbone_surgery.opening.model import EditedBackbone
@@ -95,6 +96,7 @@ __all__ = [
     "LowRank",
     "Patch",
     "PatchGrid",
+    "Plan",
     "QueueFullError",
     "RecipeError",
     "Remove",
@@ -134,6 +136,7 @@ __all__ = [
     "open_backbone",
     "operate",
     "patch_grid",
+    "plan",
     "plot_attention",
     "plot_grid",
     "plot_lens",

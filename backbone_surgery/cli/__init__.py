@@ -4,7 +4,7 @@ import typer
 
 from backbone_surgery.cli.generating import generate
 from backbone_surgery.cli.serving import serve
-from backbone_surgery.cli.showing import inspect, plot
+from backbone_surgery.cli.showing import inspect, plan, plot
 from backbone_surgery.cli.steering import steer, sweep
 from backbone_surgery.cli.training import train_vector
 
@@ -13,5 +13,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (generate, steer, sweep, train_vector, inspect, plot, serve):
+for command in (generate, steer, sweep, train_vector, inspect, plot, plan, serve):
     app.command()(command)

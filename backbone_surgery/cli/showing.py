@@ -1,4 +1,4 @@
-"""`inspect` and `plot`: what a model is made of."""
+"""`inspect`, `plot` and `plan`: what a model is made of, and what it takes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from backbone_surgery.cli.console import attempt, write, write_table
 from backbone_surgery.cli.loading import load
-from backbone_surgery.cli.options import Model
+from backbone_surgery.cli.options import Mesh, Model, parse_mesh
 
 
 def inspect(model: Model = "tiny_gpt2") -> None:
@@ -53,3 +53,20 @@ def plot(
     else:
         attempt(bs.plot_model, lm.backbone_with_cache, str(to_file), expand_nested=expand)
     write(f"wrote {to_file}")
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="As for --model; a folder needs no weights.")],
+    mesh: Mesh = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each row.")] = 2048,
+    device: Annotated[
+        str, typer.Option(help="A100, H100, H200, v5e, v5p or v6e.", show_default=True)
+    ] = "H100",
+    dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "bfloat16",
+) -> None:
+    """Tell what each device of a mesh would hold, and what bounds a token; on paper."""
+    import backbone_surgery as bs
+
+    sizes = None if mesh is None else attempt(parse_mesh, mesh)
+    write(str(attempt(bs.plan, model, sizes, batch, length, device, dtype)))

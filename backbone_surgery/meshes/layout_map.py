@@ -20,11 +20,21 @@ from backbone_surgery.presets import load_backbone
 
 
 class Split(NamedTuple):
-    """An axis of a weight that can be split, and how many units lie along it."""
+    """An axis of a weight that can be split.
+
+    Attributes:
+        variable: the weight.
+        axis: which axis.
+        units: what lies along it: heads, inner units or tokens.
+        summed: whether what the shares give has to be added up.
+        vocabulary: whether the units are the tokens of the vocabulary.
+    """
 
     variable: keras.Variable
     axis: int
     units: int
+    summed: bool = False
+    vocabulary: bool = False
 
 
 def layout_map(
@@ -71,9 +81,10 @@ def layout_map(
             found = list(splits(load_backbone(preset_or_backbone, load_weights=False)))
     layout = keras.distribution.LayoutMap(mesh)
     # A weight that two layers share comes twice.
-    for path, (variable, axis, units) in {split.variable.path: split for split in found}.items():
-        if units % sizes[model] == 0:
-            axes = tuple(model if i == axis else None for i in range(len(variable.shape)))
+    for path, split in {split.variable.path: split for split in found}.items():
+        if split.units % sizes[model] == 0:
+            rank = len(split.variable.shape)
+            axes = tuple(model if i == split.axis else None for i in range(rank))
             layout[path] = keras.distribution.TensorLayout(axes, mesh)
     return layout
 
@@ -93,7 +104,7 @@ def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
     for variable in embedding.variables:
         for axis, size in enumerate(variable.shape):
             if size == embedding.input_dim and len(variable.shape) == 2:
-                yield Split(variable, axis, size)
+                yield Split(variable, axis, size, summed=axis == 0, vocabulary=True)
                 break
 
 
@@ -150,7 +161,7 @@ def _by_output(layer: keras.Layer, units: int) -> Iterator[Split]:
 
 def _by_input(layer: keras.Layer, units: int) -> Iterator[Split]:
     """Split a projection by what it reads; its bias is added once, on every device."""
-    return (Split(v, 0, units) for v in layer.variables if v.name == "kernel")
+    return (Split(v, 0, units, summed=True) for v in layer.variables if v.name == "kernel")
 
 
 def _of_experts(layer: MixedExperts, hidden_dim: int) -> Iterator[Split]:
@@ -158,4 +169,4 @@ def _of_experts(layer: MixedExperts, hidden_dim: int) -> Iterator[Split]:
     for variable in layer.variables:
         if len(variable.shape) == 3:
             axis = 2 if variable.shape[1] == hidden_dim else 1
-            yield Split(variable, axis, variable.shape[axis])
+            yield Split(variable, axis, variable.shape[axis], summed=axis == 1)

@@ -91,6 +91,8 @@ def check_texts(name):
                 np.testing.assert_array_equal(ids, wanted[case][0], err_msg=f"{mesh} {case}")
                 for path, value in captures.items():
                     assert relative(value, wanted[case][1][path]) <= 1e-4, path
+            specs = {str(v.value.sharding.spec) for v in lm.backbone.variables if mesh}
+            assert mesh is None or any("model" in spec for spec in specs)
             bs.check(lm.opened)
     print("equal")
 
@@ -124,6 +126,13 @@ def check_placement():
     # Two a block, one for the embedding, two for the choice; one for the test whether to go on.
     # After the loop, the tokens and flags are gathered for the host.
     assert list(counts.values()) == [2 * 3 + 3 + 1, 2, 0, 0]
+    paper = bs.plan(lm.backbone, {"batch": 2, "model": 4}, batch=4, length=16)
+    assert paper.collectives == {"all-reduce": counts["all-reduce"]}
+    shards = [v.value.addressable_shards[0].data.nbytes for v in lm.backbone.variables]
+    assert paper.weight_bytes == sum(shards)
+    cache = bs.new_cache(lm.backbone_with_cache, 4, 16)
+    states = [x.addressable_shards[0].data.nbytes for entry in cache for x in entry.values()]
+    assert paper.cache_bytes == sum(states)
 
 
 def check_engine():
