@@ -76,6 +76,7 @@ def test_a_block_of_every_family_is_shared(name):
     assert sum(v.path in layout for v in kernels) >= len(kernels) / 2
 
 
+@slow
 def test_a_preset_takes_no_memory_and_has_the_same_layout():
     layout = bs.layout_map("tiny_gpt2", one_device_mesh())
     backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone

@@ -22,6 +22,7 @@ def test_on_one_device_it_is_all_weights_and_the_cache(name):
     assert paper.fits
 
 
+@pytest.mark.slow
 def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
     """Of the shape of Llama 3 70B; nothing but `config.json` is there."""
     sizes = {
