@@ -77,13 +77,13 @@ def texts(lm, rows, sampler):
 
 def check_texts(name):
     """Compare the texts and captures of a family on every mesh with those of one device."""
-    cases = [(rows, "greedy") for rows in (1, 3, 4)] + [(3, "top_p"), (4, "top_p"), (3, "beam")]
+    cases = [(3, "greedy"), (4, "greedy"), (1, "greedy"), (3, "top_p"), (3, "beam")]
     wanted = {}
     for mesh in (None, *MESHES):
         keras.utils.clear_session(free_memory=False)
         with on(mesh, ROWS[name].make(num_layers=3)):
             lm = bs.CachedCausalLM(make_edited(ROWS[name].make(num_layers=3)))
-            for case in cases if mesh in (None, MESHES[0]) else cases[:3]:
+            for case in cases if mesh in (None, MESHES[0]) else cases[:2]:
                 ids, captures = texts(lm, *case)
                 if mesh is None:
                     wanted[case] = ids, captures
@@ -93,6 +93,7 @@ def check_texts(name):
                     assert relative(value, wanted[case][1][path]) <= 1e-4, path
             specs = {str(v.value.sharding.spec) for v in lm.backbone.variables if mesh}
             assert mesh is None or any("model" in spec for spec in specs)
+        if mesh == MESHES[0]:
             bs.check(lm.opened)
     print("equal")
 

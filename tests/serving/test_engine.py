@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import backbone_surgery as bs
 from backbone_surgery.serving import scheduler as scheduler_module
+from tests.helpers import relative
 from tests.serving.traffic import VOCABULARY, Asked, edited, random_gpt2, random_request
 
 PREFIXES = np.random.default_rng(5).integers(0, VOCABULARY, (2, 64)).tolist()
@@ -41,9 +42,7 @@ def assert_as_alone(lm, asked, request):
     np.testing.assert_array_equal(request.result(), wanted, err_msg=repr(asked))
     if asked.captures:
         for path, values in captures.values.items():
-            np.testing.assert_allclose(
-                request.captures[path], values, rtol=1e-5, atol=1e-5, err_msg=f"{path}: {asked}"
-            )
+            assert relative(request.captures[path], values) <= 1e-5, f"{path}: {asked}"
 
 
 @pytest.mark.slow
@@ -61,10 +60,10 @@ def bundled(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
-@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate], derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_request_to_a_bundled_model_gives_what_generate_gives(name, seed):
-    run_traffic(bundled(name), seed, 8, blocks=6, heads=4, size=128, vocabulary=800)
+    run_traffic(bundled(name), seed, 8, blocks=6, heads=4, size=128, vocabulary=800, least_k=1)
 
 
 def run_traffic(lm, seed, count, **sizes):

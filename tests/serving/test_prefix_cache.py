@@ -49,7 +49,7 @@ def prefilled(engine, controls, captures, kept, prompt):
 def test_warm_equals_cold_in_bits(lm, engine, seed):
     rng = np.random.default_rng(seed)
     length, captures = int(rng.integers(17, 80)), bool(seed % 2)
-    controls = random_controls(rng, 16, 2)
+    controls = random_controls(rng, 16, blocks=2, heads=2)
     kept = PrefixCache(2**24)
     cold = prefilled(engine, controls, captures, kept, PROMPT[:length])
     warm = prefilled(engine, controls, captures, kept, PROMPT[:length])

@@ -100,8 +100,14 @@ def random_controls(rng, hidden_dim, blocks, heads):
     }
 
 
-def random_request(rng, prefixes, blocks=2, heads=2, size=SIZE, vocabulary=VOCABULARY, most=60):
-    """A request whose prompt may begin as others do."""
+def random_request(
+    rng, prefixes, blocks=2, heads=2, size=SIZE, vocabulary=VOCABULARY, most=60, least_k=0
+):
+    """A request whose prompt may begin as others do.
+
+    Of hundreds of tokens in the order of their probabilities, two may change places by rounding
+    alone, and a draw by that order with them; `least_k` of 1 keeps such draws to a few tokens.
+    """
     prefix = prefixes[rng.integers(len(prefixes))][: rng.integers(most)]
     prompt = [*prefix, *rng.integers(0, vocabulary, rng.integers(1, 12)).tolist()]
     settings = {
@@ -115,7 +121,7 @@ def random_request(rng, prefixes, blocks=2, heads=2, size=SIZE, vocabulary=VOCAB
     if kind >= 2:
         settings["temperature"] = [0.7, 1.3][kind % 2]
     if kind >= 3:
-        settings["top_k"] = int(rng.integers(0, 12))
+        settings["top_k"] = int(rng.integers(least_k, 12))
     if kind >= 4:
         settings["top_p"] = float(rng.choice([0.3, 0.9, 1.0]))
     return Asked(prompt, bool(rng.random() < 0.3), **settings)
