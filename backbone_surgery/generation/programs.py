@@ -188,7 +188,8 @@ class Programs:
         """
         args = jax.tree.map(_array, args) if self.placement is None else self.placement.put(args)
         leaves, structure = jax.tree.flatten(args)
-        key = (kind, *static, structure, *((x.aval, _sharding(x)) for x in leaves))
+        where = _on_device if self.placement is None else _on_mesh
+        key = (kind, *static, structure, *((x.aval, where(x)) for x in leaves))
         programs = self._programs_of(strategy)
         program = programs.get(key)
         if program is None:
@@ -210,11 +211,13 @@ class Programs:
         return programs
 
 
-def _sharding(x: jax.Array) -> Hashable:
+def _on_device(x: jax.Array) -> Hashable:
+    return x.sharding
+
+
+def _on_mesh(x: jax.Array) -> Hashable:
     """Return where an array lies, alike for shardings that are written in different ways."""
     sharding: Any = x.sharding
-    if not hasattr(sharding, "spec"):
-        return sharding
     axes = list(sharding.spec)
     while axes and axes[-1] is None:
         axes.pop()

@@ -53,8 +53,8 @@ class Answer:
         for request in self.requests:
             request.listen(tell)
         self._logprobs = [
-            ShownLogprobs(request, self.likeliest, self.is_chat, len(self._prefix(i)))
-            for i, request in enumerate(self.requests)
+            ShownLogprobs(request, self.likeliest, self.is_chat)
+            for request in self.requests
             if self.likeliest is not None
         ]
 

@@ -18,12 +18,11 @@ class ShownLogprobs:
         request: that asked for them.
         count: how many of the likeliest tokens to show beside each token.
         is_chat: which of OpenAI's two forms to give.
-        offset: characters that the choice shows before its first token.
     """
 
-    def __init__(self, request: EngineRequest, count: int, is_chat: bool, offset: int) -> None:
+    def __init__(self, request: EngineRequest, count: int, is_chat: bool) -> None:
         self._request, self._preprocessor = request, request.preprocessor
-        self._count, self._is_chat, self._offset = count, is_chat, offset
+        self._count, self._is_chat = count, is_chat
         self._shown, self._start = 0, 0
 
     def next(self, visible: int) -> dict[str, Any]:
@@ -32,7 +31,7 @@ class ShownLogprobs:
         entries, starts = [], []
         while self._shown < len(notes.token_ids) and self._start < visible:
             i = self._shown
-            starts.append(self._offset + self._start)
+            starts.append(self._start)
             entries.append(self._entry(i, notes))
             (text,) = to_text([notes.token_ids[: i + 1]], self._preprocessor)
             self._start = max(self._start, len(text.rstrip("\N{REPLACEMENT CHARACTER}")))
@@ -52,7 +51,7 @@ class ShownLogprobs:
 
     def _entry(self, index: int, notes: Any) -> dict[str, Any]:
         likeliest = notes.likeliest_ids[index, : self._count]
-        before = [self._request.prompt_token_ids[-1], *notes.token_ids[:index]][-1]
+        before = notes.token_ids[index - 1] if index else self._request.prompt_token_ids[-1]
         own, *texts = self._texts(before, [notes.token_ids[index], *likeliest])
         others = zip(texts, notes.likeliest_logprobs[index], strict=False)
         return {
