@@ -15,6 +15,8 @@ from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.check import CheckReport, check
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
+from backbone_surgery.datasets.generating import generate_dataset
+from backbone_surgery.datasets.harvesting import harvest
 from backbone_surgery.drawing.figures import plot_attention, plot_grid, plot_lens
 from backbone_surgery.drawing.mermaid import to_mermaid
 from backbone_surgery.drawing.plotting import plot_model
@@ -128,6 +130,8 @@ __all__ = [
     "collect",
     "contrast_pairs",
     "emit",
+    "generate_dataset",
+    "harvest",
     "layout_map",
     "load_recipe",
     "logit_lens",

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.analysis.question import (
     bind_rows,
     derived,
@@ -100,7 +100,8 @@ def attribution(
     step = jax.jit(jax.value_and_grad(run, has_aux=True))
     (value, captured), gradients = step(zeros, [v.value for v in variables])
     products = [
-        np.asarray(g) * np.asarray(x, "float32") for g, x in zip(gradients, captured, strict=True)
+        hosts.to_numpy(g) * hosts.to_numpy(x).astype("float32")
+        for g, x in zip(gradients, captured, strict=True)
     ]
     summed = [p[0].reshape(len(question.token_ids), -1).sum(axis=-1) for p in products]
     return Attribution(np.stack(summed), float(value), sites, question.labels)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.analysis.question import (
     Metric,
     Text,
@@ -148,4 +149,4 @@ def _patch(cells: list[tuple[int, int]], values: list[np.ndarray]) -> dict[str, 
 
 
 def _measured(lm: CachedCausalLM, measure: Any, hidden_states: Any) -> np.ndarray:
-    return np.asarray(measure(next_token_logits(lm, hidden_states)), "float32")
+    return hosts.to_numpy(measure(next_token_logits(lm, hidden_states))).astype("float32")

@@ -49,7 +49,9 @@ class Placement:
         def put(x: Any) -> Any:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
                 return x
-            return jax.device_put(np.asarray(x), everywhere)
+            value = np.asarray(x)
+            # `device_put` would compare the values of all processes, for each array.
+            return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
 
         return jax.tree.map(put, values)
 

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.caching.known import is_known
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.family import Family
@@ -201,7 +201,7 @@ class _Trial:
         args, kwargs = tree.pack_sequence_as(self.call, flat)
         with keras.StatelessScope(state_mapping=self.weights):
             outputs = self.operation(*args, **kwargs)
-            arrays = [ops.convert_to_numpy(x) for x in tree.flatten(outputs)]
+            arrays = [hosts.to_numpy(x) for x in tree.flatten(outputs)]
         return [array.astype("float64") for array in arrays]
 
     def _each_alone(self, tensor: keras.KerasTensor, x: np.ndarray) -> np.ndarray:

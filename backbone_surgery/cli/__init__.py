@@ -2,6 +2,7 @@
 
 import typer
 
+from backbone_surgery.cli.datasets import batch, harvest
 from backbone_surgery.cli.generating import generate
 from backbone_surgery.cli.serving import serve
 from backbone_surgery.cli.showing import inspect, plan, plot
@@ -13,5 +14,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (generate, steer, sweep, train_vector, inspect, plot, plan, serve):
+for command in (generate, steer, sweep, batch, harvest, train_vector, inspect, plot, plan, serve):
     app.command()(command)

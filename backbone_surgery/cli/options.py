@@ -95,6 +95,25 @@ def parse_controls(texts: Sequence[str]) -> dict[str, float]:
     return strengths
 
 
+def parse_columns(texts: Sequence[str]) -> dict[str, float | str]:
+    """Parse `NAME=COLUMN` and `NAME=STRENGTH` into `{name: column or strength}`.
+
+    Raises:
+        SurgeryError: one of them is neither, or a control is named twice.
+    """
+    controls: dict[str, float | str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value or name in controls:
+            raise SurgeryError(
+                f"--controls: expected NAME=COLUMN or NAME=STRENGTH, each name once, such as "
+                f"mood=strength. Received {text!r}."
+            )
+        strength = _number(value)
+        controls[name] = value if strength is None else strength
+    return controls
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Parse `batch=2,model=4` into `{"batch": 2, "model": 4}`; an axis that is left out has 1.
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
@@ -93,8 +94,10 @@ def run_batch(
     if last == prompt and not batch.captures:
         yield [Row(row[:0], True, {}) for row in batch.rows]
         return
-    arguments = jax.device_put(make_arguments(strategy, batch, padded, prompt))
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
+    arguments = make_arguments(strategy, batch, padded, prompt)
+    _agree(batch, arguments, [length, chunk, batch.captures])
+    arguments = jax.device_put(arguments)
     # Captures of a pattern have a column for each slot, so they keep to one length.
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
     # Nothing here holds on to the empty cache, which beams cannot take over.
@@ -119,6 +122,19 @@ def run_batch(
             return
         yield rows
         state, copies = (state, following) if following else decode(state, slots.pop(0))
+
+
+def _agree(batch: Batch, arguments: State, lengths: list[Any]) -> None:
+    """Check that all processes of a mesh run the same batch."""
+    parts = {
+        "prompts": [arguments["token_ids"], arguments["mask"]],
+        "lengths": [*lengths, arguments["budget"]],
+        "stops": [batch.stops.ids, batch.stops.texts, batch.stops.sequences],
+        "controls": arguments["controls"],
+        "settings of the sampler": arguments["settings"],
+        "seeds": arguments["draws"],
+    }
+    hosts.agree("generate", parts)
 
 
 def _slots(first: int, last: int, chunk: int | None) -> list[int]:
@@ -191,7 +207,7 @@ def _best(strategy: Strategy, state: State, rows: int) -> np.ndarray:
     first = np.arange(rows) * strategy.width
     if strategy.width == 1:
         return first
-    scores = np.asarray(state["draws"]["log_probs"]).reshape(-1, strategy.width)
+    scores = hosts.to_numpy(state["draws"]["log_probs"]).reshape(-1, strategy.width)
     return first + scores.argmax(axis=1)
 
 
@@ -200,7 +216,7 @@ def _with_captures(
 ) -> list[Row]:
     """Cut out of the buffers what belongs to the tokens of each row that were run."""
     best = _best(strategy, state, len(state["done"]) // strategy.width)
-    buffers = {name: np.asarray(x, np.float32) for name, x in state["captures"].items()}
+    buffers = {name: hosts.to_numpy(x).astype(np.float32) for name, x in state["captures"].items()}
     result = []
     for i, (token_ids, row) in enumerate(zip(batch.rows, rows, strict=True)):
         slots = slice(prompt - len(token_ids), prompt + max(len(row.new) - 1, 0))

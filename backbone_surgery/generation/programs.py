@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.placement import placement_of
@@ -196,7 +197,10 @@ class Programs:
             with self._compiling:
                 program = programs.get(key)
                 if program is None:
-                    program = jax.jit(run, donate_argnums=donate).lower(*args).compile()
+                    lowered = jax.jit(run, donate_argnums=donate).lower(*args)
+                    if hosts.several():
+                        hosts.agree(kind, {"edit and sampler": lowered.as_text()})
+                    program = lowered.compile()
                     self.compilations[kind] = self.compilations.get(kind, 0) + 1
                     programs[key] = program
         return program(*args)

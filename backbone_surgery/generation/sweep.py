@@ -1,7 +1,7 @@
 """Sweep: the same prompts at several strengths, as one compiled batch, scored and tabulated."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from rich.text import Text
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.controls import check_names
+from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import read_finite
-
-Score = Callable[[str], float]
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def sweep(
             f"at least one finite strength. Received prompts {shown(prompts)} and strengths "
             f"{shown(strengths)}. Pass all three."
         )
-    scores = _read_scores(score)
+    scores = read_scores("sweep", score)
     for name in ("strip_prompt", "return_captures"):
         if name in options:
             raise SurgeryError(
@@ -177,7 +176,9 @@ def sweep(
     )
     rows = []
     for (prompt, strength), text in zip(pairs, written, strict=True):
-        values = {name: _score(name, function, text) for name, function in scores.items()}
+        values = {
+            name: score_text("sweep", name, function, text) for name, function in scores.items()
+        }
         rows.append(SweepRow(prompt, strength, text, values))
     return Sweep(control, tuple(floats), tuple(rows), tuple(scores))
 
@@ -190,26 +191,3 @@ def _listed(prompts: Any) -> list[str]:
         prompts = prompts.tolist()
     texts = list(prompts) if isinstance(prompts, Sequence) else []
     return texts if all(isinstance(text, str) for text in texts) else []
-
-
-def _read_scores(score: Any) -> dict[str, Score]:
-    if score is None:
-        return {}
-    scores = dict(score) if isinstance(score, Mapping) else {"score": score}
-    if not all(isinstance(name, str) and callable(f) for name, f in scores.items()):
-        raise SurgeryError(
-            "sweep at 'score': expected a function of a text, or a dict of such functions by name. "
-            f"Received {shown(score)}. Pass one of these."
-        )
-    return scores
-
-
-def _score(name: str, function: Score, text: str) -> float:
-    value = function(text)
-    try:
-        return float(value)
-    except Exception as error:  # whatever the conversion of an object runs into
-        raise SurgeryError(
-            f"sweep at score '{name}': expected a function that returns a number. Received "
-            f"{shown(value)} for the text {shown(text)}. Return one number."
-        ) from error

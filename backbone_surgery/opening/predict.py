@@ -8,8 +8,9 @@ is generated in another thread would fail.
 from typing import Any
 
 import keras
-import numpy as np
 from keras import tree
+
+from backbone_surgery import hosts
 
 
 def predict(model: keras.Model, inputs: Any) -> Any:
@@ -20,14 +21,18 @@ def predict(model: keras.Model, inputs: Any) -> Any:
         inputs: arrays, in the structure of the inputs of the model.
 
     Returns:
-        NumPy arrays in the structure of its outputs.
+        NumPy arrays in the structure of its outputs, whole in each process of a mesh.
+
+    Raises:
+        SurgeryError: the processes of a mesh pass different inputs.
     """
     if keras.config.backend() != "jax":
         return model.predict_on_batch(inputs)
     if "_predict" not in vars(model):
         object.__setattr__(model, "_predict", _compiled(model))
+    hosts.agree("predict", {"inputs": inputs})
     outputs = vars(model)["_predict"]([v.value for v in model.variables], inputs)
-    return tree.map_structure(np.asarray, outputs)
+    return tree.map_structure(hosts.to_numpy, outputs)
 
 
 def _compiled(model: keras.Model) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import RecipeError, SurgeryError, closest
 from backbone_surgery.files import STORABLE
 from backbone_surgery.recipes.configs import REFUSED, layer_config, make_layer
@@ -82,7 +83,7 @@ class Describer:
         if isinstance(value, Rewrite) or _can_hold(type(value)):
             return {"object": self._object(value, where)}
         if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
-            value = keras.ops.convert_to_numpy(value)
+            value = hosts.to_numpy(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype in STORABLE:
             self.arrays[where] = np.asarray(value)
             return {"scalar" if isinstance(value, np.generic) else "array": where}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import RecipeError, SurgeryError
 from backbone_surgery.files import as_path, read_json
 from backbone_surgery.opening.model import EditedBackbone
@@ -33,6 +34,7 @@ def save_preset(
         SurgeryError: the base is no keras_hub Backbone or is quantised, the edit has no
             description, or the folder holds anything but a KerasHub preset.
     """
+    hosts.refuse("save_to_preset", "Use `save_recipe`, or one process.")
     path, owner = as_path(preset_dir, "save_to_preset"), edited.owner
     check_backbone(owner, "save_to_preset")
     if quantization(owner):

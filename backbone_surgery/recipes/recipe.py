@@ -1,6 +1,8 @@
 """Recipes: an edit on disk. What is kept is the edit, never the graph or the backbone's weights."""
 
 import contextlib
+import hashlib
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import RecipeError, SurgeryError
 from backbone_surgery.files import as_path, reading
 from backbone_surgery.opening.model import EditedBackbone
@@ -20,7 +23,7 @@ from backbone_surgery.recipes.describe import Describer, Rebuilder
 from backbone_surgery.recipes.store import read_recipe, write_recipe
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.version import __version__
-from backbone_surgery.weights.arrays import of_variable
+from backbone_surgery.weights.arrays import of_value, of_variable
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
 from backbone_surgery.weights.transfer import finalize_layers
 
@@ -53,7 +56,27 @@ def save_recipe(edited: Any, path: str | Path) -> None:
         ('blocks.1',)
     """
     folder = as_path(path, "save_recipe")
-    edited = open_backbone(resolve(edited))
+    document, arrays = _describe(open_backbone(resolve(edited)))
+    hosts.by_first("save_recipe", lambda: write_recipe(folder, document, arrays))
+
+
+def edit_digest(edited: Any) -> str:
+    """Return `"sha256:..."` of an edit and of the weights it was made on, as a recipe tells them.
+
+    Args:
+        edited: whatever `save_recipe` takes.
+    """
+    document, arrays = _describe(open_backbone(resolve(edited)))
+    text = json.dumps({**document, "versions": None}, sort_keys=True)
+    total = hashlib.sha256(text.encode())
+    for name, array in sorted(arrays.items()):
+        total.update(f"{name} {of_value(np.asarray(array))} ".encode())
+        total.update(np.asarray(array, order="C").tobytes())
+    return f"sha256:{total.hexdigest()}"
+
+
+def _describe(edited: EditedBackbone) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return an edit as a document and arrays."""
     owner = edited.owner
     base = base_facts(owner, preset_of(owner))
     describer = Describer(owner)
@@ -63,15 +86,20 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     weights = {f"edited.{path}": v for path, v in added.items()}
     weights |= {f"owner.{path}": v for path, v in owner_deltas(owner).items()}
     document = {
-        "versions": {"backbone_surgery": __version__}
-        | {module.__name__: module.__version__ for module in (keras, keras_hub, np)},
+        "versions": versions(),
         "base": base,
         "dtype_policy": _one_policy(edited),
         "layers": describer.layers,
         "rewrites": rewrites,
     }
     arrays = {name: of_variable(v).read() for name, v in weights.items()}
-    write_recipe(folder, document, {**describer.arrays, **arrays})
+    return document, {**describer.arrays, **arrays}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
+    modules = {module.__name__: module.__version__ for module in (keras, keras_hub, np)}
+    return {"backbone_surgery": __version__, **modules}
 
 
 def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> EditedBackbone:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-from keras import ops
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.control import (
@@ -96,7 +96,7 @@ class Steer(ControlledRewrite):
     def directions(self) -> dict[int, np.ndarray]:
         """The direction of each steered block as it is now, in the order of the blocks."""
         if self.learned is not None and self.learned.built:
-            rows = ops.convert_to_numpy(self.learned.directions)
+            rows = hosts.to_numpy(self.learned.directions)
             return dict(zip(self.learned.blocks, rows.copy(), strict=True))
         return read_directions(self.vector, self._where)
 

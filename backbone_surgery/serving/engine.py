@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_count, check_flag, read_request
@@ -60,6 +61,7 @@ class Engine:
                 f"Engine: expected a CachedCausalLM. Received {shown(lm)}. Make one of the "
                 "backbone, edited or not."
             )
+        hosts.refuse("Engine", "Call `generate` in all of them.")
         check_count("Engine", "rows", rows, "rows")
         check_count("Engine", "length", length, "tokens")
         check_count("Engine", "prefill_chunk", prefill_chunk, "tokens")

@@ -95,13 +95,14 @@ def check_batch_size(batch_size: Any, operation: str) -> None:
         )
 
 
-def read_texts(lm: Any, texts: Any, operation: str) -> list[np.ndarray]:
+def read_texts(lm: Any, texts: Any, operation: str, most: int | None = None) -> list[np.ndarray]:
     """Turn texts into rows of token ids as generation does, start token included.
 
     Args:
         lm: a `CachedCausalLM`. Without a preprocessor the texts are sequences of token ids.
         texts: the texts, at least one.
         operation: for errors.
+        most: how many tokens of a text to keep; all by default.
 
     Returns:
         int32[tokens] for each text.
@@ -117,6 +118,7 @@ def read_texts(lm: Any, texts: Any, operation: str) -> list[np.ndarray]:
         rows = read_prompts(listed, lm.preprocessor, vocabulary).rows
     else:
         rows = [read_ids(text, vocabulary, operation) for text in listed]
+    rows = [row[:most] for row in rows]
     check_lengths(lm, rows, operation)
     return rows
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import safetensors
 
+from backbone_surgery import hosts
 from backbone_surgery.files import reading
 
 _CHUNK, _ALIGNMENT = 2**22, 64
@@ -47,7 +48,7 @@ def of_variable(variable: keras.Variable) -> Array:
     """Wrap the value of a variable."""
     dtype = np.dtype(keras.backend.standardize_dtype(variable.dtype))
     shape = tuple(variable.shape)
-    return Array(dtype, shape, lambda: keras.ops.convert_to_numpy(variable), variable)
+    return Array(dtype, shape, lambda: hosts.to_numpy(variable), variable)
 
 
 def of_file(path: Path) -> dict[str, Array]:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.files import STORABLE
 from backbone_surgery.weights.arrays import Array, of_value, of_variable
@@ -93,7 +94,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _leaf(path: str, leaf: Any) -> Array:
     if isinstance(leaf, keras.Variable):
         return of_variable(leaf)
-    value = keras.ops.convert_to_numpy(leaf) if keras.ops.is_tensor(leaf) else leaf
+    value = hosts.to_numpy(leaf) if keras.ops.is_tensor(leaf) else leaf
     if not isinstance(value, np.ndarray | np.generic) or value.dtype not in STORABLE:
         raise SurgeryError(
             f"transfer_weights at '{path}': expected an array of numbers, or None to leave the "

@@ -1,0 +1,141 @@
+"""`batch` and `harvest`: texts and activations for every row of a data set."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backbone_surgery.cli.console import attempt, write
+from backbone_surgery.cli.loading import load
+from backbone_surgery.cli.options import (
+    BatchSize,
+    Mesh,
+    Model,
+    NewTokens,
+    Sampler,
+    SamplerName,
+    Vectors,
+    parse_columns,
+    parse_vectors,
+)
+from backbone_surgery.errors import SurgeryError
+
+Inputs = Annotated[
+    list[Path], typer.Argument(help="Files of Parquet or JSON lines, or folders of them.")
+]
+Output = Annotated[
+    Path, typer.Argument(help="The folder to write: a new one, or that of a job to go on with.")
+]
+Recipe = Annotated[
+    Path | None, typer.Option(help="An edit that `save_recipe` wrote, to apply to the model.")
+]
+Controls = Annotated[
+    list[str],
+    typer.Option(
+        "--controls",
+        "-c",
+        help="NAME=COLUMN, or NAME=STRENGTH for all rows. Without a recipe it loads the vector "
+        "of that name, unless --vector names another.",
+    ),
+]
+
+
+class Dtype(StrEnum):
+    """What activations can be written as."""
+
+    float16 = "float16"
+    float32 = "float32"
+
+
+def batch(
+    inputs: Inputs,
+    output: Output,
+    model: Model = "tiny_gpt2",
+    recipe: Recipe = None,
+    vector: Vectors = [],  # noqa: B006 - typer copies it
+    controls: Controls = [],  # noqa: B006
+    column: Annotated[str, typer.Option(help="The column of the prompts.")] = "prompt",
+    max_new_tokens: NewTokens = 64,
+    sampler: Sampler = SamplerName.greedy,
+    seed: Annotated[int, typer.Option(help="Seed of the job; each row has its own of it.")] = 0,
+    id_column: Annotated[
+        str | None, typer.Option(help="The column that tells rows apart, for their seeds.")
+    ] = None,
+    score: Annotated[
+        list[str],
+        typer.Option(help="MODULE:FUNCTION of a text, which returns a number: a column."),
+    ] = [],  # noqa: B006
+    batch_size: BatchSize = 32,
+    mesh: Mesh = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster to work on, such as auto.")
+    ] = None,
+) -> None:
+    """Generate from every row of a data set, and go on where a job was killed."""
+    import backbone_surgery as bs
+
+    strengths = attempt(parse_columns, controls)
+    named = {} if recipe is not None else {name: name for name in strengths}
+    vectors = named | attempt(parse_vectors, vector)
+    make = functools.partial(load, model, vectors, sampler, recipe, mesh=mesh)
+    written = attempt(
+        bs.generate_dataset,
+        make,
+        inputs,
+        output,
+        column,
+        controls=strengths,
+        max_new_tokens=max_new_tokens,
+        score=attempt(_find_scores, score),
+        seed=seed,
+        id_column=id_column,
+        batch_size=batch_size,
+        ray=ray,
+    )
+    write(f"{len(written)} files in {output}")
+
+
+def harvest(
+    inputs: Inputs,
+    output: Output,
+    site: Annotated[
+        list[str], typer.Option(help="Site or selector of sites, such as blocks.3 or blocks.*.mlp.")
+    ],
+    model: Model = "tiny_gpt2",
+    recipe: Recipe = None,
+    column: Annotated[str, typer.Option(help="The column of the texts.")] = "text",
+    dtype: Annotated[Dtype, typer.Option(help="Of the numbers that are written.")] = Dtype.float16,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Cut texts of more tokens than this.")
+    ] = None,
+    batch_size: BatchSize = 32,
+    mesh: Mesh = None,
+) -> None:
+    """Write the activations of sites over a corpus, and go on where a job was killed."""
+    import backbone_surgery as bs
+
+    lm = load(model, recipe=recipe, mesh=mesh)
+    options = {"dtype": dtype.value, "length": length, "batch_size": batch_size}
+    written = attempt(bs.harvest, lm, inputs, output, site, column, **options)
+    write(f"{len(written)} files in {output}")
+
+
+def _find_scores(texts: Sequence[str]) -> dict[str, Callable[[str], Any]]:
+    """Import functions named as MODULE:FUNCTION, by the name of the function."""
+    sys.path.insert(0, str(Path.cwd()))
+    scores = {}
+    for text in texts:
+        module, _, name = text.partition(":")
+        try:
+            scores[name] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SurgeryError(
+                f"--score: expected MODULE:FUNCTION that can be imported. Received {text!r}: "
+                f"{error}."
+            ) from error
+    return scores

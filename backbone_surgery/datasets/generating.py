@@ -1,0 +1,232 @@
+"""`generate_dataset`: a text for every row of a data set."""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras_hub
+import numpy as np
+
+from backbone_surgery.datasets import on_ray
+from backbone_surgery.datasets.facts import LM, Controls, described, make, read_controls
+from backbone_surgery.datasets.job import begin, plan_job, run
+from backbone_surgery.datasets.shards import Shard, check_columns
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.prompts import pack_right
+from backbone_surgery.generation.request import check_count, read_request
+from backbone_surgery.generation.scores import Score, read_scores, score_text
+from backbone_surgery.numbers import read_number
+from backbone_surgery.vectors.activations import read_texts
+
+_OPERATION = "generate_dataset"
+
+
+def generate_dataset(
+    lm: LM,
+    inputs: str | Path | Sequence[str | Path],
+    output: str | Path,
+    column: str = "prompt",
+    *,
+    controls: Controls | None = None,
+    max_new_tokens: int = 64,
+    stop_token_ids: Any = "auto",
+    stop_sequences: Any = None,
+    score: Score | Mapping[str, Score] | None = None,
+    seed: int = 0,
+    id_column: str | None = None,
+    output_column: str = "generated",
+    batch_size: int = 32,
+    shard_rows: int = 4096,
+    ray: str | None = None,
+    verbose: int = 1,
+) -> list[Path]:
+    r"""Generate from every row of Parquet files or files of JSON lines.
+
+    Each file is read in shards, and each shard gives one file of output: the rows as they were,
+    with the text (without its prompt) and its scores in new columns. Within a shard, rows of like
+    length are run together. A file of output is put in place whole, so a job that was killed goes
+    on where it was when it is started again; `manifest.json` says what made it. The text of a row
+    depends on the row alone, not on who computes it, or when.
+
+    Args:
+        lm: a compiled `CachedCausalLM`, or a function that makes one.
+        inputs: a `.parquet` or `.jsonl` file, a folder of them, or several of these.
+        output: the folder to write: a new one, or that of this very job.
+        column: where the prompts are; without a preprocessor, lists of token ids.
+        controls: `{name: value}` for the controls of the model, as of `generate`, where a text is
+            the name of a column with a number in each row.
+        max_new_tokens: see `generate`, as for the next two.
+        stop_token_ids: see there.
+        stop_sequences: see there.
+        score: a function of a generated text, or `{name: function}`: a column each.
+        seed: of the whole job. The seed of a row is made of it and of the row's id.
+        id_column: what tells rows apart; by default the name of the file and the number of the row.
+        output_column: for the texts.
+        batch_size: how many rows to run at once.
+        shard_rows: how many rows make a shard.
+        ray: address of a Ray cluster to work on, such as `"auto"`. `lm` must then be a function,
+            and the folders must be the same on every node.
+        verbose: 1 shows a progress bar, with the time left.
+
+    Returns:
+        The files of output, in the order of the rows.
+
+    Raises:
+        SurgeryError: bad input, before anything is generated; or a prompt that is too long or no
+            text, when its shard is reached.
+
+    Examples:
+        >>> import backbone_surgery as bs, json, pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> rows = [{"prompt": [1, 2, 3], "strength": 0.5}, {"prompt": [4], "strength": 2.0}]
+        >>> lines = "".join(json.dumps(row) + "\n" for row in rows)
+        >>> _ = (folder / "in.jsonl").write_text(lines)
+        >>> import keras_hub, numpy as np
+        >>> edit = bs.Steer("mood", {1: np.ones(8)})
+        >>> backbone = bs.operate(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16), [edit])
+        >>> lm = bs.CachedCausalLM(backbone)
+        >>> options = dict(max_new_tokens=4, stop_token_ids=None, verbose=0)
+        >>> controls = {"mood": "strength"}
+        >>> [path] = bs.generate_dataset(
+        ...     lm, folder / "in.jsonl", folder / "out", controls=controls, **options
+        ... )
+        >>> [len(json.loads(line)["generated"]) for line in path.read_text().splitlines()]
+        [4, 4]
+    """
+    check_count(_OPERATION, "batch_size", batch_size, "rows")
+    scores = read_scores(_OPERATION, score)
+    job = plan_job(_OPERATION, inputs, output, shard_rows)
+    fixed, by_column = read_controls(controls)
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": stop_token_ids,
+        "stop_sequences": stop_sequences,
+    }
+    model = make(_OPERATION, lm, ray)
+    work = _Work(
+        column, fixed, by_column, options, scores, seed, id_column, output_column, batch_size
+    )
+    work.check(model, job.shards)
+    facts = {
+        **described(model),
+        "sampler": keras_hub.samplers.serialize(model.sampler),
+        "controls": {**{k: np.asarray(v).tolist() for k, v in fixed.items()}, **by_column},
+        "options": {**options, "seed": seed, "batch_size": batch_size},
+        "columns": [column, id_column, output_column, *scores],
+    }
+    begin(job, facts)
+    if ray is None:
+        run(job, functools.partial(work, model), verbose)
+    else:
+        on_ray.run(job, work, lm, ray, verbose)
+    return job.outputs
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Generates from the rows of a shard; it can be sent to another process."""
+
+    column: str
+    fixed: Mapping[str, Any]
+    by_column: Mapping[str, str]
+    options: Mapping[str, Any]
+    scores: Mapping[str, Score]
+    seed: int
+    id_column: str | None
+    output_column: str
+    batch_size: int
+
+    def check(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> None:
+        """Refuse what can be refused by a look at the columns and the first prompt."""
+        ids = [] if self.id_column is None else [self.id_column]
+        check_columns(_OPERATION, shards, [self.column, *self.by_column.values(), *ids])
+        if self.options["max_new_tokens"] is None:
+            raise SurgeryError(
+                f"{_OPERATION} at 'max_new_tokens': expected a number of tokens. Received None. "
+                "Pass one."
+            )
+        first = Shard(shards[0].file, 0, 1, "")
+        rows, controls = self._read(lm, first, first.read())
+        prompts, options = self._request(lm, rows, controls, [0])
+        read_request(lm, prompts, seed=0, **options)
+        taken = set(first.read().names()) & {self.output_column, *self.scores}
+        if taken:
+            raise SurgeryError(
+                f"{_OPERATION} at '{first.file}': expected no column {sorted(taken)}, which is to "
+                "be written. Received one. Choose another `output_column`, or name of a score."
+            )
+
+    def __call__(self, lm: CachedCausalLM, shard: Shard, path: Path) -> None:
+        """Write the rows of a shard to a path, with what is generated from them."""
+        table = shard.read()
+        rows, controls = self._read(lm, shard, table)
+        seeds = self._seeds(shard, table)
+        order = np.argsort([len(row) for row in rows], kind="stable")
+        texts: list[Any] = [None] * len(rows)
+        for start in range(0, len(rows), self.batch_size):
+            index = order[start : start + self.batch_size]
+            prompts, options = self._request(lm, rows, controls, index)
+            seed = [seeds[i] for i in index]
+            generated = lm.generate(prompts, seed=seed, strip_prompt=True, **options)
+            for i, text in zip(index, _listed(generated), strict=True):
+                texts[i] = text
+        columns = {self.output_column: texts}
+        for name, function in self.scores.items():
+            columns[name] = [score_text(_OPERATION, name, function, text) for text in texts]
+        table.write(path, columns)
+
+    def _read(
+        self, lm: CachedCausalLM, shard: Shard, table: Any
+    ) -> tuple[list[np.ndarray], dict[str, list[float]]]:
+        """Read the prompts and the controls of the rows of a shard."""
+        prompts = table.column(self.column)
+        wrong = [i for i, p in enumerate(prompts) if not isinstance(p, str | list) or not len(p)]
+        if wrong:
+            raise SurgeryError(
+                f"{_OPERATION} at row {shard.start + wrong[0]} of '{shard.file}': expected a "
+                f"prompt in column '{self.column}'. Received {shown(prompts[wrong[0]])}."
+            )
+        controls = {}
+        for name, column in self.by_column.items():
+            controls[name] = table.column(column)
+            for i, value in enumerate(controls[name]):
+                if read_number(value) is None:
+                    raise SurgeryError(
+                        f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected a "
+                        f"number in column '{column}'. Received {shown(value)}."
+                    )
+        return read_texts(lm, prompts, _OPERATION), controls
+
+    def _request(
+        self,
+        lm: CachedCausalLM,
+        rows: list[np.ndarray],
+        controls: Mapping[str, list[float]],
+        index: Sequence[int] | np.ndarray,
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return prompts and options of some of the rows, for `generate`."""
+        chosen = [rows[i] for i in index]
+        prompts = pack_right(chosen, max(map(len, chosen)), 0)
+        own = {name: [values[i] for i in index] for name, values in controls.items()}
+        return prompts, {**self.options, "controls": {**self.fixed, **own}}
+
+    def _seeds(self, shard: Shard, table: Any) -> list[int]:
+        """Return a seed for each row, made of its id."""
+        rows = range(shard.start, shard.stop)
+        ids = [f"{shard.file.name}/{i}" for i in rows]
+        if self.id_column is not None:
+            ids = [repr(value) for value in table.column(self.id_column)]
+        digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
+        return [int.from_bytes(digest[:4], "big") for digest in digests]
+
+
+def _listed(generated: Any) -> list[Any]:
+    """Return a text for each row; without a preprocessor, a list of token ids."""
+    if isinstance(generated, list):
+        return generated
+    pairs = zip(generated["token_ids"], generated["padding_mask"], strict=True)
+    return [ids[mask].tolist() for ids, mask in pairs]

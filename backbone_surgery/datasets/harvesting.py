@@ -1,0 +1,206 @@
+"""`harvest`: the activations of some sites over a corpus, in Parquet files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.datasets.facts import Controls, described, make
+from backbone_surgery.datasets.job import begin, plan_job, run
+from backbone_surgery.datasets.shards import Shard, check_columns
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.extras import import_extra
+from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.prompts import pack_right
+from backbone_surgery.generation.request import LONGEST, check_count
+from backbone_surgery.opening.predict import predict
+from backbone_surgery.opening.site import is_pattern
+from backbone_surgery.rewriting import Capture
+from backbone_surgery.rewriting.operate import operate
+from backbone_surgery.vectors.activations import read_texts
+
+_OPERATION = "harvest"
+_SHORTEST = 16
+
+
+def harvest(
+    lm: CachedCausalLM,
+    inputs: str | Path | Sequence[str | Path],
+    output: str | Path,
+    sites: str | Sequence[str],
+    column: str = "text",
+    *,
+    dtype: Literal["float16", "float32"] = "float16",
+    length: int | None = None,
+    controls: Controls | None = None,
+    batch_size: int = 32,
+    shard_rows: int = 1024,
+    verbose: int = 1,
+) -> list[Path]:
+    """Write the activations of some sites over a corpus, to train autoencoders and probes on.
+
+    Each shard of the texts gives one Parquet file with a row for each token: `row` (the number of
+    the text in its file), `position` and `token_id`, and for each site a list of numbers of fixed
+    size. Texts of like length are run together, so the texts come in the order of their lengths.
+    A file is put in place whole, so a job that was killed goes on where it was when it is started
+    again; `manifest.json` says what made it. Activations are those of the edited model, as
+    `Capture` takes them.
+
+    Args:
+        lm: a `CachedCausalLM`.
+        inputs: a `.parquet` or `.jsonl` file, a folder of them, or several of these.
+        output: the folder to write: a new one, or that of this very job.
+        sites: site selectors; any sites but attention patterns.
+        column: where the texts are; without a preprocessor, lists of token ids.
+        dtype: of the numbers.
+        length: the most tokens of a text that are run: longer ones are cut. By default none is
+            cut, and one that is longer than the model has learned positions is refused.
+        controls: one value for each control, as of `generate`.
+        batch_size: how many texts to run at once.
+        shard_rows: how many texts make a shard.
+        verbose: 1 shows a progress bar, with the time left.
+
+    Returns:
+        The files of output.
+
+    Raises:
+        SurgeryError: bad input; or an activation that the dtype cannot hold, with its site.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub, json, pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "in.jsonl").write_text(json.dumps({"text": [1, 2, 3]}))
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> [path] = bs.harvest(lm, folder / "in.jsonl", folder / "out", "blocks.*", verbose=0)
+        >>> import pyarrow.parquet as pq
+        >>> pq.read_table(path).column_names
+        ['row', 'position', 'token_id', 'blocks.0', 'blocks.1']
+    """
+    check_count(_OPERATION, "batch_size", batch_size, "texts")
+    if length is not None:
+        check_count(_OPERATION, "length", length, "tokens")
+    if dtype not in ("float16", "float32"):
+        raise SurgeryError(
+            f"{_OPERATION} at 'dtype': expected 'float16' or 'float32'. Received {shown(dtype)}. "
+            "Pass one of them."
+        )
+    job = plan_job(_OPERATION, inputs, output, shard_rows, ".parquet")
+    model = make(_OPERATION, lm, None)
+    selectors = (sites,) if isinstance(sites, str) else tuple(sites)
+    work = _Work(
+        model, _capturing(model, selectors, dtype), column, dtype, length, controls, batch_size
+    )
+    check_columns(_OPERATION, job.shards, [column])
+    bound = bind_controls(model.opened, controls, np.array([1]))
+    facts = {
+        **described(model),
+        "sites": list(work.sites),
+        "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
+        "controls": {name: value[0].tolist() for name, value in bound.items()},
+        "columns": [column],
+    }
+    begin(job, facts)
+    run(job, work, verbose)
+    return job.outputs
+
+
+@graph.building()
+def _capturing(lm: CachedCausalLM, selectors: tuple[str, ...], dtype: str) -> keras.Model:
+    """Build the model that gives the activations of some sites alone."""
+    capturing = operate(lm.opened, [Capture(*selectors, name=_OPERATION)])
+    outputs = {}
+    for name, tensor in capturing.captures.items():
+        path = name.removeprefix(f"{_OPERATION}/")
+        if path == name:
+            continue  # a capture of the edit itself
+        if is_pattern(path):
+            raise SurgeryError(
+                f"{_OPERATION} at '{path}': expected sites with a value for each token. Received "
+                "an attention pattern. Choose `head_outputs`, say."
+            )
+        outputs[path] = ops.cast(tensor, dtype)
+    return keras.Model(capturing.input, outputs, name=_OPERATION)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Writes the activations of the texts of a shard."""
+
+    lm: CachedCausalLM
+    model: keras.Model
+    column: str
+    dtype: str
+    length: int | None
+    controls: Mapping[str, Any] | None
+    batch_size: int
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites, in the order of the graph."""
+        return tuple(self.model.output)
+
+    def __call__(self, shard: Shard, path: Path) -> None:
+        """Write a file, batch by batch."""
+        arrow = import_extra(_OPERATION, "pyarrow")
+        parquet = import_extra(_OPERATION, "pyarrow.parquet")
+        rows = self._read(shard)
+        order = np.argsort([len(row) for row in rows], kind="stable")
+        writer = None
+        try:
+            for start in range(0, len(rows), self.batch_size):
+                index = order[start : start + self.batch_size]
+                table = arrow.table(self._columns(arrow, shard, rows, index))
+                if writer is None:
+                    options = {"compression": "none", "use_dictionary": False}
+                    writer = parquet.ParquetWriter(path, table.schema, **options)
+                writer.write_table(table)
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _read(self, shard: Shard) -> list[np.ndarray]:
+        texts = shard.read([self.column]).column(self.column)
+        for i, text in enumerate(texts):
+            if not isinstance(text, str | list) or not len(text):
+                raise SurgeryError(
+                    f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected a text in "
+                    f"column '{self.column}'. Received {shown(text)}."
+                )
+        return read_texts(self.lm, texts, _OPERATION, self.length)
+
+    def _columns(
+        self, arrow: Any, shard: Shard, rows: list[np.ndarray], index: np.ndarray
+    ) -> dict[str, Any]:
+        """Run some of the texts, and return what is to be known of their tokens."""
+        chosen = [rows[i] for i in index]
+        lengths = np.array([len(row) for row in chosen])
+        # The last batch of a shard is filled up, so that it runs in the program of the others.
+        filled = np.resize(np.arange(len(chosen)), self.batch_size)
+        width = min(bucket(int(lengths.max()), _SHORTEST), self.lm.max_positions or LONGEST)
+        inputs = pack_right([chosen[i] for i in filled], width, 0)
+        inputs |= bind_controls(self.lm.opened, self.controls, lengths[filled])
+        outputs = predict(self.model, inputs)
+        mask = inputs["padding_mask"][: len(chosen)]
+        columns = {
+            "row": arrow.array(np.repeat(shard.start + index, lengths), arrow.int64()),
+            "position": arrow.array(np.nonzero(mask)[1].astype(np.int32)),
+            "token_id": arrow.array(inputs["token_ids"][: len(chosen)][mask]),
+        }
+        for site in self.sites:
+            values = outputs[site][: len(chosen)][mask]
+            if not np.isfinite(values).all():
+                raise SurgeryError(
+                    f"{_OPERATION} at '{site}': expected activations that {self.dtype} can hold. "
+                    "Received infinity or NaN. Pass dtype='float32', or look at the model."
+                )
+            size = int(np.prod(values.shape[1:]))
+            flat = arrow.array(np.ascontiguousarray(values).reshape(-1))
+            columns[site] = arrow.FixedSizeListArray.from_arrays(flat, size)
+        return columns

@@ -1,0 +1,165 @@
+"""Jobs: work on every shard of a data set, once each, however often the job is killed.
+
+The output of a shard is put in place whole. So what is there is done, and a job that is started
+again does the rest. A manifest says what the output was made of; a job of other settings is
+refused.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from backbone_surgery import hosts
+from backbone_surgery.datasets.shards import Shard, find_shards
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.files import as_path, read_json, reading, replace_file
+from backbone_surgery.generation.request import check_count
+
+MANIFEST = "manifest.json"
+_MOST = 2**28
+"""Bytes of a manifest."""
+
+Work = Callable[[Shard, Path], object]
+"""Writes the output of a shard to a path."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work on the shards of a data set.
+
+    Attributes:
+        operation: what is done, for errors.
+        folder: of the output.
+        shards: all of them.
+        ending: of the files of output; `None` for that of the input.
+    """
+
+    operation: str
+    folder: Path
+    shards: tuple[Shard, ...]
+    ending: str | None = None
+
+    def output(self, shard: Shard) -> Path:
+        """Return the file of output of a shard."""
+        return self.folder / f"{shard.name}{self.ending or shard.file.suffix}"
+
+    @property
+    def outputs(self) -> list[Path]:
+        """All files of output."""
+        return [self.output(shard) for shard in self.shards]
+
+    def left(self) -> list[Shard]:
+        """Return the shards without output."""
+        return [shard for shard in self.shards if not self.output(shard).exists()]
+
+    def do(self, work: Work, shard: Shard) -> None:
+        """Work on one shard, and put its output in place."""
+        output = self.output(shard)
+
+        def write(part: Path) -> None:
+            try:
+                work(shard, part)
+            except SurgeryError as error:
+                rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
+                raise SurgeryError(f"{self.operation} at {rows}: {error}") from error
+
+        replace_file(output, write)
+
+
+def plan_job(
+    operation: str, inputs: Any, output: Any, shard_rows: int, ending: str | None = None
+) -> Job:
+    """Find the shards of a job; nothing is written.
+
+    Raises:
+        SurgeryError: bad input, or a folder of output that is none.
+    """
+    folder = as_path(output, operation)
+    check_count(operation, "shard_rows", shard_rows, "rows")
+    if (folder.exists() and not folder.is_dir()) or not folder.absolute().parent.is_dir():
+        raise SurgeryError(
+            f"{operation} at '{folder}': expected a new folder, or that of the same job, in one "
+            "that exists. Received another path. Choose one."
+        )
+    return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
+
+
+def begin(job: Job, facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a job, or check that it is the one that is there.
+
+    Args:
+        job: the job.
+        facts: all that its output depends on but the files of input, as JSON.
+
+    Raises:
+        SurgeryError: the folder holds the output of another job, or other files.
+    """
+    files = {shard.file: shard.stop for shard in job.shards}
+    inputs = [{"file": f.name, "rows": n, "sha256": _sha256(f)} for f, n in files.items()]
+    outputs = [path.name for path in job.outputs]
+    known = {"format": "backbone_surgery.dataset", "version": 1, "operation": job.operation}
+    manifest = json.loads(json.dumps({**known, **facts, "inputs": inputs, "outputs": outputs}))
+    path = job.folder / MANIFEST
+    if path.is_file():
+        with reading(path, job.operation, "the manifest of a job"):
+            before = read_json(path, _MOST)
+            others = [k for k in {**before, **manifest} if before.get(k) != manifest.get(k)]
+        if others:
+            raise SurgeryError(
+                f"{job.operation} at '{job.folder}': expected the job that the folder was made by. "
+                f"Received another {', '.join(others)}. Choose a new folder, or ask for the same."
+            )
+        return
+    others = sorted(p.name for p in job.folder.iterdir()) if job.folder.is_dir() else []
+    if [name for name in others if not _is_part(name, {MANIFEST})]:
+        raise SurgeryError(
+            f"{job.operation} at '{job.folder}': expected a new folder, or that of the same job. "
+            f"Received one that holds {shown(others[:5])}. Choose another."
+        )
+    job.folder.mkdir(exist_ok=True)
+    text = json.dumps(manifest, indent=1) + "\n"
+    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def run(job: Job, work: Work, verbose: int) -> None:
+    """Work on the shards that are left, one after the other."""
+    left = job.left()
+    hosts.agree(job.operation, {"shards without output": [shard.name for shard in left]})
+    with Progress(disable=not verbose) as progress:
+        task = start(progress, job, left)
+        for shard in left:
+            job.do(work, shard)
+            progress.advance(task, shard.stop - shard.start)
+    end(job)
+
+
+def start(progress: Progress, job: Job, left: list[Shard]) -> Any:
+    """Show what there is to do, and how much of it is done."""
+    rows = sum(shard.stop - shard.start for shard in job.shards)
+    rest = sum(shard.stop - shard.start for shard in left)
+    return progress.add_task("rows", total=rows, completed=rows - rest)
+
+
+def end(job: Job) -> None:
+    """Remove what processes that were killed left behind."""
+    names = {MANIFEST, *(path.name for path in job.outputs)}
+    for path in job.folder.iterdir():
+        if _is_part(path.name, names):
+            path.unlink(missing_ok=True)
+
+
+def _is_part(name: str, whole: set[str]) -> bool:
+    """Tell whether a name is that of a file that was being written."""
+    part = re.fullmatch(r"\.(.+)\.[0-9a-f]+\.new", name)
+    return part is not None and part[1] in whole
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,194 @@
+"""Shards: rows of Parquet files and of files of JSON lines, a few thousand at a time."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.extras import import_extra
+from backbone_surgery.files import reading
+
+_ENDINGS = (".parquet", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some rows of a file, which make one file of output.
+
+    Attributes:
+        file: what they are read from.
+        start: the first of them.
+        stop: the one after the last.
+        name: of its output, without an ending.
+    """
+
+    file: Path
+    start: int
+    stop: int
+    name: str
+
+    def read(self, columns: Sequence[str] | None = None) -> "Rows":
+        """Read the rows: some columns of a Parquet file, or all; of JSON lines all, always."""
+        with reading(self.file, "data set", f"a {self.file.suffix} file"):
+            if self.file.suffix == ".jsonl":
+                lines = itertools.islice(_lines(self.file), self.start, self.stop)
+                return JsonRows([json.loads(line) for line in lines])
+            return ParquetRows(_read_parquet(self.file, self.start, self.stop, columns))
+
+
+class Rows:
+    """Rows of a shard, by column."""
+
+    def names(self) -> list[str]:
+        """Return the names of the columns, those of the first row."""
+        raise NotImplementedError
+
+    def column(self, name: str) -> list[Any]:
+        """Return what the rows hold in a column, `None` where one of them lacks it."""
+        raise NotImplementedError
+
+    def write(self, path: Path, columns: Mapping[str, list[Any]]) -> None:
+        """Write the rows to a file, with more columns."""
+        raise NotImplementedError
+
+
+class JsonRows(Rows):
+    """Rows of a file of JSON lines."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a line is no object")
+        self.rows = rows
+
+    def names(self) -> list[str]:
+        """Return the keys of the first object."""
+        return list(self.rows[0])
+
+    def column(self, name: str) -> list[Any]:
+        """Return a value of each object."""
+        return [row.get(name) for row in self.rows]
+
+    def write(self, path: Path, columns: Mapping[str, list[Any]]) -> None:
+        """Write an object a line."""
+        with open(path, "w", encoding="utf-8") as file:
+            for row, *values in zip(self.rows, *columns.values(), strict=True):
+                whole = {**row, **dict(zip(columns, values, strict=True))}
+                file.write(json.dumps(whole, ensure_ascii=False) + "\n")
+
+
+class ParquetRows(Rows):
+    """Rows of a Parquet file."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def names(self) -> list[str]:
+        """Return the names of the columns."""
+        return self.table.column_names
+
+    def column(self, name: str) -> list[Any]:
+        """Return a column as Python's values."""
+        return self.table.column(name).to_pylist()
+
+    def write(self, path: Path, columns: Mapping[str, list[Any]]) -> None:
+        """Write a table with the types that the columns had."""
+        arrow, parquet = _arrow()
+        table = self.table
+        for name, values in columns.items():
+            table = table.append_column(name, arrow.array(values))
+        parquet.write_table(table, path)
+
+
+def find_shards(operation: str, inputs: Any, most: int) -> list[Shard]:
+    """Cut files into shards, all but the last of a file of one size.
+
+    Args:
+        operation: named in errors.
+        inputs: a file, a folder of files, or several of these.
+        most: rows of a shard.
+
+    Raises:
+        SurgeryError: there is no such file, none with rows, or two of one name.
+    """
+    files: dict[str, Path] = {}
+    for file in _files(operation, inputs):
+        if file.stem in files:
+            raise SurgeryError(
+                f"{operation} at '{file}': expected files of different names, since output is "
+                f"named after them. Received '{files[file.stem]}' too. Rename one."
+            )
+        files[file.stem] = file
+    shards = []
+    for name, file in files.items():
+        rows = _count(file)
+        starts = range(0, rows, most)
+        shards += [
+            Shard(file, start, min(start + most, rows), f"{name}-{i:05}")
+            for i, start in enumerate(starts)
+        ]
+    if not shards:
+        raise SurgeryError(
+            f"{operation}: expected at least one row. Received files without any. Look at "
+            f"{shown([str(file) for file in files.values()])}."
+        )
+    return shards
+
+
+def check_columns(operation: str, shards: Sequence[Shard], columns: Sequence[str]) -> None:
+    """Refuse files without a column, by name."""
+    for file in dict.fromkeys(shard.file for shard in shards):
+        known = Shard(file, 0, 1, "").read().names()
+        for name in columns:
+            if name not in known:
+                raise SurgeryError(
+                    f"{operation} at '{file}': expected a column '{name}'. {closest(name, known)}"
+                )
+
+
+def _files(operation: str, inputs: Any) -> Iterator[Path]:
+    listed = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    for path in map(Path, listed):
+        inner = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = [file for file in inner if file.suffix in _ENDINGS and file.is_file()]
+        if not files:
+            raise SurgeryError(
+                f"{operation} at '{path}': expected a {' or '.join(_ENDINGS)} file that exists, or "
+                "a folder of them. Received another path."
+            )
+        yield from files
+
+
+def _count(file: Path) -> int:
+    with reading(file, "data set", f"a {file.suffix} file"):
+        if file.suffix == ".jsonl":
+            return sum(1 for _ in _lines(file))
+        with _arrow()[1].ParquetFile(file) as opened:
+            return opened.metadata.num_rows
+
+
+def _lines(file: Path) -> Iterator[str]:
+    with open(file, encoding="utf-8") as opened:
+        yield from (line for line in opened if line.strip())
+
+
+def _read_parquet(file: Path, start: int, stop: int, columns: Sequence[str] | None) -> Any:
+    """Read rows of a Parquet file, and no more row groups than they lie in."""
+    with _arrow()[1].ParquetFile(file) as opened:
+        groups: list[int] = []
+        first = end = 0
+        for i in range(opened.num_row_groups):
+            begin, end = end, end + opened.metadata.row_group(i).num_rows
+            if begin < stop and end > start:
+                first = begin if not groups else first
+                groups.append(i)
+        table = opened.read_row_groups(groups, columns=None if columns is None else list(columns))
+    return table.slice(start - first, stop - start)
+
+
+def _arrow() -> tuple[Any, Any]:
+    """Import PyArrow, and its module for Parquet."""
+    return import_extra("data set", "pyarrow"), import_extra("data set", "pyarrow.parquet")

@@ -1,0 +1,123 @@
+"""Hosts: processes that hold one mesh together, and run the same Python on the same values.
+
+With one process, which is the rule, nothing here does anything.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from backbone_surgery.errors import SurgeryError
+
+_PARTS, _WORDS = 8, 8
+"""What processes compare always has one shape, so that those in different calls meet too."""
+
+
+def several() -> bool:
+    """Tell whether this process is one of several."""
+    if keras.config.backend() != "jax":
+        return False
+    import jax
+
+    return jax.process_count() > 1
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Return the value of an array or a variable.
+
+    One that lies in parts on several hosts is gathered. So all of them must ask for it.
+    """
+    value = x.value if isinstance(x, keras.Variable) else x
+    if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
+        return keras.ops.convert_to_numpy(value)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(value, tiled=True)
+
+
+def agree(operation: str, parts: Mapping[str, Any]) -> None:
+    """Check that all processes pass the same values to one operation.
+
+    Args:
+        operation: named in the error.
+        parts: at most eight trees of arrays, numbers and text, by what they are called.
+
+    Raises:
+        SurgeryError: they do not; in every process.
+    """
+    if not several():
+        return
+    from jax.experimental import multihost_utils
+
+    own = np.zeros((1 + _PARTS, _WORDS), np.uint32)
+    for row, value in zip(own, (operation, *parts.values()), strict=False):
+        row[:] = np.frombuffer(_digest(value), np.uint32)
+    equal = (np.asarray(multihost_utils.process_allgather(own)) == own).all(axis=-1)
+    if equal.all():
+        return
+    others = [int(process) for process in np.flatnonzero(~equal.all(axis=1))]
+    names = [name for i, name in enumerate(parts, 1) if not equal[:, i].all()]
+    same = " and ".join(names) if equal[:, 0].all() else "call"
+    raise SurgeryError(
+        f"{operation}: expected the same {same} in every process. Received another in process "
+        f"{', '.join(map(str, others))}. Run one script in all of them, with one set of arguments."
+    )
+
+
+def refuse(operation: str, instead: str) -> None:
+    """Refuse what one process cannot do alone while others hold parts of the weights.
+
+    Args:
+        operation: named in the error.
+        instead: what to do, a sentence.
+    """
+    if several():
+        raise SurgeryError(
+            f"{operation}: expected one process that holds the whole model. Received one of "
+            f"several on a mesh. {instead}"
+        )
+
+
+def by_first(operation: str, write: Callable[[], object]) -> None:
+    """Have the first process write, and the others wait until it has.
+
+    Raises:
+        SurgeryError: the first process failed, which raises the error itself.
+    """
+    if not several():
+        write()
+        return
+    import jax
+    from jax.experimental import multihost_utils
+
+    error = None
+    if jax.process_index() == 0:
+        try:
+            write()
+        except Exception as caught:  # the others must hear of it before it goes on
+            error = caught
+    failed = multihost_utils.process_allgather(np.array(error is not None))
+    if error is not None:
+        raise error
+    if np.asarray(failed).any():
+        raise SurgeryError(
+            f"{operation}: expected process 0 to write. Received an error there. Look at what it "
+            "says."
+        )
+
+
+def _digest(value: Any) -> bytes:
+    """Return the sha256 of a tree of arrays, numbers and text."""
+    total = hashlib.sha256()
+    for path, leaf in tree.flatten_with_path(value):
+        if not hasattr(leaf, "dtype"):
+            total.update(f"{path} {leaf!r} ".encode())
+            continue
+        array = to_numpy(leaf) if keras.ops.is_tensor(leaf) else np.asarray(leaf)
+        total.update(f"{path} {array.dtype} {array.shape} ".encode())
+        total.update(array.tobytes())
+    return total.digest()

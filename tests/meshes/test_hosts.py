@@ -1,0 +1,80 @@
+"""Hosts: two processes that hold a mesh together give what one gives, or one clear error each."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.helpers import relative
+from tests.meshes.test_meshes import ROOT
+
+pytestmark = pytest.mark.slow
+
+DEVICES = 4
+
+
+def start(kind, what, mesh="1,4", processes=2):
+    """Start processes that share four devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}"}
+    module = [sys.executable, "-W", "ignore", "-m", "tests.meshes.on_hosts", kind, str(what)]
+    options = ["--mesh", mesh, "--processes", str(processes), "--port", str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen([*module, *options, "--process", str(i)], cwd=ROOT, env=env, **pipes)
+        for i in range(processes)
+    ]
+
+
+def finish(processes, seconds=300):
+    """Wait for processes: `[(exit status, output, errors)]`."""
+    try:
+        ended = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, *texts) for p, texts in zip(processes, ended, strict=True)]
+
+
+@pytest.mark.parametrize("mesh", ["2,2", "1,4"])
+def test_two_processes_give_what_one_gives(tmp_path, mesh):
+    for processes in (1, 2):
+        for status, _, errors in finish(start("texts", tmp_path, mesh, processes)):
+            assert status == 0, errors[-3000:]
+    wanted = np.load(tmp_path / "1_0.npz")
+    for process in (0, 1):
+        got = np.load(tmp_path / f"2_{process}.npz")
+        assert set(got) == set(wanted)
+        for name in wanted:
+            if name.startswith("ids") or name in ("weights", "digest"):
+                np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+            else:
+                assert relative(got[name], wanted[name]) <= 1e-4, name
+    assert wanted["digest"]
+
+
+@pytest.mark.parametrize("what", ["prompts", "seeds", "controls", "edit"])
+def test_processes_that_disagree_are_told_so(what):
+    for status, output, errors in finish(start("disagree", what)):
+        assert status == 3, errors[-3000:]
+        assert f"expected the same {what}" in output
+        assert "in every process. Received another in process" in output
+
+
+@pytest.mark.parametrize("who", ["busy 1", "idle 1", "idle 0"])
+def test_a_process_that_dies_ends_the_others(who):
+    dying = int(who[-1])
+    processes = start("die", who)
+    processes[dying].wait(300)
+    begun = time.monotonic()
+    ended = finish(processes, seconds=60)
+    assert time.monotonic() - begun < 60
+    assert ended[dying][0] == 9
+    assert ended[1 - dying][0] != 0
