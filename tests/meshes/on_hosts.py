@@ -56,7 +56,7 @@ def disagree(what, process):
 
     edit = [bs.Steer("mood", {1: np.ones(64)})]
     if what == "edit" and process:
-        edit.append(bs.Capture("blocks.0"))
+        edit.append(bs.Remove("blocks.2"))
     lm = bs.CachedCausalLM(bs.operate(make_divisible(), edit))
     lm.compile(sampler="greedy")
     rows = prompts(2 if what == "prompts" and process else 1)
