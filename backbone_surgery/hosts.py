@@ -1,8 +1,9 @@
-"""Hosts: processes that hold one mesh together, and run the same Python on the same values.
+"""Hosts: processes that hold one mesh together, run the same Python, and feed the devices.
 
-With one process, which is the rule, nothing here does anything.
+With one process on one device, which is the rule, nothing here does anything.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,22 @@ def several() -> bool:
     import jax
 
     return jax.process_count() > 1
+
+
+def host_memory(sharded: bool) -> contextlib.AbstractContextManager[Any]:
+    """Have arrays that are on their way to a mesh of devices wait in the memory of the host.
+
+    Keras makes each weight whole before it lays it out. It does so on the default device: the
+    first of the mesh, which would hold some of the largest weights whole beside its own shards.
+
+    Args:
+        sharded: whether weights go to a mesh; else nothing changes.
+    """
+    if not sharded or keras.config.backend() != "jax":
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def to_numpy(x: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import keras_hub
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.files import as_path
 
@@ -106,7 +107,8 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
 
 def load_backbone(preset: str, **kwargs: Any) -> keras.Model:
     """Load a backbone alone, and remember the name of the preset it came from."""
-    backbone = keras_hub.models.Backbone.from_preset(preset_path(preset), **kwargs)
+    with hosts.host_memory(keras.distribution.distribution() is not None):
+        backbone = keras_hub.models.Backbone.from_preset(preset_path(preset), **kwargs)
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone

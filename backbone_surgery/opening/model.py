@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import reading
 from backbone_surgery.opening.checkpoint import check_checkpoint
@@ -173,7 +173,9 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         """
         check_checkpoint(self.owner, filepath)
         with reading(filepath, "load_weights", "weights that Keras saved", WeightMismatchError):
-            self.owner.load_weights(filepath, **kwargs)
+            shardings = (getattr(v.value, "sharding", None) for v in self.owner.variables)
+            with hosts.host_memory(any(getattr(s, "num_devices", 1) > 1 for s in shardings)):
+                self.owner.load_weights(filepath, **kwargs)
 
     def enable_lora(self, rank: int, **kwargs: Any) -> None:
         """Enable LoRA on the owning backbone; see `keras_hub.models.Backbone.enable_lora`."""

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
 from backbone_surgery.files import FLOATS, reading
 from backbone_surgery.weights.arrays import Array, of_file, of_value, of_variable
@@ -164,8 +164,9 @@ class _Plan:
             variable = self.variables[path]
             sharding = getattr(variable.value, "sharding", None)
             value = array.read() if array.variable is None else array.variable.value
-            # `ops.array` copies: no two models share the memory of a weight.
-            variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
+            with hosts.host_memory(getattr(sharding, "num_devices", 1) > 1):
+                # `ops.array` copies: no two models share the memory of a weight.
+                variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
             if keras.config.backend() == "jax":
                 _settle(variable, sharding)
         finalize_layers(self.model)

@@ -1,5 +1,6 @@
 """Meshes of devices: what is generated on eight fake ones is what one gives."""
 
+import json
 import os
 import subprocess
 import sys
@@ -94,3 +95,17 @@ def test_a_preset_takes_no_memory_and_has_the_same_layout():
 def test_bad_meshes_are_refused(mesh, model, words):
     with pytest.raises(bs.SurgeryError, match=words):
         bs.layout_map("tiny_gpt2", mesh or one_device_mesh(), model)
+
+
+@slow
+def test_weights_go_to_their_shards_and_no_device_holds_one_whole(tmp_path):
+    """From one file, from many, into a model that is there, and copied from another file."""
+    lines = run("-m", "tests.meshes.on_loading", str(tmp_path)).decode().splitlines()
+    kinds = [json.loads(line) for line in lines if line.startswith("[")]
+    assert [kind for kind, *_ in kinds] == ["one", "many", "load_weights", "transfer"]
+    for kind, total, largest, own, most, looks, whole in kinds:
+        assert looks > 20, kind
+        assert whole == [], kind
+        assert own < 0.3 * total
+        # The shards that are replaced, and those of one array on its way.
+        assert most <= own + largest, (kind, own, most)

@@ -1,0 +1,71 @@
+"""`batch` and `harvest`, run as a user does."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+import backbone_surgery as bs
+
+PROMPTS = ["Once upon a time there was a girl named Lily.", "Tom had a red ball.", "Mia was"]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    rows = [{"prompt": p, "strength": s} for p, s in zip(PROMPTS, (-1.0, 0.0, 1.0), strict=True)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_batch_writes_the_texts_of_steered_rows_and_goes_on(run, lines, tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text("def length(text):\n    return len(text)\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["batch", lines, tmp_path / "out", "--controls", "mood=strength"]
+    words += ["--max-new-tokens", "12", "--score", "judges:length"]
+    for _ in range(2):
+        result = run(*words)
+        assert result.exit_code == 0, result.output
+        assert "1 files in" in result.stdout
+    text = (tmp_path / "out" / "in-00000.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    edit = bs.Steer("mood", bs.ControlVector.from_preset("tiny_gpt2", "mood"))
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    steered = bs.CachedCausalLM(bs.operate(lm.backbone, [edit]), lm.preprocessor)
+    steered.compile(sampler="greedy")
+    options = {"controls": {"mood": [-1.0, 0.0, 1.0]}, "max_new_tokens": 12, "strip_prompt": True}
+    assert [row["generated"] for row in rows] == steered.generate(PROMPTS, **options)
+    assert [row["length"] for row in rows] == [len(row["generated"]) for row in rows]
+
+
+@pytest.mark.slow
+def test_harvest_writes_activations(run, lines, tmp_path):
+    words = ["harvest", lines, tmp_path / "out", "--site", "blocks.1", "--site", "blocks.3"]
+    result = run(*words, "--column", "prompt", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    table = pq.read_table(tmp_path / "out" / "in-00000.parquet")
+    assert table.column_names == ["row", "position", "token_id", "blocks.1", "blocks.3"]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("batch", ["--controls", "mood"], "expected NAME=COLUMN or NAME=STRENGTH"),
+        ("batch", ["-c", "mood=1", "-c", "mood=2"], "each name once"),
+        ("batch", ["--score", "no_such_module:f"], "expected MODULE:FUNCTION"),
+        ("batch", ["--score", "json"], "expected MODULE:FUNCTION"),
+        ("batch", ["--column", "text"], "expected a column 'text'"),
+        ("batch", ["--batch-size", "0"], "--batch-size"),
+        ("harvest", [], "--site"),
+        ("harvest", ["--site", "blocks.1", "--dtype", "int8"], "--dtype"),
+        ("harvest", ["--site", "blocks.1"], "expected a column 'text'"),
+        ("harvest", ["--site", "blocks.99", "--column", "prompt"], "blocks.99"),
+    ],
+)
+def test_bad_input_ends_with_a_message(run, lines, tmp_path, command, options, words):
+    result = run(command, lines, tmp_path / "out", *options)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,129 @@
+"""Load weights to a mesh of the last four of eight devices, and watch what they hold meanwhile.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_loading FOLDER
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import keras
+import keras_hub
+import safetensors.numpy
+from keras import distribution
+
+import backbone_surgery as bs
+
+BIG = 2**20
+SHARES = 4
+
+
+class Watch:
+    """Notes the most bytes that each device held at once, and arrays that one held whole."""
+
+    def __init__(self, devices):
+        self.devices, self.most, self.whole, self.looks = set(devices), Counter(), set(), 0
+        self.thread = threading.Thread(target=self.run)
+        self.ended = threading.Event()
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.ended.set()
+        self.thread.join()
+
+    def run(self):
+        while not self.ended.is_set():
+            self.look()
+            time.sleep(0.001)
+
+    def look(self):
+        held = Counter()
+        for array in jax.live_arrays():
+            try:
+                shards = [(s.device, s.data.nbytes) for s in array.addressable_shards]
+            except RuntimeError:  # deleted meanwhile
+                continue
+            for device, count in shards:
+                held[device] += count
+                if device in self.devices and count == array.nbytes >= BIG:
+                    self.whole.add((tuple(array.shape), str(array.dtype)))
+        self.looks += 1
+        for device, count in held.items():
+            self.most[device] = max(self.most[device], count)
+
+
+def make():
+    keras.utils.set_random_seed(0)
+    return keras_hub.models.GPT2Backbone(16384, 4, 8, 256, 1024, max_sequence_length=64)
+
+
+def save(folder):
+    """Save a model in one file and in many, for Keras and as Hugging Face does."""
+    backbone = make()
+    backbone.save_to_preset(str(folder / "one"))
+    (folder / "many").mkdir()
+    backbone.save_to_preset(str(folder / "many"), max_shard_size=0.004)
+    arrays = dict(_flat(bs.weight_tree(backbone)))
+    safetensors.numpy.save_file(arrays, folder / "weights.safetensors")
+    return backbone
+
+
+def _flat(tree, at=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def load(folder, kind, backbone):
+    """Load a model; into one that is there already by the last two kinds."""
+    if kind in ("one", "many"):
+        return bs.CachedCausalLM.from_preset(str(folder / kind)).backbone
+    if kind == "transfer":
+        bs.transfer_weights(backbone, folder / "weights.safetensors")
+    else:
+        bs.open_backbone(backbone).load_weights(str(folder / "one" / "model.weights.h5"))
+    return backbone
+
+
+def main(folder):
+    source = save(folder)
+    digest = bs.weights_digest(source)
+    del source
+    devices = jax.devices()[-SHARES:]
+    names = distribution.list_devices()[-SHARES:]
+    mesh = distribution.DeviceMesh((1, SHARES), ["batch", "model"], devices=names)
+    layout = bs.layout_map(make(), mesh)
+    # As on accelerators, arrays are made on the first device of the mesh unless told otherwise.
+    jax.config.update("jax_default_device", devices[0])
+    for kind in ("one", "many", "load_weights", "transfer"):
+        keras.utils.clear_session()
+        parallel = distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+        distribution.set_distribution(parallel)
+        backbone = make() if kind in ("load_weights", "transfer") else None
+        with Watch(devices) as watch:
+            backbone = load(folder, kind, backbone)
+        distribution.set_distribution(None)
+        values = [v.value for v in backbone.variables]
+        shards = Counter()
+        for value in values:
+            for shard in value.addressable_shards:
+                shards[shard.device] += shard.data.nbytes
+        total, largest = sum(v.nbytes for v in values), max(v.nbytes for v in values)
+        own = max(shards[d] for d in devices)
+        most = max(watch.most[d] for d in devices)
+        print(json.dumps([kind, total, largest, own, most, watch.looks, sorted(watch.whole)]))
+        assert bs.weights_digest(backbone) == digest
+        del backbone, values
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
