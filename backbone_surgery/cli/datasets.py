@@ -71,6 +71,7 @@ def batch(
         typer.Option(help="MODULE:FUNCTION of a text, which returns a number: a column."),
     ] = [],  # noqa: B006
     batch_size: BatchSize = 32,
+    shard_rows: Annotated[int, typer.Option(min=1, help="Rows for a file of output.")] = 4096,
     mesh: Mesh = None,
     ray: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster to work on, such as auto.")
@@ -95,6 +96,7 @@ def batch(
         seed=seed,
         id_column=id_column,
         batch_size=batch_size,
+        shard_rows=shard_rows,
         ray=ray,
     )
     write(f"{len(written)} files in {output}")

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import keras
 from rich.progress import Progress
 
 from backbone_surgery.datasets.job import Job, end, start
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
 
 
@@ -19,32 +21,50 @@ def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
         make: makes a model.
         address: of the cluster, as of `ray.init`.
         verbose: whether to show a progress bar.
+
+    Raises:
+        SurgeryError: no cluster answers, or a worker failed.
     """
     ray = import_extra(job.operation, "ray")
     data = import_extra(job.operation, "ray.data")
-    ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    left, own = job.left(), not ray.is_initialized()
+    try:
+        if own:
+            backend = {"env_vars": {"KERAS_BACKEND": keras.config.backend()}}
+            quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+            ray.init(address=address, runtime_env=backend, **quiet)
+        with Progress(disable=not verbose) as progress:
+            task = start(progress, job, left)
+            for row in _rows(ray, data, (job, left, work, make)) if left else ():
+                progress.advance(task, row["rows"])
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise SurgeryError(
+            f"{job.operation} at '{address}': expected workers of Ray that end well. Received "
+            f"{type(error).__name__}: {error}. What they wrote stays; start the job again to go on."
+        ) from error
+    finally:
+        if own:
+            ray.shutdown()
+    end(job)
+
+
+def _rows(ray: Any, data: Any, arguments: tuple[Any, ...]) -> Any:
+    """Hand the shards to workers, and yield a row for each that is done."""
     data.DataContext.get_current().enable_progress_bars = False
-    left = job.left()
+    count = len(arguments[1])
     gpus = int(ray.cluster_resources().get("GPU", 0))
     nodes = sum(node["Alive"] for node in ray.nodes())
-    workers = max(1, min(gpus or nodes, len(left)))
-    shards = data.from_items(
-        [{"index": i} for i in range(len(left))], override_num_blocks=max(1, len(left))
-    )
-    done = shards.map_batches(
+    items = [{"index": i} for i in range(count)]
+    done = data.from_items(items, override_num_blocks=count).map_batches(
         _Worker,
-        fn_constructor_args=(job, left, work, make),
+        fn_constructor_args=arguments,
         batch_size=1,
-        compute=data.ActorPoolStrategy(size=workers),
+        compute=data.ActorPoolStrategy(size=min(gpus or nodes, count)),
         num_gpus=1 if gpus else 0,
         num_cpus=1,
         scheduling_strategy="SPREAD",
     )
-    with Progress(disable=not verbose) as progress:
-        task = start(progress, job, left)
-        for row in done.iter_rows() if left else ():
-            progress.advance(task, row["rows"])
-    end(job)
+    return done.iter_rows()
 
 
 class _Worker:

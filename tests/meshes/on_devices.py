@@ -5,7 +5,9 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_dev
 
 import contextlib
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import jax
 import keras
@@ -14,6 +16,9 @@ import numpy as np
 from keras import distribution
 
 import backbone_surgery as bs
+from backbone_surgery.generation.engine import run_batch
+from backbone_surgery.generation.request import read_request
+from backbone_surgery.generation.samplers import make_strategy
 from tests.families import ROWS
 from tests.helpers import ragged, relative
 
@@ -24,6 +29,8 @@ SAMPLERS = {
     "beam": keras_hub.samplers.BeamSampler(num_beams=2),
 }
 OPTIONS = {"max_new_tokens": 9, "stop_token_ids": None}
+TOOL_CASES = [(4, "greedy"), (3, "greedy"), (4, "top_p"), (3, "beam")]
+PAIRS = [([1, 2, 3], [4, 5]), ([6, 7, 8, 9], [10, 11, 12])]
 
 
 @contextlib.contextmanager
@@ -98,21 +105,27 @@ def check_texts(name):
     print("equal")
 
 
-def make_divisible():
-    """Make a GPT-2 all of whose axes divide by the devices."""
-    keras.utils.set_random_seed(0)
-    return keras_hub.models.GPT2Backbone(64, 3, 8, 64, 128, max_sequence_length=64)
+def make_divisible(name="gpt2", dtype="float32"):
+    """Make a model of three blocks, all of whose axes divide by the devices."""
+    sizes = {"vocabulary_size": 64, "num_layers": 3, "hidden_dim": 64, "intermediate_dim": 128}
+    if name == "gpt2":
+        heads = {"num_heads": 8}
+    else:
+        heads = {"num_query_heads": 8, "num_key_value_heads": 8}
+    return ROWS[name].make(**sizes, **heads, dtype=dtype)
 
 
-def check_placement():
+def check_placement(name):
     """Count what is exchanged for a token, and where caches lie, whatever the scope and thread."""
     keras.utils.clear_session(free_memory=False)
-    with on((2, 4), make_divisible()):
-        lm = bs.CachedCausalLM(make_divisible())
+    with on((2, 4), make_divisible(name)):
+        lm = bs.CachedCausalLM(make_divisible(name))
         lm.compile(sampler="greedy")
         (first, *_) = bs.new_cache(lm.backbone_with_cache, 4, 16)
         lm.generate(prompts(4), **OPTIONS)
         inside = dict(lm.programs.compilations)
+        lm.generate(prompts(4), **OPTIONS)
+        lm.predict(prompts(4), verbose=0)  # it writes the shardings of the weights another way
         lm.generate(prompts(4), **OPTIONS)
     shard = first["key"].addressable_shards[0].data
     assert shard.nbytes * 8 == first["key"].nbytes, first["key"].sharding
@@ -134,6 +147,105 @@ def check_placement():
     cache = bs.new_cache(lm.backbone_with_cache, 4, 16)
     states = [x.addressable_shards[0].data.nbytes for entry in cache for x in entry.values()]
     assert paper.cache_bytes == sum(states)
+
+
+def tools(folder):
+    """Return what each tool gives: generation, analysis, vectors, recipes, transfer."""
+    backbone = make_divisible()
+    lm = bs.CachedCausalLM(make_edited(backbone))
+    arrays = {}
+    for rows, sampler in TOOL_CASES:
+        ids, captures = texts(lm, rows, sampler)
+        arrays[f"ids {rows} {sampler}"] = ids
+        arrays |= {f"{path} {rows} {sampler}": value for path, value in captures.items()}
+    bs.check(lm.opened)
+    vector = bs.ControlVector.train(lm, PAIRS, "mean_diff", verbose=0)
+    vector.save(folder / "vector.safetensors")
+    saved = bs.ControlVector.load(folder / "vector.safetensors", lm=lm)
+    arrays |= {f"vector {block}": x for block, x in saved.directions.items()}
+    grid = bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6))
+    arrays |= {"patch_grid": grid.values, "logit_lens": bs.logit_lens(lm, [1, 2, 3]).entropies}
+    arrays["attribution"] = bs.attribution(lm, [1, 2, 3], target=7).values
+    arrays["weights"] = bs.weight_tree(lm)["blocks"]["1"]["self_attention"]["query"]["kernel"]
+    bs.save_recipe(lm, folder / "edit.recipe")
+    again = bs.CachedCausalLM(bs.load_recipe(folder / "edit.recipe", backbone))
+    arrays["ids of the recipe"], _ = texts(again, 4, "greedy")
+    other = make_divisible()
+    for variable in other.trainable_variables:
+        variable.assign(np.zeros(variable.shape, "float32"))
+    assert not bs.transfer_weights(other, backbone).differences
+    arrays["digest"] = np.array(bs.weights_digest(other) == bs.weights_digest(backbone))
+    return arrays
+
+
+def compare(got, wanted):
+    """Compare what `tools` returned: tokens and weights as they are, the rest by size."""
+    assert set(got) == set(wanted)
+    for name in wanted:
+        if name.startswith("ids") or name in ("weights", "digest"):
+            np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+        else:
+            assert relative(got[name], wanted[name]) <= 1e-4, name
+    assert wanted["digest"]
+
+
+def check_tools():
+    """What analyses, trains, saves and copies gives what it gives on one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = tools(Path(folder))
+        for mesh in ((2, 4), (1, 8)):
+            keras.utils.clear_session(free_memory=False)
+            with on(mesh, make_divisible()):
+                compare(tools(Path(folder)), wanted)
+    print("equal")
+
+
+def make_variant(kind):
+    """Make a backbone in half precision, quantised, or with LoRA factors that are not zero."""
+    backbone = make_divisible(dtype="bfloat16" if kind == "bfloat16" else "float32")
+    if kind == "int8":
+        backbone.quantize("int8")
+    if kind == "lora":
+        backbone.enable_lora(2)
+        rng = np.random.default_rng(8)
+        for variable in backbone.trainable_variables:
+            if "lora" in variable.path:
+                variable.assign(rng.normal(0, 0.1, variable.shape))
+    return backbone
+
+
+def check_variants():
+    """Half precision, int8, LoRA and streams agree with one device."""
+    tolerances = {"float32": 1e-4, "lora": 1e-4, "int8": 1e-2, "bfloat16": 3e-2}
+    for kind, tolerance in tolerances.items():
+        results = []
+        for mesh in (None, (2, 4), (1, 8)):
+            keras.utils.clear_session(free_memory=False)
+            with on(mesh, make_divisible()):
+                lm = bs.CachedCausalLM(bs.operate(make_variant(kind), [bs.Capture("blocks.*")]))
+                lm.compile(sampler="greedy")
+                bs.check(lm.opened)
+                ids, captures = lm.generate(prompts(4), return_captures=True, **OPTIONS)
+                results.append((ids["token_ids"], captures.values))
+            widths = [len(row) for row in streamed(lm, mesh)]
+            assert widths == [9] * 4
+        for ids, values in results[1:]:
+            if kind in ("float32", "lora"):
+                np.testing.assert_array_equal(ids, results[0][0])
+            prompt = slice(0, 8)  # what follows may be another token, where rounding is coarse
+            for path, value in values.items():
+                error = relative(value[:, prompt], results[0][1][path][:, prompt])
+                assert error <= tolerance, (kind, path, error)
+    print("equal")
+
+
+def streamed(lm, mesh):
+    """Return the tokens of a generation in chunks, which must be those of one in a piece."""
+    whole = lm.generate(prompts(4), strip_prompt=True, **OPTIONS)["token_ids"]
+    request = read_request(lm, prompts(4), **OPTIONS)
+    *_, rows = run_batch(lm.programs, make_strategy(lm.sampler), request.batch, 4)
+    np.testing.assert_array_equal(np.stack([row.new for row in rows]), whole, err_msg=str(mesh))
+    return [row.new for row in rows]
 
 
 def check_engine():
@@ -162,4 +274,11 @@ def check_engine():
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
     kind, *names = sys.argv[1:]
-    {"texts": check_texts, "placement": check_placement, "engine": check_engine}[kind](*names)
+    checks = {
+        "texts": check_texts,
+        "placement": check_placement,
+        "engine": check_engine,
+        "tools": check_tools,
+        "variants": check_variants,
+    }
+    checks[kind](*names)

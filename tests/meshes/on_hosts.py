@@ -15,40 +15,6 @@ import numpy as np
 
 import backbone_surgery as bs
 
-CASES = [(4, "greedy"), (3, "greedy"), (4, "top_p"), (3, "beam")]
-PAIRS = [([1, 2, 3], [4, 5]), ([6, 7, 8, 9], [10, 11, 12])]
-
-
-def results(folder):
-    """Return what each tool gives: generation, analysis, vectors, recipes, transfer."""
-    from tests.meshes.on_devices import make_divisible, make_edited, texts
-
-    backbone = make_divisible()
-    lm = bs.CachedCausalLM(make_edited(backbone))
-    arrays = {}
-    for rows, sampler in CASES:
-        ids, captures = texts(lm, rows, sampler)
-        arrays[f"ids {rows} {sampler}"] = ids
-        arrays |= {f"{path} {rows} {sampler}": value for path, value in captures.items()}
-    bs.check(lm.opened)
-    vector = bs.ControlVector.train(lm, PAIRS, "mean_diff", verbose=0)
-    vector.save(folder / "vector.safetensors")
-    saved = bs.ControlVector.load(folder / "vector.safetensors", lm=lm)
-    arrays |= {f"vector {block}": x for block, x in saved.directions.items()}
-    grid = bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6))
-    arrays |= {"patch_grid": grid.values, "logit_lens": bs.logit_lens(lm, [1, 2, 3]).entropies}
-    arrays["attribution"] = bs.attribution(lm, [1, 2, 3], target=7).values
-    arrays["weights"] = bs.weight_tree(lm)["blocks"]["1"]["self_attention"]["query"]["kernel"]
-    bs.save_recipe(lm, folder / "edit.recipe")
-    again = bs.CachedCausalLM(bs.load_recipe(folder / "edit.recipe", backbone))
-    arrays["ids of the recipe"], _ = texts(again, 4, "greedy")
-    other = make_divisible()
-    for variable in other.trainable_variables:
-        variable.assign(np.zeros(variable.shape, "float32"))
-    assert not bs.transfer_weights(other, backbone).differences
-    arrays["digest"] = np.array(bs.weights_digest(other) == bs.weights_digest(backbone))
-    return arrays
-
 
 def disagree(what, process):
     """Ask for another thing in process 1 than in process 0."""
@@ -99,13 +65,13 @@ def main():
             address, asked.processes, asked.process, heartbeat_timeout_seconds=20
         )
     # What is imported here makes arrays, which must not be before the processes know each other.
-    from tests.meshes.on_devices import make_divisible, on
+    from tests.meshes.on_devices import make_divisible, on, tools
 
     keras.utils.set_random_seed(0)
     with on(tuple(map(int, asked.mesh.split(","))), make_divisible()):
         if asked.kind == "texts":
             folder = Path(asked.what)
-            arrays = results(folder)
+            arrays = tools(folder)
             np.savez(folder / f"{asked.processes}_{asked.process}.npz", **arrays)
             return
         try:

@@ -35,7 +35,13 @@ def test_texts_and_captures_are_those_of_one_device(name):
 
 
 @slow
-@pytest.mark.parametrize("kind", ["placement", "engine"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma", "llama", "qwen3"])
+def test_what_is_exchanged_and_where_caches_lie(name):
+    run("-m", "tests.meshes.on_devices", "placement", name)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["engine", "tools", "variants"])
 def test_on_a_mesh(kind):
     run("-m", "tests.meshes.on_devices", kind)
 
