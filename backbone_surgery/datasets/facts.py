@@ -1,11 +1,14 @@
 """What a job is asked for: the model, its controls, and the facts that its output depends on."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.controls import check_names
+from backbone_surgery.generation.controls import bind_controls, check_names
 from backbone_surgery.presets import preset_of
 from backbone_surgery.recipes.recipe import edit_digest, versions
 from backbone_surgery.vectors.activations import check_task
@@ -37,6 +40,19 @@ def read_controls(controls: Controls | None) -> tuple[dict[str, Any], dict[str, 
     read = check_names("generate_dataset", controls)
     by_column = {name: value for name, value in read.items() if isinstance(value, str)}
     return {name: value for name, value in read.items() if name not in by_column}, by_column
+
+
+def controls_digest(lm: CachedCausalLM, controls: Controls | None) -> str:
+    """Return the digest of what controls bind to, in a short row and in a longer one.
+
+    Raises:
+        SurgeryError: a control is not known, or its value does not fit.
+    """
+    total = hashlib.sha256()
+    for name, value in sorted(bind_controls(lm.opened, controls, np.array([1, 9])).items()):
+        total.update(f"{name} {value.dtype} {value.shape} ".encode())
+        total.update(np.ascontiguousarray(value).tobytes())
+    return f"sha256:{total.hexdigest()}"
 
 
 def described(lm: CachedCausalLM) -> dict[str, Any]:

@@ -11,7 +11,14 @@ import keras_hub
 import numpy as np
 
 from backbone_surgery.datasets import on_ray
-from backbone_surgery.datasets.facts import LM, Controls, described, make, read_controls
+from backbone_surgery.datasets.facts import (
+    LM,
+    Controls,
+    controls_digest,
+    described,
+    make,
+    read_controls,
+)
 from backbone_surgery.datasets.job import begin, plan_job, run
 from backbone_surgery.datasets.shards import Shard, check_columns
 from backbone_surgery.errors import SurgeryError, shown
@@ -19,7 +26,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import check_count, read_request
 from backbone_surgery.generation.scores import Score, read_scores, score_text
-from backbone_surgery.numbers import read_number
+from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.vectors.activations import read_texts
 
 _OPERATION = "generate_dataset"
@@ -99,6 +106,10 @@ def generate_dataset(
     """
     check_count(_OPERATION, "batch_size", batch_size, "rows")
     scores = read_scores(_OPERATION, score)
+    if not is_int(seed):
+        raise SurgeryError(
+            f"{_OPERATION} at 'seed': expected an int. Received {shown(seed)}. Pass one."
+        )
     job = plan_job(_OPERATION, inputs, output, shard_rows)
     fixed, by_column = read_controls(controls)
     options = {
@@ -114,7 +125,7 @@ def generate_dataset(
     facts = {
         **described(model),
         "sampler": keras_hub.samplers.serialize(model.sampler),
-        "controls": {**{k: np.asarray(v).tolist() for k, v in fixed.items()}, **by_column},
+        "controls": {"values": controls_digest(model, fixed), "columns": by_column},
         "options": {**options, "seed": seed, "batch_size": batch_size},
         "columns": [column, id_column, output_column, *scores],
     }

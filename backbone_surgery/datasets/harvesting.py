@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
-from backbone_surgery.datasets.facts import Controls, described, make
+from backbone_surgery.datasets.facts import Controls, controls_digest, described, make
 from backbone_surgery.datasets.job import begin, plan_job, run
 from backbone_surgery.datasets.shards import Shard, check_columns
 from backbone_surgery.errors import SurgeryError, shown
@@ -98,12 +98,11 @@ def harvest(
         model, _capturing(model, selectors, dtype), column, dtype, length, controls, batch_size
     )
     check_columns(_OPERATION, job.shards, [column])
-    bound = bind_controls(model.opened, controls, np.array([1]))
     facts = {
         **described(model),
         "sites": list(work.sites),
         "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
-        "controls": {name: value[0].tolist() for name, value in bound.items()},
+        "controls": {"values": controls_digest(model, controls)},
         "columns": [column],
     }
     begin(job, facts)

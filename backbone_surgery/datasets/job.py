@@ -104,7 +104,8 @@ def begin(job: Job, facts: Mapping[str, Any]) -> None:
     inputs = [{"file": f.name, "rows": n, "sha256": _sha256(f)} for f, n in files.items()]
     outputs = [path.name for path in job.outputs]
     known = {"format": "backbone_surgery.dataset", "version": 1, "operation": job.operation}
-    manifest = json.loads(json.dumps({**known, **facts, "inputs": inputs, "outputs": outputs}))
+    manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
+    manifest = json.loads(json.dumps(manifest, default=_plain))
     path = job.folder / MANIFEST
     if path.is_file():
         with reading(path, job.operation, "the manifest of a job"):
@@ -158,6 +159,11 @@ def _is_part(name: str, whole: set[str]) -> bool:
     """Tell whether a name is that of a file that was being written."""
     part = re.fullmatch(r"\.(.+)\.[0-9a-f]+\.new", name)
     return part is not None and part[1] in whole
+
+
+def _plain(value: Any) -> Any:
+    """Write arrays and numbers of NumPy as lists and numbers, and anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _sha256(file: Path) -> str:

@@ -90,7 +90,7 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
     bs.generate_dataset(lm, lines, out, **OPTIONS)
     others = {
         "options": {"max_new_tokens": 6},
-        "controls": {"controls": CONTROLS},
+        "controls": {"controls": {"mood": bs.Control(0.5, tokens="prompt")}},
         "outputs": {"shard_rows": 2},
         "columns": {"output_column": "new"},
     }
@@ -116,6 +116,7 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
         ({"output_column": "name"}, r"expected no column \['name'\]"),
         ({"id_column": "ids"}, "expected a column 'ids'"),
         ({"batch_size": 0}, "at 'batch_size'"),
+        ({"seed": "x"}, "at 'seed'"),
         ({"shard_rows": 0}, "at 'shard_rows'"),
         ({"max_new_tokens": None}, "at 'max_new_tokens'"),
         ({"max_new_tokens": 40}, "at most 32 tokens"),

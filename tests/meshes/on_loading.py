@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import keras
 import keras_hub
+import numpy as np
 import safetensors.numpy
 from keras import distribution
 
@@ -75,6 +76,41 @@ def save(folder):
     return backbone
 
 
+def save_hf(folder):
+    """Save another model as Hugging Face does, in two files."""
+    rng = np.random.default_rng(2)
+    size, inner, blocks = 256, 1024, 4
+    shapes = {"wte.weight": (16384, size), "wpe.weight": (64, size)}
+    shapes |= {f"ln_f.{name}": (size,) for name in ("weight", "bias")}
+    for i in range(blocks):
+        shapes |= {f"h.{i}.ln_{n}.{name}": (size,) for n in (1, 2) for name in ("weight", "bias")}
+        for layer, (rows, columns) in {
+            "attn.c_attn": (size, 3 * size),
+            "attn.c_proj": (size, size),
+            "mlp.c_fc": (size, inner),
+            "mlp.c_proj": (inner, size),
+        }.items():
+            shapes[f"h.{i}.{layer}.weight"] = (rows, columns)
+            shapes[f"h.{i}.{layer}.bias"] = (columns,)
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{"vocab_size": 16384, "n_layer": blocks, "n_head": 8, "n_embd": size, "n_inner": inner},
+        **{"n_positions": 64, "layer_norm_epsilon": 1e-5},
+        **{name: 0.1 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = sorted(shapes)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        arrays = {name: rng.normal(0, 0.1, shapes[name]).astype("float32") for name in part}
+        safetensors.numpy.save_file(arrays, folder / file, {"format": "np"})
+    index = {name: file for file, part in halves.items() for name in part}
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 def _flat(tree, at=""):
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -85,7 +121,7 @@ def _flat(tree, at=""):
 
 def load(folder, kind, backbone):
     """Load a model; into one that is there already by the last two kinds."""
-    if kind in ("one", "many"):
+    if kind in ("one", "many", "hf"):
         return bs.CachedCausalLM.from_preset(str(folder / kind)).backbone
     if kind == "transfer":
         bs.transfer_weights(backbone, folder / "weights.safetensors")
@@ -96,7 +132,9 @@ def load(folder, kind, backbone):
 
 def main(folder):
     source = save(folder)
-    digest = bs.weights_digest(source)
+    digests = dict.fromkeys(("one", "many", "load_weights", "transfer"), bs.weights_digest(source))
+    save_hf(folder / "hf")
+    digests["hf"] = bs.weights_digest(load(folder, "hf", None))
     del source
     devices = jax.devices()[-SHARES:]
     names = distribution.list_devices()[-SHARES:]
@@ -104,7 +142,7 @@ def main(folder):
     layout = bs.layout_map(make(), mesh)
     # As on accelerators, arrays are made on the first device of the mesh unless told otherwise.
     jax.config.update("jax_default_device", devices[0])
-    for kind in ("one", "many", "load_weights", "transfer"):
+    for kind, digest in digests.items():
         keras.utils.clear_session()
         parallel = distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
         distribution.set_distribution(parallel)

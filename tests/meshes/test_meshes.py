@@ -105,10 +105,10 @@ def test_bad_meshes_are_refused(mesh, model, words):
 
 @slow
 def test_weights_go_to_their_shards_and_no_device_holds_one_whole(tmp_path):
-    """From one file, from many, into a model that is there, and copied from another file."""
+    """From one file, from many, into a model that is there, copied, and as Hugging Face saves."""
     lines = run("-m", "tests.meshes.on_loading", str(tmp_path)).decode().splitlines()
     kinds = [json.loads(line) for line in lines if line.startswith("[")]
-    assert [kind for kind, *_ in kinds] == ["one", "many", "load_weights", "transfer"]
+    assert [kind for kind, *_ in kinds] == ["one", "many", "load_weights", "transfer", "hf"]
     for kind, total, largest, own, most, looks, whole in kinds:
         assert looks > 20, kind
         assert whole == [], kind

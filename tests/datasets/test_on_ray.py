@@ -1,0 +1,41 @@
+"""Jobs that Ray's workers do give the same files."""
+
+import pytest
+
+import backbone_surgery as bs
+from tests.datasets.conftest import OPTIONS, make_lm
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+CONTROLS = {"mood": "strength"}
+
+
+def make():
+    from tests.datasets.conftest import make_lm
+
+    return make_lm()
+
+
+def test_workers_write_what_one_process_writes(lines, tmp_path):
+    options = {**OPTIONS, "controls": CONTROLS, "shard_rows": 3}
+    alone = bs.generate_dataset(make_lm(), lines, tmp_path / "alone", **options)
+    (tmp_path / "out").mkdir()
+    paths = bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **options)
+    assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in alone]
+    before = [p.stat().st_mtime_ns for p in paths]
+    paths[2].unlink()
+    bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **options)
+    assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in alone]
+    assert sum(p.stat().st_mtime_ns != t for p, t in zip(paths, before, strict=True)) == 1
+
+
+def test_a_worker_that_fails_is_told_of(lines, tmp_path):
+    def fails(text):
+        raise ValueError("no judgement")
+
+    options = {**OPTIONS, "score": fails, "ray": "local"}
+    with pytest.raises(
+        bs.SurgeryError, match=r"expected workers of Ray that end well.*no judgement"
+    ):
+        bs.generate_dataset(make, lines, tmp_path / "out", **options)
