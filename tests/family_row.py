@@ -8,6 +8,8 @@ import keras
 import keras_hub
 import numpy as np
 
+from backbone_surgery import hosts
+
 VOCABULARY = 60
 
 
@@ -15,7 +17,7 @@ def _spread(backbone, seed):
     """Give the weights values large enough for the greedy choice to be clear."""
     rng = np.random.default_rng(seed)
     for variable in backbone.trainable_variables:
-        value = np.asarray(variable)
+        value = hosts.to_numpy(variable)
         if value.ndim > 1:
             value = rng.normal(0, 1 / np.sqrt(np.prod(value.shape[:-1])) + 0.15, value.shape)
         else:

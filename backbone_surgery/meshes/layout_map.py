@@ -5,6 +5,7 @@ residual stream are split by what they make, heads or inner units, and those bac
 they read. Between the two nothing is exchanged, so a block takes two all-reduces.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import Site, is_block
 from backbone_surgery.presets import load_backbone
+
+_BY_HEADS = {"query", "key", "value", "output_gate"}
+"""Sites of heads, behind the projections that make them."""
 
 
 class Split(NamedTuple):
@@ -102,10 +106,10 @@ def splits(backbone: keras.Model) -> Iterator[Split]:
 def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
     embedding = opened.token_embedding
     for variable in embedding.variables:
-        for axis, size in enumerate(variable.shape):
-            if size == embedding.input_dim and len(variable.shape) == 2:
-                yield Split(variable, axis, size, summed=axis == 0, vocabulary=True)
-                break
+        # Where a model has other weights for its logits, tokens are their columns.
+        axis = 1 if variable.name == "reverse_embeddings" else 0
+        if len(variable.shape) == 2 and variable.shape[axis] == embedding.input_dim:
+            yield Split(variable, axis, embedding.input_dim, summed=axis == 0, vocabulary=True)
 
 
 def _of_block(block: keras.Model) -> Iterator[Split]:
@@ -114,21 +118,18 @@ def _of_block(block: keras.Model) -> Iterator[Split]:
         for node in graph.graph_nodes(block)
         if isinstance(node.operation, Site)
     }
-    heads = {
-        role: sites[role].outputs[0].shape[2] for role in ("query", "key", "value") if role in sites
-    }
-    for role, units in heads.items():
+    for role in _BY_HEADS & set(sites):
         for layer in _projections(sites[role]):
-            yield from _by_output(layer, units)
-    if "query" in heads and "attention_output" in sites:
+            yield from _by_output(layer, sites[role].outputs[0].shape)
+    if "head_outputs" in sites and "attention_output" in sites:
         for layer in _projections(sites["attention_output"]):
-            yield from _by_input(layer, heads["query"])
+            yield from _by_input(layer, sites["head_outputs"].outputs[0].shape)
     if "mlp_hidden" in sites and "mlp_output" in sites:
-        units = sites["mlp_hidden"].outputs[0].shape[-1]
+        shape = sites["mlp_hidden"].outputs[0].shape
         for layer in _projections(sites["mlp_hidden"]):
-            yield from _by_output(layer, units)
+            yield from _by_output(layer, shape)
         for layer in _projections(sites["mlp_output"]):
-            yield from _by_input(layer, units)
+            yield from _by_input(layer, shape)
     for node in graph.graph_nodes(block):
         if isinstance(node.operation, MixedExperts):
             yield from _of_experts(node.operation, node.outputs[0].shape[-1])
@@ -150,18 +151,48 @@ def _projections(site: Any) -> list[keras.Layer]:
     return found
 
 
-def _by_output(layer: keras.Layer, units: int) -> Iterator[Split]:
-    """Split a projection by what it makes: heads, or inner units."""
-    for variable in layer.variables:
+def _by_output(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
+    """Split a projection by what it makes: heads, or inner units, [batch, time, units, ...]."""
+    axis = _axis(layer, shape, reads=False)
+    for variable in layer.variables if axis is not None else ():
         if variable.name == "kernel":
-            yield Split(variable, 1, units)
+            yield Split(variable, axis, shape[2])
         elif variable.name == "bias":
-            yield Split(variable, 0, units)
+            yield Split(variable, 0, shape[2])
 
 
-def _by_input(layer: keras.Layer, units: int) -> Iterator[Split]:
+def _by_input(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
     """Split a projection by what it reads; its bias is added once, on every device."""
-    return (Split(v, 0, units, summed=True) for v in layer.variables if v.name == "kernel")
+    axis = _axis(layer, shape, reads=True)
+    for variable in layer.variables if axis is not None else ():
+        if variable.name == "kernel":
+            yield Split(variable, axis, shape[2], summed=True)
+
+
+def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None:
+    """Return the axis of a kernel along which units lie, if they lie along one by themselves.
+
+    Queries, keys and values that are made by one kernel side by side do not.
+
+    Args:
+        layer: a projection.
+        shape: of the units, [batch, time, units, ...].
+        reads: whether the layer reads them, or makes them.
+    """
+    kernel = next((v for v in layer.variables if v.name == "kernel"), None)
+    if kernel is None or not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
+        return None
+    if isinstance(layer, keras.layers.Dense):
+        axis = 0 if reads else 1
+        return axis if kernel.shape[axis] == math.prod(shape[2:]) else None
+    read, rest = layer.equation.split(",")
+    stored, made = rest.split("->")
+    unit = (read if reads else made)[2]
+    axis = stored.find(unit)
+    if axis < 0:
+        return None
+    # One axis of inner units, or one of heads that two axes of a Dense layer would be.
+    return axis if kernel.shape[axis] in (shape[2], math.prod(shape[2:])) else None
 
 
 def _of_experts(layer: MixedExperts, hidden_dim: int) -> Iterator[Split]:

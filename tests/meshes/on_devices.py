@@ -115,6 +115,10 @@ def make_divisible(name="gpt2", dtype="float32"):
     return ROWS[name].make(**sizes, **heads, dtype=dtype)
 
 
+def _lines(loop, names):
+    return [x.strip()[:300] for x in loop.splitlines() if any(f" {n}(" in x for n in names)]
+
+
 def check_placement(name):
     """Count what is exchanged for a token, and where caches lie, whatever the scope and thread."""
     keras.utils.clear_session(free_memory=False)
@@ -139,7 +143,7 @@ def check_placement(name):
     counts = {name: loop.count(f" {name}(") for name in names}
     # Two a block, one for the embedding, two for the choice; one for the test whether to go on.
     # After the loop, the tokens and flags are gathered for the host.
-    assert list(counts.values()) == [2 * 3 + 3 + 1, 2, 0, 0]
+    assert list(counts.values()) == [2 * 3 + 3 + 1, 2, 0, 0], (counts, _lines(loop, names))
     paper = bs.plan(lm.backbone, {"batch": 2, "model": 4}, batch=4, length=16)
     assert paper.collectives == {"all-reduce": counts["all-reduce"]}
     shards = [v.value.addressable_shards[0].data.nbytes for v in lm.backbone.variables]
@@ -241,7 +245,7 @@ def check_variants():
 
 def streamed(lm, mesh):
     """Return the tokens of a generation in chunks, which must be those of one in a piece."""
-    whole = lm.generate(prompts(4), strip_prompt=True, **OPTIONS)["token_ids"]
+    whole = lm.generate(prompts(4), strip_prompt=True, **OPTIONS)["token_ids"][:, :9]
     request = read_request(lm, prompts(4), **OPTIONS)
     *_, rows = run_batch(lm.programs, make_strategy(lm.sampler), request.batch, 4)
     np.testing.assert_array_equal(np.stack([row.new for row in rows]), whole, err_msg=str(mesh))

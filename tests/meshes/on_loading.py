@@ -19,15 +19,15 @@ from keras import distribution
 
 import backbone_surgery as bs
 
-BIG = 2**20
 SHARES = 4
 
 
 class Watch:
     """Notes the most bytes that each device held at once, and arrays that one held whole."""
 
-    def __init__(self, devices):
-        self.devices, self.most, self.whole, self.looks = set(devices), Counter(), set(), 0
+    def __init__(self, devices, shapes):
+        self.devices, self.shapes = set(devices), shapes
+        self.most, self.whole, self.looks = Counter(), set(), 0
         self.thread = threading.Thread(target=self.run)
         self.ended = threading.Event()
 
@@ -45,17 +45,20 @@ class Watch:
             time.sleep(0.001)
 
     def look(self):
-        held = Counter()
+        buffers = {}
         for array in jax.live_arrays():
             try:
-                shards = [(s.device, s.data.nbytes) for s in array.addressable_shards]
-            except RuntimeError:  # deleted meanwhile
+                shards = [s.data for s in array.addressable_shards]
+                found = {(*x.devices(), x.unsafe_buffer_pointer()): x for x in shards}
+            except (RuntimeError, ValueError):  # deleted meanwhile
                 continue
-            for device, count in shards:
-                held[device] += count
-                if device in self.devices and count == array.nbytes >= BIG:
-                    self.whole.add((tuple(array.shape), str(array.dtype)))
+            buffers |= {key: (x.shape, x.nbytes) for key, x in found.items()}
         self.looks += 1
+        held = Counter()
+        for (device, _), (shape, count) in buffers.items():
+            held[device] += count
+            if device in self.devices and shape in self.shapes:
+                self.whole.add(shape)
         for device, count in held.items():
             self.most[device] = max(self.most[device], count)
 
@@ -70,7 +73,7 @@ def save(folder):
     backbone = make()
     backbone.save_to_preset(str(folder / "one"))
     (folder / "many").mkdir()
-    backbone.save_to_preset(str(folder / "many"), max_shard_size=0.004)
+    backbone.save_to_preset(str(folder / "many"), max_shard_size=0.017)
     arrays = dict(_flat(bs.weight_tree(backbone)))
     safetensors.numpy.save_file(arrays, folder / "weights.safetensors")
     return backbone
@@ -135,11 +138,17 @@ def main(folder):
     digests = dict.fromkeys(("one", "many", "load_weights", "transfer"), bs.weights_digest(source))
     save_hf(folder / "hf")
     digests["hf"] = bs.weights_digest(load(folder, "hf", None))
-    del source
     devices = jax.devices()[-SHARES:]
     names = distribution.list_devices()[-SHARES:]
     mesh = distribution.DeviceMesh((1, SHARES), ["batch", "model"], devices=names)
-    layout = bs.layout_map(make(), mesh)
+    layout = bs.layout_map(source, mesh)
+    shared = {tuple(v.shape): layout[v.path].axes for v in source.variables if layout[v.path]}
+    shards = {
+        tuple(size // SHARES if axis else size for size, axis in zip(shape, axes, strict=True))
+        for shape, axes in shared.items()
+    }
+    shapes = set(shared) - shards
+    del source
     # As on accelerators, arrays are made on the first device of the mesh unless told otherwise.
     jax.config.update("jax_default_device", devices[0])
     for kind, digest in digests.items():
@@ -147,7 +156,7 @@ def main(folder):
         parallel = distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
         distribution.set_distribution(parallel)
         backbone = make() if kind in ("load_weights", "transfer") else None
-        with Watch(devices) as watch:
+        with Watch(devices, shapes) as watch:
             backbone = load(folder, kind, backbone)
         distribution.set_distribution(None)
         values = [v.value for v in backbone.variables]

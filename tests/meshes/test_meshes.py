@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import backbone_surgery as bs
 from backbone_surgery.cli import app
 from backbone_surgery.cli.options import parse_mesh
+from backbone_surgery.meshes.layout_map import splits
 from tests.families import ROWS
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +80,11 @@ def test_a_block_of_every_family_is_shared(name):
     for path, entry in layout.items():
         assert len(entry.axes) == len(variables[path].shape)
         assert entry.axes.count("model") == 1
+    for split in splits(backbone):
+        size = split.variable.shape[split.axis]
+        assert size == split.units or (size % split.units == 0 and len(split.variable.shape) == 2)
     kernels = [v for v in backbone.variables if len(v.shape) > 1]
-    assert sum(v.path in layout for v in kernels) >= len(kernels) / 2
+    assert sum(v.path in set(layout) for v in kernels) >= len(kernels) / 2
 
 
 @slow
