@@ -56,7 +56,7 @@ def generate_dataset(
     Each file is read in shards, and each shard gives one file of output: the rows as they were,
     with the text (without its prompt) and its scores in new columns. Within a shard, rows of like
     length are run together. A file of output is put in place whole, so a job that was killed goes
-    on where it was when it is started again; `manifest.json` says what made it. The text of a row
+    on where it was when it is started again; `_manifest.json` says what made it. The text of a row
     depends on the row alone, not on who computes it, or when.
 
     Args:

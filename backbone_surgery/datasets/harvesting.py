@@ -1,5 +1,6 @@
 """`harvest`: the activations of some sites over a corpus, in Parquet files."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,11 @@ def harvest(
 
     Each shard of the texts gives one Parquet file with a row for each token: `row` (the number of
     the text in its file), `position` and `token_id`, and for each site a list of numbers of fixed
-    size. Texts of like length are run together, so the texts come in the order of their lengths.
+    size. Texts of like length are run together, so the texts come in the order of their lengths. An
+    empty one has no rows. Activations are those of the edited model, as `Capture` takes them.
+
     A file is put in place whole, so a job that was killed goes on where it was when it is started
-    again; `manifest.json` says what made it. Activations are those of the edited model, as
-    `Capture` takes them.
+    again; `_manifest.json` says what made it.
 
     Args:
         lm: a `CachedCausalLM`.
@@ -149,30 +151,32 @@ class _Work:
         """Write a file, batch by batch."""
         arrow = import_extra(_OPERATION, "pyarrow")
         parquet = import_extra(_OPERATION, "pyarrow.parquet")
+        sizes = {site: math.prod(x.shape[2:]) for site, x in self.model.output.items()}
+        values = arrow.float16() if self.dtype == "float16" else arrow.float32()
+        lists = {site: arrow.list_(values, size) for site, size in sizes.items()}
+        numbers = {"row": arrow.int64(), "position": arrow.int32(), "token_id": arrow.int32()}
+        schema = arrow.schema({**numbers, **lists})
         rows = self._read(shard)
         order = np.argsort([len(row) for row in rows], kind="stable")
-        writer = None
-        try:
-            for start in range(0, len(rows), self.batch_size):
+        order = order[sum(len(row) == 0 for row in rows) :]
+        options = {"compression": "none", "use_dictionary": False}
+        with parquet.ParquetWriter(path, schema, **options) as writer:
+            for start in range(0, len(order), self.batch_size):
                 index = order[start : start + self.batch_size]
-                table = arrow.table(self._columns(arrow, shard, rows, index))
-                if writer is None:
-                    options = {"compression": "none", "use_dictionary": False}
-                    writer = parquet.ParquetWriter(path, table.schema, **options)
-                writer.write_table(table)
-        finally:
-            if writer is not None:
-                writer.close()
+                columns = self._columns(arrow, shard, rows, index)
+                writer.write_table(arrow.table(columns, schema=schema))
 
     def _read(self, shard: Shard) -> list[np.ndarray]:
         texts = shard.read([self.column]).column(self.column)
         for i, text in enumerate(texts):
-            if not isinstance(text, str | list) or not len(text):
+            if not isinstance(text, str | list) or text == []:
                 raise SurgeryError(
                     f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected a text in "
                     f"column '{self.column}'. Received {shown(text)}."
                 )
-        return read_texts(self.lm, texts, _OPERATION, self.length)
+        filled = [text for text in texts if text]
+        rows = iter(read_texts(self.lm, filled, _OPERATION, self.length) if filled else ())
+        return [next(rows) if text else np.zeros(0, np.int32) for text in texts]
 
     def _columns(
         self, arrow: Any, shard: Shard, rows: list[np.ndarray], index: np.ndarray
@@ -188,9 +192,9 @@ class _Work:
         outputs = predict(self.model, inputs)
         mask = inputs["padding_mask"][: len(chosen)]
         columns = {
-            "row": arrow.array(np.repeat(shard.start + index, lengths), arrow.int64()),
-            "position": arrow.array(np.nonzero(mask)[1].astype(np.int32)),
-            "token_id": arrow.array(inputs["token_ids"][: len(chosen)][mask]),
+            "row": np.repeat(shard.start + index, lengths),
+            "position": np.nonzero(mask)[1].astype(np.int32),
+            "token_id": inputs["token_ids"][: len(chosen)][mask],
         }
         for site in self.sites:
             values = outputs[site][: len(chosen)][mask]
@@ -199,7 +203,6 @@ class _Work:
                     f"{_OPERATION} at '{site}': expected activations that {self.dtype} can hold. "
                     "Received infinity or NaN. Pass dtype='float32', or look at the model."
                 )
-            size = int(np.prod(values.shape[1:]))
             flat = arrow.array(np.ascontiguousarray(values).reshape(-1))
-            columns[site] = arrow.FixedSizeListArray.from_arrays(flat, size)
+            columns[site] = arrow.FixedSizeListArray.from_arrays(flat, values[0].size)
         return columns

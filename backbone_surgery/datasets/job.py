@@ -21,7 +21,8 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import as_path, read_json, reading, replace_file
 from backbone_surgery.generation.request import check_count
 
-MANIFEST = "manifest.json"
+MANIFEST = "_manifest.json"
+"""What reads all Parquet files of a folder passes over names that begin so."""
 _MOST = 2**28
 """Bytes of a manifest."""
 

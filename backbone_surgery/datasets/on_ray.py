@@ -1,5 +1,6 @@
 """Jobs on a cluster: Ray hands the shards of a job to workers, which hold a model each."""
 
+import logging
 from typing import Any
 
 import keras
@@ -36,11 +37,16 @@ def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
         with Progress(disable=not verbose) as progress:
             task = start(progress, job, left)
             for row in _rows(ray, data, (job, left, work, make)) if left else ():
+                if row["error"]:
+                    raise SurgeryError(
+                        f"{job.operation} at '{address}': expected workers that end well. Received "
+                        f"{row['error'][:1000]} What is written stays: start it again to go on."
+                    )
                 progress.advance(task, row["rows"])
     except (ray.exceptions.RayError, ConnectionError) as error:
         raise SurgeryError(
-            f"{job.operation} at '{address}': expected workers of Ray that end well. Received "
-            f"{type(error).__name__}: {error}. What they wrote stays; start the job again to go on."
+            f"{job.operation} at '{address}': expected a cluster of Ray that answers. Received "
+            f"{type(error).__name__}: {str(error)[:1000]} Start the job again to go on."
         ) from error
     finally:
         if own:
@@ -51,6 +57,7 @@ def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
 def _rows(ray: Any, data: Any, arguments: tuple[Any, ...]) -> Any:
     """Hand the shards to workers, and yield a row for each that is done."""
     data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     count = len(arguments[1])
     gpus = int(ray.cluster_resources().get("GPU", 0))
     nodes = sum(node["Alive"] for node in ray.nodes())
@@ -74,10 +81,15 @@ class _Worker:
         self.job, self.shards, self.work, self.lm = job, shards, work, make()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        rows = []
+        """Work on some shards, and tell of how many rows, or of an error."""
+        rows, errors = [], []
         for index in batch["index"]:
-            shard = self.shards[int(index)]
-            if not self.job.output(shard).exists():
-                self.job.do(lambda shard, path: self.work(self.lm, shard, path), shard)
+            shard, error = self.shards[int(index)], ""
+            try:
+                if not self.job.output(shard).exists():
+                    self.job.do(lambda shard, path: self.work(self.lm, shard, path), shard)
+            except Exception as caught:  # what Ray hands on of an error is not its cause
+                error = f"{type(caught).__name__}: {caught}"
             rows.append(shard.stop - shard.start)
-        return {"rows": rows}
+            errors.append(error)
+        return {"rows": rows, "error": errors}

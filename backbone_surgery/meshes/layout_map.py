@@ -154,7 +154,9 @@ def _projections(site: Any) -> list[keras.Layer]:
 def _by_output(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
     """Split a projection by what it makes: heads, or inner units, [batch, time, units, ...]."""
     axis = _axis(layer, shape, reads=False)
-    for variable in layer.variables if axis is not None else ():
+    if axis is None:
+        return
+    for variable in layer.variables:
         if variable.name == "kernel":
             yield Split(variable, axis, shape[2])
         elif variable.name == "bias":
@@ -164,7 +166,9 @@ def _by_output(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
 def _by_input(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
     """Split a projection by what it reads; its bias is added once, on every device."""
     axis = _axis(layer, shape, reads=True)
-    for variable in layer.variables if axis is not None else ():
+    if axis is None:
+        return
+    for variable in layer.variables:
         if variable.name == "kernel":
             yield Split(variable, axis, shape[2], summed=True)
 

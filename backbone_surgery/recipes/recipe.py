@@ -67,12 +67,23 @@ def edit_digest(edited: Any) -> str:
         edited: whatever `save_recipe` takes.
     """
     document, arrays = _describe(open_backbone(resolve(edited)))
-    text = json.dumps({**document, "versions": None}, sort_keys=True)
+    # Names that Keras gives count up, and change nothing.
+    base = {**document["base"], "config": _nameless(document["base"]["config"])}
+    layers = _nameless(document["layers"])
+    whole = {**document, "versions": None, "base": base, "layers": layers}
+    text = json.dumps(whole, sort_keys=True)
     total = hashlib.sha256(text.encode())
     for name, array in sorted(arrays.items()):
         total.update(f"{name} {of_value(np.asarray(array))} ".encode())
         total.update(np.asarray(array, order="C").tobytes())
     return f"sha256:{total.hexdigest()}"
+
+
+def _nameless(value: Any) -> Any:
+    """Return JSON without what is under `name`, at any depth."""
+    if isinstance(value, dict):
+        return {key: _nameless(inner) for key, inner in value.items() if key != "name"}
+    return [_nameless(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _describe(edited: EditedBackbone) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

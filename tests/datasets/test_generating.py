@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import backbone_surgery as bs
-from tests.datasets.conftest import OPTIONS, ROWS, read_lines
+from tests.datasets.conftest import OPTIONS, ROWS, make_lm, read_lines
 
 CONTROLS = {"mood": "strength"}
 
@@ -81,7 +81,7 @@ def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
     folders = (sorted(p.name for p in paths[0].parent.iterdir()) for paths in (paths, whole))
     assert len(set(map(tuple, folders))) == 1
     before = {p: p.stat().st_mtime_ns for p in paths}
-    bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
+    bs.generate_dataset(make_lm, lines, tmp_path / "out", score=interrupted, **options)
     assert {p: p.stat().st_mtime_ns for p in paths} == before
 
 

@@ -66,6 +66,17 @@ def test_a_harvest_that_is_ended_goes_on(lm, lines, tmp_path):
     (out / "a-00002.parquet").unlink()
     paths = bs.harvest(lm, lines, out, "blocks.1", shard_rows=2, **OPTIONS)
     assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in whole]
+    assert len(pq.read_table(out)) == sum(len(pq.read_table(path)) for path in paths)
+
+
+def test_empty_texts_have_no_rows(tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    for name, texts in {"some": ["", "Tom ran.", ""], "none": ["", ""]}.items():
+        text = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        options = {**OPTIONS, "shard_rows": 10}
+        [path] = bs.harvest(lm, tmp_path / f"{name}.jsonl", tmp_path / name, "blocks.1", **options)
+        assert set(pq.read_table(path)["row"].to_pylist()) == ({1} if name == "some" else set())
 
 
 def test_long_texts_are_refused_or_cut(lm, tmp_path):
