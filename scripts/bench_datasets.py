@@ -45,9 +45,7 @@ Json = Annotated[Path | None, typer.Option("--json")]
 
 
 def turns(contenders: dict[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
-    """Let all take turns, and return the seconds of each; the first turn compiles."""
-    for contender in contenders.values():
-        contender()
+    """Let all take turns, and return the seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(runs):
         for name, contender in contenders.items():
@@ -141,6 +139,8 @@ def harvest(
             contenders |= peers(backbone, batches, sites)
         except ImportError as error:
             Console().print(f"transformers or TransformerLens: left out, {error}")
+        for contender in contenders.values():
+            contender()  # compiles
         seconds = turns(contenders, runs)
         report(seconds, "tokens", sum(map(len, rows)), json_file)
 

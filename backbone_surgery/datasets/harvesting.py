@@ -1,6 +1,7 @@
 """`harvest`: the activations of some sites over a corpus, in Parquet files."""
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,21 @@ def harvest(
     return job.outputs
 
 
-@graph.building()
+_built: weakref.WeakKeyDictionary[keras.Model, dict[tuple, keras.Model]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _capturing(lm: CachedCausalLM, selectors: tuple[str, ...], dtype: str) -> keras.Model:
-    """Build the model that gives the activations of some sites alone."""
+    """Return the model that gives the activations of some sites alone, the same one each time."""
+    models = _built.setdefault(lm.opened, {})
+    if (selectors, dtype) not in models:
+        models[selectors, dtype] = _build(lm, selectors, dtype)
+    return models[selectors, dtype]
+
+
+@graph.building()
+def _build(lm: CachedCausalLM, selectors: tuple[str, ...], dtype: str) -> keras.Model:
     capturing = operate(lm.opened, [Capture(*selectors, name=_OPERATION)])
     outputs = {}
     for name, tensor in capturing.captures.items():
