@@ -89,10 +89,15 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     part = hidden_beside(path)
     try:
         write(part)
-        flush(part)
-        os.replace(part, path)
+        put_in_place(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def put_in_place(part: Path, path: Path) -> None:
+    """Give a file that is whole the name of one that may be there, in one step."""
+    flush(part)
+    os.replace(part, path)
     flush(path.parent)
 
 

@@ -10,6 +10,7 @@ one process without Ray, and no file that was in place may have been written aga
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -148,10 +149,12 @@ def killed(
     """Run a job, killing it or its workers, until it has ended by itself."""
     count = {"command": 0, "worker": 0}
     environment = cluster.environment
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    log = output.with_name("log")
     while True:
         before = written(output) if output.is_dir() else {}
-        job = subprocess.Popen(words, env=environment, cwd=output.parent, **quiet)
+        with open(log, "w") as stream:
+            streams = {"stdout": stream, "stderr": stream}
+            job = subprocess.Popen(words, env=environment, cwd=output.parent, **streams)
         while job.poll() is None and sum(count.values()) < kills:
             try:
                 job.wait(rng.uniform(2, longest))
@@ -160,18 +163,19 @@ def killed(
                 pass
             workers = cluster.workers()
             who = "worker" if workers and rng.random() < 0.5 else "command"
-            os.kill(rng.choice(workers) if who == "worker" else job.pid, signal.SIGKILL)
-            count[who] += 1
-        error = job.communicate()[1].decode()
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+                os.kill(rng.choice(workers) if who == "worker" else job.pid, signal.SIGKILL)
+                count[who] += 1
+        job.wait()
         after = written(output) if output.is_dir() else {}
         again = [name for name, (at, _) in before.items() if after[name][0] != at]
         console.print(f"{count}: {len(after)} files, {len(again)} written again")
         if again:
             raise typer.Exit(1)
-        if job.returncode == 0:
+        if job.returncode == 0 and sum(count.values()) == kills:
             return
         if job.returncode != -signal.SIGKILL:
-            console.print(error[-2000:])
+            console.print(log.read_text()[-2000:], f"status {job.returncode}")
             raise typer.Exit(1)
 
 

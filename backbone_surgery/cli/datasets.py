@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from backbone_surgery.cli.console import attempt, write
-from backbone_surgery.cli.loading import load
+from backbone_surgery.cli.console import attempt, fail, write
+from backbone_surgery.cli.loading import load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,
     Mesh,
@@ -39,10 +39,14 @@ Controls = Annotated[
     typer.Option(
         "--controls",
         "-c",
-        help="NAME=COLUMN, or NAME=STRENGTH for all rows. Without a recipe it loads the vector "
-        "of that name, unless --vector names another.",
+        help="NAME=COLUMN of strengths, NAME=COLUMN,COLUMN of strengths and of names of "
+        "--row-vector, or NAME=STRENGTH for all rows. Without a recipe it loads the vector NAME, "
+        "unless --vector names another.",
     ),
 ]
+
+
+Ray = Annotated[str | None, typer.Option(help="Address of a Ray cluster to work on, such as auto.")]
 
 
 class Dtype(StrEnum):
@@ -59,6 +63,9 @@ def batch(
     recipe: Recipe = None,
     vector: Vectors = [],  # noqa: B006 - typer copies it
     controls: Controls = [],  # noqa: B006
+    row_vector: Annotated[
+        list[str], typer.Option(help="A vector that rows may name, as --vector takes it.")
+    ] = [],  # noqa: B006
     column: Annotated[str, typer.Option(help="The column of the prompts.")] = "prompt",
     max_new_tokens: NewTokens = 64,
     sampler: Sampler = SamplerName.greedy,
@@ -73,17 +80,17 @@ def batch(
     batch_size: BatchSize = 32,
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows for a file of output.")] = 4096,
     mesh: Mesh = None,
-    ray: Annotated[
-        str | None, typer.Option(help="Address of a Ray cluster to work on, such as auto.")
-    ] = None,
+    ray: Ray = None,
 ) -> None:
     """Generate from every row of a data set, and go on where a job was killed."""
     import backbone_surgery as bs
 
+    if ray is not None and mesh is not None:
+        fail("batch --mesh: expected one of --mesh and --ray, since a worker has one device.")
     strengths = attempt(parse_columns, controls)
     named = {} if recipe is not None else {name: name for name in strengths}
     vectors = named | attempt(parse_vectors, vector)
-    make = functools.partial(load, model, vectors, sampler, recipe, mesh=mesh)
+    make = functools.partial(load, _absolute(model), vectors, sampler, _absolute(recipe), mesh=mesh)
     written = attempt(
         bs.generate_dataset,
         make,
@@ -91,6 +98,7 @@ def batch(
         output,
         column,
         controls=strengths,
+        vectors=load_vectors(model, attempt(parse_vectors, row_vector)),
         max_new_tokens=max_new_tokens,
         score=attempt(_find_scores, score),
         seed=seed,
@@ -117,14 +125,25 @@ def harvest(
     ] = None,
     batch_size: BatchSize = 32,
     mesh: Mesh = None,
+    ray: Ray = None,
 ) -> None:
     """Write the activations of sites over a corpus, and go on where a job was killed."""
     import backbone_surgery as bs
 
-    lm = load(model, recipe=recipe, mesh=mesh)
-    options = {"dtype": dtype.value, "length": length, "batch_size": batch_size}
-    written = attempt(bs.harvest, lm, inputs, output, site, column, **options)
+    if ray is not None and mesh is not None:
+        fail("harvest --mesh: expected one of --mesh and --ray, since a worker has one device.")
+    make = functools.partial(load, _absolute(model), recipe=_absolute(recipe), mesh=mesh)
+    options = {"dtype": dtype.value, "length": length, "batch_size": batch_size, "ray": ray}
+    written = attempt(bs.harvest, make, inputs, output, site, column, **options)
     write(f"{len(written)} files in {output}")
+
+
+def _absolute(path: Any) -> Any:
+    """Make the path of a folder absolute, since workers may run in others; leave names."""
+    from backbone_surgery.presets import bundled_models
+
+    is_name = path is None or str(path) in bundled_models() or not Path(path).is_dir()
+    return path if is_name else type(path)(Path(path).absolute())
 
 
 def _find_scores(texts: Sequence[str]) -> dict[str, Callable[[str], Any]]:
@@ -133,9 +152,14 @@ def _find_scores(texts: Sequence[str]) -> dict[str, Callable[[str], Any]]:
     scores = {}
     for text in texts:
         module, _, name = text.partition(":")
+        if name in scores:
+            raise SurgeryError(
+                f"--score: expected functions of different names. Received two of '{name}', which "
+                "would be one column."
+            )
         try:
             scores[name] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # whatever the module of a user runs into
             raise SurgeryError(
                 f"--score: expected MODULE:FUNCTION that can be imported. Received {text!r}: "
                 f"{error}."

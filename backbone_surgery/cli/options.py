@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -95,13 +95,13 @@ def parse_controls(texts: Sequence[str]) -> dict[str, float]:
     return strengths
 
 
-def parse_columns(texts: Sequence[str]) -> dict[str, float | str]:
-    """Parse `NAME=COLUMN` and `NAME=STRENGTH` into `{name: column or strength}`.
+def parse_columns(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse `NAME=STRENGTH`, `NAME=COLUMN` and `NAME=COLUMN,COLUMN` by name.
 
     Raises:
         SurgeryError: one of them is neither, or a control is named twice.
     """
-    controls: dict[str, float | str] = {}
+    controls: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if not name or not value or name in controls:
@@ -110,7 +110,8 @@ def parse_columns(texts: Sequence[str]) -> dict[str, float | str]:
                 f"mood=strength. Received {text!r}."
             )
         strength = _number(value)
-        controls[name] = value if strength is None else strength
+        columns = tuple(value.split(",")) if value.count(",") == 1 else value
+        controls[name] = columns if strength is None else strength
     return controls
 
 

@@ -1,8 +1,10 @@
 """What a job is asked for: the model, its controls, and the facts that its output depends on."""
 
 import hashlib
+import importlib.metadata
+import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,9 +14,17 @@ from backbone_surgery.generation.controls import bind_controls, check_names
 from backbone_surgery.presets import preset_of
 from backbone_surgery.recipes.recipe import edit_digest, versions
 from backbone_surgery.vectors.activations import check_task
+from backbone_surgery.vectors.vector import ControlVector
 
 LM = CachedCausalLM | Callable[[], CachedCausalLM]
 Controls = Mapping[str, Any]
+
+
+class Columns(NamedTuple):
+    """The columns of a control: of strengths, and of names of vectors, if any."""
+
+    strength: str
+    vector: str | None = None
 
 
 def make(operation: str, lm: Any, ray: str | None) -> CachedCausalLM:
@@ -35,11 +45,42 @@ def make(operation: str, lm: Any, ray: str | None) -> CachedCausalLM:
     return model
 
 
-def read_controls(controls: Controls | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the controls that have one value, and those that have a column of values."""
-    read = check_names("generate_dataset", controls)
-    by_column = {name: value for name, value in read.items() if isinstance(value, str)}
-    return {name: value for name, value in read.items() if name not in by_column}, by_column
+def read_controls(controls: Controls | None) -> tuple[dict[str, Any], dict[str, Columns]]:
+    """Return the controls that have one value, and the columns of the others.
+
+    Raises:
+        SurgeryError: `controls` is no mapping.
+    """
+    by_column: dict[str, Columns] = {}
+    fixed = {}
+    for name, value in check_names("generate_dataset", controls).items():
+        if isinstance(value, str):
+            by_column[name] = Columns(value)
+        elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+            by_column[name] = Columns(*value)
+        else:
+            fixed[name] = value
+    return fixed, by_column
+
+
+def vectors_digest(vectors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each control vector by its name.
+
+    Raises:
+        SurgeryError: one of them is no control vector.
+    """
+    digests = {}
+    for name, vector in vectors.items():
+        if not isinstance(vector, ControlVector):
+            raise SurgeryError(
+                f"generate_dataset at 'vectors': expected control vectors by name. Received "
+                f"{shown(vector)} at '{name}'. Load it with `ControlVector.load`."
+            )
+        total = hashlib.sha256()
+        for block, direction in vector.directions.items():
+            total.update(f"{block} ".encode() + direction.tobytes())
+        digests[name] = f"sha256:{total.hexdigest()}"
+    return digests
 
 
 def controls_digest(lm: CachedCausalLM, controls: Controls | None) -> str:
@@ -55,18 +96,34 @@ def controls_digest(lm: CachedCausalLM, controls: Controls | None) -> str:
     return f"sha256:{total.hexdigest()}"
 
 
-def described(lm: CachedCausalLM) -> dict[str, Any]:
+def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
     """Return what is to be known of a model and of the code that runs it, as JSON.
 
     Raises:
         SurgeryError: the edit has no description, see `save_recipe`.
     """
+    try:
+        digest = edit_digest(lm.opened)
+    except SurgeryError as error:
+        raise SurgeryError(
+            f"{operation} at 'lm': expected an edit that a recipe can hold, since its digest tells "
+            f"one job from another. Received another one: {error}"
+        ) from error
     owner = lm.opened.owner
+    rewrites = [type(rewrite).__name__ for rewrite in lm.opened.rewrites]
     return {
         "model": {"class": type(owner).__name__, "preset": preset_of(owner)},
-        "edit": {
-            "rewrites": [type(rewrite).__name__ for rewrite in lm.opened.rewrites],
-            "digest": edit_digest(lm.opened),
-        },
-        "versions": versions(),
+        "edit": {"rewrites": rewrites, "digest": digest},
+        "tokenizer": _tokenizer_digest(lm.preprocessor),
+        "versions": {**versions(), "jax": importlib.metadata.version("jax")},
     }
+
+
+def _tokenizer_digest(preprocessor: Any) -> str | None:
+    """Return the digest of how a preprocessor makes tokens of text, and text of tokens."""
+    if preprocessor is None:
+        return None
+    tokenizer = preprocessor.tokenizer
+    config = {k: v for k, v in preprocessor.get_config().items() if k not in ("name", "tokenizer")}
+    parts = [config, tokenizer.get_vocabulary(), list(getattr(tokenizer, "merges", None) or ())]
+    return f"sha256:{hashlib.sha256(json.dumps(parts, default=repr).encode()).hexdigest()}"

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ import numpy as np
 from backbone_surgery.datasets import on_ray
 from backbone_surgery.datasets.facts import (
     LM,
+    Columns,
     Controls,
     controls_digest,
     described,
     make,
     read_controls,
+    vectors_digest,
 )
-from backbone_surgery.datasets.job import begin, plan_job, run
+from backbone_surgery.datasets.job import Advance, begin, plan_job, run
 from backbone_surgery.datasets.shards import Shard, check_columns
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -27,7 +29,9 @@ from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import check_count, read_request
 from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import is_int, read_number
+from backbone_surgery.rewriting import Control
 from backbone_surgery.vectors.activations import read_texts
+from backbone_surgery.vectors.vector import ControlVector
 
 _OPERATION = "generate_dataset"
 
@@ -39,6 +43,7 @@ def generate_dataset(
     column: str = "prompt",
     *,
     controls: Controls | None = None,
+    vectors: Mapping[str, ControlVector] | None = None,
     max_new_tokens: int = 64,
     stop_token_ids: Any = "auto",
     stop_sequences: Any = None,
@@ -65,7 +70,9 @@ def generate_dataset(
         output: the folder to write: a new one, or that of this very job.
         column: where the prompts are; without a preprocessor, lists of token ids.
         controls: `{name: value}` for the controls of the model, as of `generate`, where a text is
-            the name of a column with a number in each row.
+            the name of a column with a number in each row, and a pair of texts that of another
+            column too, with the name of a vector.
+        vectors: the control vectors that such a column names.
         max_new_tokens: see `generate`, as for the next two.
         stop_token_ids: see there.
         stop_sequences: see there.
@@ -118,23 +125,43 @@ def generate_dataset(
         "stop_sequences": stop_sequences,
     }
     model = make(_OPERATION, lm, ray)
+    vectors = dict(vectors or {})
+    digests = vectors_digest(vectors)
     work = _Work(
-        column, fixed, by_column, options, scores, seed, id_column, output_column, batch_size
+        column,
+        fixed,
+        by_column,
+        vectors,
+        options,
+        scores,
+        seed,
+        id_column,
+        output_column,
+        batch_size,
     )
     work.check(model, job.shards)
     facts = {
-        **described(model),
+        **described(_OPERATION, model),
         "sampler": keras_hub.samplers.serialize(model.sampler),
         "controls": {"values": controls_digest(model, fixed), "columns": by_column},
+        "vectors": digests,
         "options": {**options, "seed": seed, "batch_size": batch_size},
-        "columns": [column, id_column, output_column, *scores],
+        "columns": [column, id_column, output_column],
+        "scores": {name: _qualified(function) for name, function in scores.items()},
     }
     begin(job, facts)
     if ray is None:
         run(job, functools.partial(work, model), verbose)
     else:
+        del model  # the workers make their own
         on_ray.run(job, work, lm, ray, verbose)
     return job.outputs
+
+
+def _qualified(function: Any) -> str:
+    """Return where a function is from, as far as that can be told."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None)}.{name}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +170,8 @@ class _Work:
 
     column: str
     fixed: Mapping[str, Any]
-    by_column: Mapping[str, str]
+    by_column: Mapping[str, Columns]
+    vectors: Mapping[str, ControlVector]
     options: Mapping[str, Any]
     scores: Mapping[str, Score]
     seed: int
@@ -154,7 +182,9 @@ class _Work:
     def check(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> None:
         """Refuse what can be refused by a look at the columns and the first prompt."""
         ids = [] if self.id_column is None else [self.id_column]
-        check_columns(_OPERATION, shards, [self.column, *self.by_column.values(), *ids])
+        pairs = self.by_column.values()
+        others = [column for pair in pairs for column in pair if column is not None]
+        check_columns(_OPERATION, shards, [self.column, *others, *ids])
         if self.options["max_new_tokens"] is None:
             raise SurgeryError(
                 f"{_OPERATION} at 'max_new_tokens': expected a number of tokens. Received None. "
@@ -164,16 +194,28 @@ class _Work:
         rows, controls = self._read(lm, first, first.read())
         prompts, options = self._request(lm, rows, controls, [0])
         read_request(lm, prompts, seed=0, **options)
-        taken = set(first.read().names()) & {self.output_column, *self.scores}
+        if self.output_column in self.scores:
+            raise SurgeryError(
+                f"{_OPERATION} at 'score': expected names other than '{self.output_column}', where "
+                "the texts go. Received that one. Rename the score."
+            )
+        for file in dict.fromkeys(shard.file for shard in shards):
+            self._check_free(Shard(file, 0, 1, ""))
+
+    def _check_free(self, shard: Shard, table: Any = None) -> None:
+        """Refuse rows that have a column which is to be written."""
+        names = (shard.read() if table is None else table).names()
+        taken = sorted(set(names) & {self.output_column, *self.scores})
         if taken:
             raise SurgeryError(
-                f"{_OPERATION} at '{first.file}': expected no column {sorted(taken)}, which is to "
-                "be written. Received one. Choose another `output_column`, or name of a score."
+                f"{_OPERATION} at '{shard.file}': expected no column {taken}, which is to be "
+                "written. Received one. Choose another `output_column`, or name of a score."
             )
 
-    def __call__(self, lm: CachedCausalLM, shard: Shard, path: Path) -> None:
+    def __call__(self, lm: CachedCausalLM, shard: Shard, path: Path, advance: Advance) -> None:
         """Write the rows of a shard to a path, with what is generated from them."""
         table = shard.read()
+        self._check_free(shard, table)
         rows, controls = self._read(lm, shard, table)
         seeds = self._seeds(shard, table)
         order = np.argsort([len(row) for row in rows], kind="stable")
@@ -185,6 +227,7 @@ class _Work:
             generated = lm.generate(prompts, seed=seed, strip_prompt=True, **options)
             for i, text in zip(index, _listed(generated), strict=True):
                 texts[i] = text
+            advance(len(index))
         columns = {self.output_column: texts}
         for name, function in self.scores.items():
             columns[name] = [score_text(_OPERATION, name, function, text) for text in texts]
@@ -192,37 +235,50 @@ class _Work:
 
     def _read(
         self, lm: CachedCausalLM, shard: Shard, table: Any
-    ) -> tuple[list[np.ndarray], dict[str, list[float]]]:
+    ) -> tuple[list[np.ndarray], dict[str, list[Control]]]:
         """Read the prompts and the controls of the rows of a shard."""
         prompts = table.column(self.column)
         wrong = [i for i, p in enumerate(prompts) if not isinstance(p, str | list) or not len(p)]
         if wrong:
             raise SurgeryError(
                 f"{_OPERATION} at row {shard.start + wrong[0]} of '{shard.file}': expected a "
-                f"prompt in column '{self.column}'. Received {shown(prompts[wrong[0]])}."
+                f"prompt in column '{self.column}'. Received {shown(prompts[wrong[0]])}. Give it "
+                "one, or leave the row out."
             )
-        controls = {}
-        for name, column in self.by_column.items():
-            controls[name] = table.column(column)
-            for i, value in enumerate(controls[name]):
-                if read_number(value) is None:
-                    raise SurgeryError(
-                        f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected a "
-                        f"number in column '{column}'. Received {shown(value)}."
-                    )
+        controls = {name: self._control(shard, table, c) for name, c in self.by_column.items()}
         return read_texts(lm, prompts, _OPERATION), controls
+
+    def _control(self, shard: Shard, table: Any, columns: Columns) -> list[Control]:
+        """Read a control of each row."""
+
+        def read(column: str, expected: str, fits: Callable[[Any], bool]) -> list[Any]:
+            values = table.column(column)
+            for i, value in enumerate(values):
+                if not fits(value):
+                    raise SurgeryError(
+                        f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected "
+                        f"{expected} in column '{column}'. Received {shown(value)}. Give it one."
+                    )
+            return values
+
+        strengths = read(columns.strength, "a number", lambda x: read_number(x) is not None)
+        if columns.vector is None:
+            return [Control(strength) for strength in strengths]
+        known = f"one of the vectors {', '.join(self.vectors) or '(none)'}"
+        names = read(columns.vector, known, lambda x: isinstance(x, str) and x in self.vectors)
+        return [Control(x, self.vectors[n]) for x, n in zip(strengths, names, strict=True)]
 
     def _request(
         self,
         lm: CachedCausalLM,
         rows: list[np.ndarray],
-        controls: Mapping[str, list[float]],
+        controls: Mapping[str, list[Control]],
         index: Sequence[int] | np.ndarray,
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return prompts and options of some of the rows, for `generate`."""
         chosen = [rows[i] for i in index]
         prompts = pack_right(chosen, max(map(len, chosen)), 0)
-        own = {name: [values[i] for i in index] for name, values in controls.items()}
+        own = {name: _joined([values[i] for i in index]) for name, values in controls.items()}
         return prompts, {**self.options, "controls": {**self.fixed, **own}}
 
     def _seeds(self, shard: Shard, table: Any) -> list[int]:
@@ -230,9 +286,22 @@ class _Work:
         rows = range(shard.start, shard.stop)
         ids = [f"{shard.file.name}/{i}" for i in rows]
         if self.id_column is not None:
-            ids = [repr(value) for value in table.column(self.id_column)]
+            values = table.column(self.id_column)
+            if None in values:
+                raise SurgeryError(
+                    f"{_OPERATION} at row {shard.start + values.index(None)} of '{shard.file}': "
+                    f"expected an id in column '{self.id_column}'. Received none. Give it one."
+                )
+            ids = [repr(value) for value in values]
         digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
         return [int.from_bytes(digest[:4], "big") for digest in digests]
+
+
+def _joined(controls: list[Control]) -> Any:
+    """Make one control of those of several rows; any kind of control takes plain numbers."""
+    strengths = [control.strength for control in controls]
+    vectors = [control.directions for control in controls]
+    return strengths if vectors[0] is None else Control(strengths, vectors)
 
 
 def _listed(generated: Any) -> list[Any]:

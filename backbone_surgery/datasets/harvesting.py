@@ -1,5 +1,6 @@
 """`harvest`: the activations of some sites over a corpus, in Parquet files."""
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
-from backbone_surgery.datasets.facts import Controls, controls_digest, described, make
-from backbone_surgery.datasets.job import begin, plan_job, run
+from backbone_surgery.datasets import on_ray
+from backbone_surgery.datasets.facts import LM, Controls, controls_digest, described, make
+from backbone_surgery.datasets.job import Advance, begin, plan_job, run
 from backbone_surgery.datasets.shards import Shard, check_columns
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
@@ -33,7 +35,7 @@ _SHORTEST = 16
 
 
 def harvest(
-    lm: CachedCausalLM,
+    lm: LM,
     inputs: str | Path | Sequence[str | Path],
     output: str | Path,
     sites: str | Sequence[str],
@@ -44,6 +46,7 @@ def harvest(
     controls: Controls | None = None,
     batch_size: int = 32,
     shard_rows: int = 1024,
+    ray: str | None = None,
     verbose: int = 1,
 ) -> list[Path]:
     """Write the activations of some sites over a corpus, to train autoencoders and probes on.
@@ -57,7 +60,7 @@ def harvest(
     again; `_manifest.json` says what made it.
 
     Args:
-        lm: a `CachedCausalLM`.
+        lm: a `CachedCausalLM`, or a function that makes one.
         inputs: a `.parquet` or `.jsonl` file, a folder of them, or several of these.
         output: the folder to write: a new one, or that of this very job.
         sites: site selectors; any sites but attention patterns.
@@ -68,6 +71,7 @@ def harvest(
         controls: one value for each control, as of `generate`.
         batch_size: how many texts to run at once.
         shard_rows: how many texts make a shard.
+        ray: see `generate_dataset`.
         verbose: 1 shows a progress bar, with the time left.
 
     Returns:
@@ -87,6 +91,11 @@ def harvest(
         ['row', 'position', 'token_id', 'blocks.0', 'blocks.1']
     """
     check_count(_OPERATION, "batch_size", batch_size, "texts")
+    if not isinstance(sites, str | list | tuple):
+        raise SurgeryError(
+            f"{_OPERATION} at 'sites': expected site selectors. Received {shown(sites)}. Pass "
+            "'blocks.*', say."
+        )
     if length is not None:
         check_count(_OPERATION, "length", length, "tokens")
     if dtype not in ("float16", "float32"):
@@ -95,21 +104,23 @@ def harvest(
             "Pass one of them."
         )
     job = plan_job(_OPERATION, inputs, output, shard_rows, ".parquet")
-    model = make(_OPERATION, lm, None)
+    model = make(_OPERATION, lm, ray)
     selectors = (sites,) if isinstance(sites, str) else tuple(sites)
-    work = _Work(
-        model, _capturing(model, selectors, dtype), column, dtype, length, controls, batch_size
-    )
+    work = _Work(selectors, column, dtype, length, controls, batch_size)
     check_columns(_OPERATION, job.shards, [column])
     facts = {
-        **described(model),
-        "sites": list(work.sites),
+        **described(_OPERATION, model),
+        "sites": list(_capturing(model, selectors, dtype).output),
         "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
         "controls": {"values": controls_digest(model, controls)},
         "columns": [column],
     }
     begin(job, facts)
-    run(job, work, verbose)
+    if ray is None:
+        run(job, functools.partial(work, model), verbose)
+    else:
+        del model  # the workers make their own
+        on_ray.run(job, work, lm, ray, verbose)
     return job.outputs
 
 
@@ -145,71 +156,74 @@ def _build(lm: CachedCausalLM, selectors: tuple[str, ...], dtype: str) -> keras.
 
 @dataclass(frozen=True)
 class _Work:
-    """Writes the activations of the texts of a shard."""
+    """Writes the activations of the texts of a shard; it can be sent to another process."""
 
-    lm: CachedCausalLM
-    model: keras.Model
+    selectors: tuple[str, ...]
     column: str
     dtype: str
     length: int | None
     controls: Mapping[str, Any] | None
     batch_size: int
 
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """The sites, in the order of the graph."""
-        return tuple(self.model.output)
-
-    def __call__(self, shard: Shard, path: Path) -> None:
+    def __call__(self, lm: CachedCausalLM, shard: Shard, path: Path, advance: Advance) -> None:
         """Write a file, batch by batch."""
         arrow = import_extra(_OPERATION, "pyarrow")
         parquet = import_extra(_OPERATION, "pyarrow.parquet")
-        sizes = {site: math.prod(x.shape[2:]) for site, x in self.model.output.items()}
+        model = _capturing(lm, self.selectors, self.dtype)
+        sizes = {site: math.prod(x.shape[2:]) for site, x in model.output.items()}
         values = arrow.float16() if self.dtype == "float16" else arrow.float32()
         lists = {site: arrow.list_(values, size) for site, size in sizes.items()}
         numbers = {"row": arrow.int64(), "position": arrow.int32(), "token_id": arrow.int32()}
         schema = arrow.schema({**numbers, **lists})
-        rows = self._read(shard)
+        rows = self._read(lm, shard)
         order = np.argsort([len(row) for row in rows], kind="stable")
-        order = order[sum(len(row) == 0 for row in rows) :]
+        empty = sum(len(row) == 0 for row in rows)
+        order = order[empty:]
+        advance(empty)
         options = {"compression": "none", "use_dictionary": False}
         with parquet.ParquetWriter(path, schema, **options) as writer:
             for start in range(0, len(order), self.batch_size):
                 index = order[start : start + self.batch_size]
-                columns = self._columns(arrow, shard, rows, index)
+                columns = self._columns(arrow, lm, model, shard, [rows[i] for i in index], index)
                 writer.write_table(arrow.table(columns, schema=schema))
+                advance(len(index))
 
-    def _read(self, shard: Shard) -> list[np.ndarray]:
+    def _read(self, lm: CachedCausalLM, shard: Shard) -> list[np.ndarray]:
         texts = shard.read([self.column]).column(self.column)
         for i, text in enumerate(texts):
-            if not isinstance(text, str | list) or text == []:
+            if not isinstance(text, str | list):
                 raise SurgeryError(
                     f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected a text in "
-                    f"column '{self.column}'. Received {shown(text)}."
+                    f"column '{self.column}'. Received {shown(text)}. Give it one."
                 )
         filled = [text for text in texts if text]
-        rows = iter(read_texts(self.lm, filled, _OPERATION, self.length) if filled else ())
+        rows = iter(read_texts(lm, filled, _OPERATION, self.length) if filled else ())
         return [next(rows) if text else np.zeros(0, np.int32) for text in texts]
 
     def _columns(
-        self, arrow: Any, shard: Shard, rows: list[np.ndarray], index: np.ndarray
+        self,
+        arrow: Any,
+        lm: CachedCausalLM,
+        model: keras.Model,
+        shard: Shard,
+        chosen: list[np.ndarray],
+        index: np.ndarray,
     ) -> dict[str, Any]:
         """Run some of the texts, and return what is to be known of their tokens."""
-        chosen = [rows[i] for i in index]
         lengths = np.array([len(row) for row in chosen])
         # The last batch of a shard is filled up, so that it runs in the program of the others.
         filled = np.resize(np.arange(len(chosen)), self.batch_size)
-        width = min(bucket(int(lengths.max()), _SHORTEST), self.lm.max_positions or LONGEST)
+        width = min(bucket(int(lengths.max()), _SHORTEST), lm.max_positions or LONGEST)
         inputs = pack_right([chosen[i] for i in filled], width, 0)
-        inputs |= bind_controls(self.lm.opened, self.controls, lengths[filled])
-        outputs = predict(self.model, inputs)
+        inputs |= bind_controls(lm.opened, self.controls, lengths[filled])
+        outputs = predict(model, inputs)
         mask = inputs["padding_mask"][: len(chosen)]
         columns = {
             "row": np.repeat(shard.start + index, lengths),
             "position": np.nonzero(mask)[1].astype(np.int32),
             "token_id": inputs["token_ids"][: len(chosen)][mask],
         }
-        for site in self.sites:
+        for site in model.output:
             values = outputs[site][: len(chosen)][mask]
             if not np.isfinite(values).all():
                 raise SurgeryError(

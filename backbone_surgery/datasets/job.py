@@ -18,7 +18,14 @@ from rich.progress import Progress
 from backbone_surgery import hosts
 from backbone_surgery.datasets.shards import Shard, find_shards
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.files import as_path, read_json, reading, replace_file
+from backbone_surgery.files import (
+    as_path,
+    hidden_beside,
+    put_in_place,
+    read_json,
+    reading,
+    replace_file,
+)
 from backbone_surgery.generation.request import check_count
 
 MANIFEST = "_manifest.json"
@@ -26,7 +33,10 @@ MANIFEST = "_manifest.json"
 _MOST = 2**28
 """Bytes of a manifest."""
 
-Work = Callable[[Shard, Path], object]
+Advance = Callable[[int], object]
+"""Is told how many more rows are done."""
+
+Work = Callable[[Shard, Path, Advance], object]
 """Writes the output of a shard to a path."""
 
 
@@ -59,18 +69,18 @@ class Job:
         """Return the shards without output."""
         return [shard for shard in self.shards if not self.output(shard).exists()]
 
-    def do(self, work: Work, shard: Shard) -> None:
+    def do(self, work: Work, shard: Shard, advance: Advance) -> None:
         """Work on one shard, and put its output in place."""
-        output = self.output(shard)
-
-        def write(part: Path) -> None:
-            try:
-                work(shard, part)
-            except SurgeryError as error:
-                rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
-                raise SurgeryError(f"{self.operation} at {rows}: {error}") from error
-
-        replace_file(output, write)
+        part = hidden_beside(self.output(shard))
+        try:
+            work(shard, part, advance)
+            # Where processes hold a model together, all of them compute, and one writes.
+            hosts.by_first(self.operation, lambda: put_in_place(part, self.output(shard)))
+        except SurgeryError as error:
+            rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
+            raise SurgeryError(f"{self.operation} in {rows}: {error}") from error
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def plan_job(
@@ -81,7 +91,7 @@ def plan_job(
     Raises:
         SurgeryError: bad input, or a folder of output that is none.
     """
-    folder = as_path(output, operation)
+    folder = as_path(output, operation).absolute()  # workers may run in other folders
     check_count(operation, "shard_rows", shard_rows, "rows")
     if (folder.exists() and not folder.is_dir()) or not folder.absolute().parent.is_dir():
         raise SurgeryError(
@@ -107,6 +117,10 @@ def begin(job: Job, facts: Mapping[str, Any]) -> None:
     known = {"format": "backbone_surgery.dataset", "version": 1, "operation": job.operation}
     manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
     manifest = json.loads(json.dumps(manifest, default=_plain))
+    hosts.by_first(job.operation, lambda: _write_manifest(job, manifest))
+
+
+def _write_manifest(job: Job, manifest: dict[str, Any]) -> None:
     path = job.folder / MANIFEST
     if path.is_file():
         with reading(path, job.operation, "the manifest of a job"):
@@ -136,9 +150,8 @@ def run(job: Job, work: Work, verbose: int) -> None:
     with Progress(disable=not verbose) as progress:
         task = start(progress, job, left)
         for shard in left:
-            job.do(work, shard)
-            progress.advance(task, shard.stop - shard.start)
-    end(job)
+            job.do(work, shard, lambda rows: progress.advance(task, rows))
+    hosts.by_first(job.operation, lambda: end(job))
 
 
 def start(progress: Progress, job: Job, left: list[Shard]) -> Any:

@@ -1,5 +1,6 @@
 """Jobs on a cluster: Ray hands the shards of a job to workers, which hold a model each."""
 
+import functools
 import logging
 from typing import Any
 
@@ -29,45 +30,68 @@ def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
     ray = import_extra(job.operation, "ray")
     data = import_extra(job.operation, "ray.data")
     left, own = job.left(), not ray.is_initialized()
+    if own:
+        _connect(ray, job, address)
     try:
-        if own:
-            backend = {"env_vars": {"KERAS_BACKEND": keras.config.backend()}}
-            quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-            ray.init(address=address, runtime_env=backend, **quiet)
+        workers = _workers(ray, job, address)
         with Progress(disable=not verbose) as progress:
             task = start(progress, job, left)
-            for row in _rows(ray, data, (job, left, work, make)) if left else ():
+            for row in _rows(data, (job, left, work, make), *workers) if left else ():
                 if row["error"]:
                     raise SurgeryError(
                         f"{job.operation} at '{address}': expected workers that end well. Received "
                         f"{row['error'][:1000]} What is written stays: start it again to go on."
                     )
                 progress.advance(task, row["rows"])
-    except (ray.exceptions.RayError, ConnectionError) as error:
-        raise SurgeryError(
-            f"{job.operation} at '{address}': expected a cluster of Ray that answers. Received "
-            f"{type(error).__name__}: {str(error)[:1000]} Start the job again to go on."
-        ) from error
+    except ray.exceptions.RayError as error:
+        raise _unreachable(job, address, error) from error
     finally:
         if own:
             ray.shutdown()
     end(job)
 
 
-def _rows(ray: Any, data: Any, arguments: tuple[Any, ...]) -> Any:
+def _connect(ray: Any, job: Job, address: str) -> None:
+    backend = {"env_vars": {"KERAS_BACKEND": keras.config.backend()}}
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address=address, runtime_env=backend, **quiet)
+    except Exception as error:  # Ray raises several kinds for an address that is none
+        raise _unreachable(job, address, error) from error
+
+
+def _unreachable(job: Job, address: str, error: Exception) -> SurgeryError:
+    return SurgeryError(
+        f"{job.operation} at '{address}': expected a cluster of Ray that answers. Received "
+        f"{type(error).__name__}: {str(error)[:1000]} Start the job again to go on."
+    )
+
+
+def _workers(ray: Any, job: Job, address: str) -> tuple[int, int]:
+    """Return how many workers there are to be, and how many GPUs each of them takes."""
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    workers = gpus or sum(node["Alive"] for node in ray.nodes())
+    if cpus <= workers:
+        raise SurgeryError(
+            f"{job.operation} at '{address}': expected more CPUs than the {workers} workers, since "
+            f"Ray Data needs one to read. Received {cpus}. Start the nodes with more `--num-cpus`."
+        )
+    return workers, 1 if gpus else 0
+
+
+def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Any:
     """Hand the shards to workers, and yield a row for each that is done."""
     data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     count = len(arguments[1])
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    nodes = sum(node["Alive"] for node in ray.nodes())
     items = [{"index": i} for i in range(count)]
     done = data.from_items(items, override_num_blocks=count).map_batches(
         _Worker,
         fn_constructor_args=arguments,
         batch_size=1,
-        compute=data.ActorPoolStrategy(size=min(gpus or nodes, count)),
-        num_gpus=1 if gpus else 0,
+        compute=data.ActorPoolStrategy(size=min(workers, count)),
+        num_gpus=gpus,
         num_cpus=1,
         scheduling_strategy="SPREAD",
     )
@@ -87,7 +111,7 @@ class _Worker:
             shard, error = self.shards[int(index)], ""
             try:
                 if not self.job.output(shard).exists():
-                    self.job.do(lambda shard, path: self.work(self.lm, shard, path), shard)
+                    self.job.do(functools.partial(self.work, self.lm), shard, lambda rows: None)
             except Exception as caught:  # what Ray hands on of an error is not its cause
                 error = f"{type(caught).__name__}: {caught}"
             rows.append(shard.stop - shard.start)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import reading
+from backbone_surgery.files import as_path, reading
 
 _ENDINGS = (".parquet", ".jsonl")
 
@@ -44,7 +43,7 @@ class Rows:
     """Rows of a shard, by column."""
 
     def names(self) -> list[str]:
-        """Return the names of the columns, those of the first row."""
+        """Return the names of the columns."""
         raise NotImplementedError
 
     def column(self, name: str) -> list[Any]:
@@ -65,8 +64,8 @@ class JsonRows(Rows):
         self.rows = rows
 
     def names(self) -> list[str]:
-        """Return the keys of the first object."""
-        return list(self.rows[0])
+        """Return the keys of any of the objects."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
 
     def column(self, name: str) -> list[Any]:
         """Return a value of each object."""
@@ -150,8 +149,8 @@ def check_columns(operation: str, shards: Sequence[Shard], columns: Sequence[str
 
 
 def _files(operation: str, inputs: Any) -> Iterator[Path]:
-    listed = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    for path in map(Path, listed):
+    listed = inputs if isinstance(inputs, list | tuple) else [inputs]
+    for path in (as_path(path, operation).absolute() for path in listed):
         inner = sorted(path.iterdir()) if path.is_dir() else [path]
         files = [file for file in inner if file.suffix in _ENDINGS and file.is_file()]
         if not files:

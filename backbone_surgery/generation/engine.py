@@ -91,12 +91,12 @@ def run_batch(
     padded = bucket(count)
     prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
     last = prompt + int(batch.budget.max())
+    length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
+    arguments = make_arguments(strategy, batch, padded, prompt)
+    _agree(programs, strategy, batch, arguments, [length, chunk, batch.captures])
     if last == prompt and not batch.captures:
         yield [Row(row[:0], True, {}) for row in batch.rows]
         return
-    length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
-    arguments = make_arguments(strategy, batch, padded, prompt)
-    _agree(batch, arguments, [length, chunk, batch.captures])
     arguments = jax.device_put(arguments)
     # Captures of a pattern have a column for each slot, so they keep to one length.
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
@@ -124,14 +124,20 @@ def run_batch(
         state, copies = (state, following) if following else decode(state, slots.pop(0))
 
 
-def _agree(batch: Batch, arguments: State, lengths: list[Any]) -> None:
-    """Check that all processes of a mesh run the same batch."""
+def _agree(
+    programs: Programs, strategy: Strategy, batch: Batch, arguments: State, lengths: list[Any]
+) -> None:
+    """Check that all processes of a mesh run the same batch through the same graph."""
+    if not hosts.several():
+        return
+    stops = batch.stops
     parts = {
+        "edit": programs.outline,
         "prompts": [arguments["token_ids"], arguments["mask"]],
         "lengths": [*lengths, arguments["budget"]],
-        "stops": [batch.stops.ids, batch.stops.texts, batch.stops.sequences],
+        "stops": [stops.ids, stops.texts, stops.sequences],
         "controls": arguments["controls"],
-        "settings of the sampler": arguments["settings"],
+        "settings of the sampler": [type(strategy).__name__, arguments["settings"]],
         "seeds": arguments["draws"],
     }
     hosts.agree("generate", parts)

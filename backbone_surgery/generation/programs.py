@@ -8,6 +8,7 @@ Rows are left-padded to one length: every row's last prompt token stands in the 
 rows write to one slot at each step, whatever their lengths.
 """
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from backbone_surgery import hosts
+from backbone_surgery import graph, hosts
 from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.placement import placement_of
@@ -54,6 +55,14 @@ class Programs:
         self.compilations = {"prefill": 0, "decode": 0}
         self._compiled: OrderedDict[Hashable, dict[tuple, Any]] = OrderedDict()
         self._compiling, self._sorting = threading.RLock(), threading.Lock()
+
+    @functools.cached_property
+    def outline(self) -> list[str]:
+        """What runs in the graph, in order, with shapes: to tell one edit from another."""
+        return [
+            f"{type(node.operation).__name__} {[tuple(x.shape) for x in node.outputs]}"
+            for node in graph.all_nodes(self.model)
+        ]
 
     def weights(self) -> list[jax.Array]:
         """Return the values of all variables, as they are now."""

@@ -80,9 +80,10 @@ def edit_digest(edited: Any) -> str:
 
 
 def _nameless(value: Any) -> Any:
-    """Return JSON without what is under `name`, at any depth."""
+    """Return JSON without what is under `name`, at any depth; dtypes keep theirs."""
     if isinstance(value, dict):
-        return {key: _nameless(inner) for key, inner in value.items() if key != "name"}
+        kept = {key: inner for key, inner in value.items() if key != "name"}
+        return {k: x if k == "dtype" else _nameless(x) for k, x in kept.items()}
     return [_nameless(inner) for inner in value] if isinstance(value, list) else value
 
 

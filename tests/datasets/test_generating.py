@@ -45,6 +45,25 @@ def test_rows_of_json_lines_give_what_they_give_alone(lm, lines, rows, tmp_path)
         assert whole == {**row, "generated": alone(lm, row, name, row["strength"])}
 
 
+def test_rows_name_their_vectors(lm, lines, rows, tmp_path):
+    rng = np.random.default_rng(5)
+    vectors = {name: bs.ControlVector({1: rng.normal(size=8) * 9}) for name in ("up", "down")}
+    for i, row in enumerate(rows):
+        row["vector"] = ("up", "down")[i % 2]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {**OPTIONS, "controls": {"mood": ("strength", "vector")}, "vectors": vectors}
+    [path] = bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "out", **options)
+    for i, (row, whole) in enumerate(zip(rows, read_lines([path]), strict=True)):
+        control = bs.Control(row["strength"], vectors[row["vector"]])
+        assert whole["generated"] == alone(lm, row, f"in.jsonl/{i}", control)
+    options["vectors"] = {"up": vectors["up"]}
+    with pytest.raises(bs.SurgeryError, match="one of the vectors up"):
+        bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "other", **options)
+    options["vectors"] = {"up": 3}
+    with pytest.raises(bs.SurgeryError, match="expected control vectors by name"):
+        bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "third", **options)
+
+
 def test_rows_of_parquet_keep_their_types(lm, rows, tmp_path):
     schema = pa.schema(
         {"name": pa.string(), "prompt": pa.list_(pa.int32()), "strength": pa.float32()}
@@ -93,6 +112,7 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
         "controls": {"controls": {"mood": bs.Control(0.5, tokens="prompt")}},
         "outputs": {"shard_rows": 2},
         "columns": {"output_column": "new"},
+        "scores": {"score": len},
     }
     for words, other in others.items():
         with pytest.raises(bs.SurgeryError, match=f"Received another {words}"):
@@ -121,6 +141,10 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
         ({"max_new_tokens": None}, "at 'max_new_tokens'"),
         ({"max_new_tokens": 40}, "at most 32 tokens"),
         ({"score": 3}, "at 'score'"),
+        ({"score": {"generated": len}}, "where the texts go"),
+        ({"inputs": 3}, "expected a path"),
+        ({"controls": {"mood": ("strength", "nam")}}, "expected a column 'nam'"),
+        ({"controls": {"mood": ("strength", "name")}}, r"one of the vectors \(none\)"),
         ({"lm": 3}, "expected a `CachedCausalLM`"),
         ({"ray": "auto"}, "expected a function that makes a `CachedCausalLM`"),
         ({"output": "no/such/folder"}, "in one that exists"),
@@ -131,6 +155,18 @@ def test_bad_input_is_refused_before_anything_is_written(lm, lines, tmp_path, ch
     with pytest.raises(bs.SurgeryError, match=words):
         bs.generate_dataset(**arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_columns_of_later_rows_are_not_written_over(lm, rows, tmp_path):
+    rows[9]["generated"] = "years of work"
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(bs.SurgeryError, match=r"expected no column \['generated'\]"):
+        bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "out", **OPTIONS)
+    del rows[9]["generated"], rows[5]["name"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {**OPTIONS, "id_column": "name"}
+    with pytest.raises(bs.SurgeryError, match=r"row 5 of .*expected an id in column 'name'"):
+        bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "ids", **options)
 
 
 def test_a_row_that_cannot_be_run_is_named(lm, rows, tmp_path):

@@ -23,7 +23,12 @@ def disagree(what, process):
     edit = [bs.Steer("mood", {1: np.ones(64)})]
     if what == "edit" and process:
         edit.append(bs.Remove("blocks.2"))
+    if what == "weights":
+        edit.append(bs.LowRank("blocks.1.query", rank=2))
     lm = bs.CachedCausalLM(bs.operate(make_divisible(), edit))
+    if what == "weights":
+        for variable in lm.opened.trained_layers[0].trainable_variables:
+            variable.assign(np.full(variable.shape, 0.1 + process))
     lm.compile(sampler="greedy")
     rows = prompts(2 if what == "prompts" and process else 1)
     seed = process if what == "seeds" else 0
