@@ -31,6 +31,13 @@ def test_workers_write_what_one_process_writes(lines, tmp_path):
     assert sum(p.stat().st_mtime_ns != t for p, t in zip(paths, before, strict=True)) == 1
 
 
+def test_workers_harvest_what_one_process_harvests(lines, tmp_path):
+    options = {"column": "prompt", "batch_size": 4, "verbose": 0, "shard_rows": 3}
+    alone = bs.harvest(make_lm(), lines, tmp_path / "alone", "blocks.1", **options)
+    paths = bs.harvest(make, lines, tmp_path / "out", "blocks.1", ray="local", **options)
+    assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in alone]
+
+
 def test_a_worker_that_fails_is_told_of(lines, tmp_path):
     def fails(text):
         raise ValueError("no judgement")

@@ -4,6 +4,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_dev
 """
 
 import contextlib
+import json
 import sys
 import tempfile
 import threading
@@ -13,6 +14,7 @@ import jax
 import keras
 import keras_hub
 import numpy as np
+from jax.experimental import multihost_utils
 from keras import distribution
 
 import backbone_surgery as bs
@@ -174,6 +176,16 @@ def tools(folder):
     bs.save_recipe(lm, folder / "edit.recipe")
     again = bs.CachedCausalLM(bs.load_recipe(folder / "edit.recipe", backbone))
     arrays["ids of the recipe"], _ = texts(again, 4, "greedy")
+    lines = [{"prompt": list(range(1, n)), "strength": n / 3} for n in range(3, 10)]
+    if jax.process_index() == 0:
+        (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    multihost_utils.sync_global_devices("the data set is there")
+    placement = lm.programs.placement
+    output = folder / f"{jax.process_count()} {placement and placement.mesh.devices.shape}"
+    options = {"shard_rows": 3, "batch_size": 2, "verbose": 0, "controls": {"mood": "strength"}}
+    paths = bs.generate_dataset(lm, folder / "in.jsonl", output, **options, **OPTIONS)
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    arrays["ids of the data set"] = np.array([row["generated"] for row in rows])
     other = make_divisible()
     for variable in other.trainable_variables:
         variable.assign(np.zeros(variable.shape, "float32"))

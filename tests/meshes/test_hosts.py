@@ -62,6 +62,12 @@ def test_processes_that_disagree_are_told_so(what):
         assert "in every process. Received another in process" in output
 
 
+def test_weights_that_differ_are_refused_by_jax():
+    for status, _, errors in finish(start("disagree", "weights")):
+        assert status == 1
+        assert "must be the same on all processes" in errors or "AssertionError" in errors
+
+
 @pytest.mark.parametrize("who", ["busy 1", "idle 1", "idle 0"])
 def test_a_process_that_dies_ends_the_others(who):
     dying = int(who[-1])
