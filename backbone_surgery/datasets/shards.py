@@ -23,19 +23,21 @@ class Shard:
         start: the first of them.
         stop: the one after the last.
         name: of its output, without an ending.
+        offset: where the first row begins in a file of JSON lines, in bytes.
     """
 
     file: Path
     start: int
     stop: int
     name: str
+    offset: int = 0
 
     def read(self, columns: Sequence[str] | None = None) -> "Rows":
         """Read the rows: some columns of a Parquet file, or all; of JSON lines all, always."""
         with reading(self.file, "data set", f"a {self.file.suffix} file"):
             if self.file.suffix == ".jsonl":
-                lines = itertools.islice(_lines(self.file), self.start, self.stop)
-                return JsonRows([json.loads(line) for line in lines])
+                lines = itertools.islice(_lines(self.file, self.offset), self.stop - self.start)
+                return JsonRows([json.loads(line) for _, line in lines])
             return ParquetRows(_read_parquet(self.file, self.start, self.stop, columns))
 
 
@@ -123,11 +125,10 @@ def find_shards(operation: str, inputs: Any, most: int) -> list[Shard]:
         files[file.stem] = file
     shards = []
     for name, file in files.items():
-        rows = _count(file)
-        starts = range(0, rows, most)
+        rows, offsets = _count(file, most)
         shards += [
-            Shard(file, start, min(start + most, rows), f"{name}-{i:05}")
-            for i, start in enumerate(starts)
+            Shard(file, i * most, min((i + 1) * most, rows), f"{name}-{i:05}", offset)
+            for i, offset in enumerate(offsets)
         ]
     if not shards:
         raise SurgeryError(
@@ -161,17 +162,28 @@ def _files(operation: str, inputs: Any) -> Iterator[Path]:
         yield from files
 
 
-def _count(file: Path) -> int:
+def _count(file: Path, most: int) -> tuple[int, list[int]]:
+    """Count the rows of a file, and return where each shard begins."""
     with reading(file, "data set", f"a {file.suffix} file"):
         if file.suffix == ".jsonl":
-            return sum(1 for _ in _lines(file))
+            rows, offsets = 0, []
+            for rows, (offset, _) in enumerate(_lines(file), 1):
+                if rows % most == 1 or most == 1:
+                    offsets.append(offset)
+            return rows, offsets
         with _arrow()[1].ParquetFile(file) as opened:
-            return opened.metadata.num_rows
+            rows = opened.metadata.num_rows
+            return rows, [0] * -(-rows // most)
 
 
-def _lines(file: Path) -> Iterator[str]:
-    with open(file, encoding="utf-8") as opened:
-        yield from (line for line in opened if line.strip())
+def _lines(file: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not empty, from an offset on, each with its own."""
+    with open(file, "rb") as opened:
+        opened.seek(offset)
+        for line in opened:
+            if line.strip():
+                yield offset, line
+            offset += len(line)
 
 
 def _read_parquet(file: Path, start: int, stop: int, columns: Sequence[str] | None) -> Any:
