@@ -1,6 +1,7 @@
 """The server, over a real port on loopback, by OpenAI's own client."""
 
 import base64
+import gc
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from safetensors.numpy import load, save
 from scipy.special import log_softmax
 
 import backbone_surgery as bs
+from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import make_server_app
 
 NAMES = ("mood", "pet")
@@ -390,6 +392,22 @@ def test_a_client_that_leaves_frees_its_row(server, client):
 
 
 @pytest.mark.slow
+def test_what_was_answered_is_let_go(client):
+    def living():
+        gc.collect()
+        return sum(isinstance(x, EngineRequest) for x in gc.get_objects())
+
+    before = living()
+    for _ in range(3):
+        complete(client, max_tokens=2)
+        list(complete(client, max_tokens=2, stream=True))
+    for _ in range(50):  # the last one is let go a moment after its answer
+        if living() <= before:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{living() - before} requests are held")
+
+
 def test_ending_finishes_what_runs(lm):
     texts = []
     with Server(lm) as server, server.client() as client:

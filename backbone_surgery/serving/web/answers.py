@@ -44,11 +44,13 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self._changed = changed
 
         def tell() -> None:
+            # It must not hold the answer: the engine holds it for as long as the requests are.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._changed.set)
+                loop.call_soon_threadsafe(changed.set)
 
         for request in self.requests:
             request.listen(tell)
