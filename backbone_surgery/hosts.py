@@ -47,13 +47,15 @@ def host_memory(sharded: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Return the value of an array or a variable.
+    """Return the value of an array or a variable, not to be written to.
 
     One that lies in parts on several hosts is gathered. So all of them must ask for it.
     """
     value = x.value if isinstance(x, keras.Variable) else x
-    if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
+    if keras.config.backend() != "jax":
         return keras.ops.convert_to_numpy(value)
+    if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
+        return np.asarray(value)  # Keras would copy what can be looked at where it is
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value, tiled=True)
@@ -74,8 +76,8 @@ def agree(operation: str, parts: Mapping[str, Any]) -> None:
     from jax.experimental import multihost_utils
 
     own = np.zeros((1 + _PARTS, _WORDS), np.uint32)
-    for row, value in zip(own, (operation, *parts.values()), strict=False):
-        row[:] = np.frombuffer(_digest(value), np.uint32)
+    for i, value in enumerate((operation, *parts.values())):
+        own[i] = np.frombuffer(_digest(value), np.uint32)
     equal = (np.asarray(multihost_utils.process_allgather(own)) == own).all(axis=-1)
     if equal.all():
         return

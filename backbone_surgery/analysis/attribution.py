@@ -100,7 +100,7 @@ def attribution(
     step = jax.jit(jax.value_and_grad(run, has_aux=True))
     (value, captured), gradients = step(zeros, [v.value for v in variables])
     products = [
-        hosts.to_numpy(g) * hosts.to_numpy(x).astype("float32")
+        hosts.to_numpy(g) * np.asarray(hosts.to_numpy(x), "float32")
         for g, x in zip(gradients, captured, strict=True)
     ]
     summed = [p[0].reshape(len(question.token_ids), -1).sum(axis=-1) for p in products]

@@ -149,4 +149,4 @@ def _patch(cells: list[tuple[int, int]], values: list[np.ndarray]) -> dict[str, 
 
 
 def _measured(lm: CachedCausalLM, measure: Any, hidden_states: Any) -> np.ndarray:
-    return hosts.to_numpy(measure(next_token_logits(lm, hidden_states))).astype("float32")
+    return np.asarray(hosts.to_numpy(measure(next_token_logits(lm, hidden_states))), "float32")

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,20 +79,7 @@ def parse_controls(texts: Sequence[str]) -> dict[str, float]:
     Raises:
         SurgeryError: a strength is no number, or a control is named twice.
     """
-    strengths: dict[str, float] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        strength = _number(number)
-        if not name or strength is None:
-            raise SurgeryError(
-                f"--control: expected NAME=STRENGTH, such as mood=1.5. Received {text!r}."
-            )
-        if name in strengths:
-            raise SurgeryError(
-                f"--control at '{name}': expected one strength. Received two. Pass one of them."
-            )
-        strengths[name] = strength
-    return strengths
+    return _parse_named("--control", "NAME=STRENGTH, such as mood=1.5", texts, _number)
 
 
 def parse_columns(texts: Sequence[str]) -> dict[str, Any]:
@@ -101,18 +88,32 @@ def parse_columns(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         SurgeryError: one of them is neither, or a control is named twice.
     """
-    controls: dict[str, Any] = {}
+
+    def read(text: str) -> Any:
+        strength = _number(text)
+        columns = tuple(text.split(",")) if text.count(",") == 1 else text
+        return (columns or None) if strength is None else strength
+
+    expected = "NAME=COLUMN or NAME=STRENGTH, such as mood=strength"
+    return _parse_named("--controls", expected, texts, read)
+
+
+def _parse_named(
+    option: str, expected: str, texts: Sequence[str], read: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Parse `NAME=VALUE`, each name once; `read` returns `None` for what is no value."""
+    values: dict[str, Any] = {}
     for text in texts:
-        name, _, value = text.partition("=")
-        if not name or not value or name in controls:
+        name, _, rest = text.partition("=")
+        value = read(rest)
+        if not name or value is None:
+            raise SurgeryError(f"{option}: expected {expected}. Received {text!r}.")
+        if name in values:
             raise SurgeryError(
-                f"--controls: expected NAME=COLUMN or NAME=STRENGTH, each name once, such as "
-                f"mood=strength. Received {text!r}."
+                f"{option} at '{name}': expected one strength. Received two. Pass one of them."
             )
-        strength = _number(value)
-        columns = tuple(value.split(",")) if value.count(",") == 1 else value
-        controls[name] = columns if strength is None else strength
-    return controls
+        values[name] = value
+    return values
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """`generate_dataset`: a text for every row of a data set."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,19 +9,17 @@ from typing import Any
 import keras_hub
 import numpy as np
 
-from backbone_surgery.datasets import on_ray
+from backbone_surgery.datasets.carry_out import carry_out
 from backbone_surgery.datasets.facts import (
     LM,
     Columns,
     Controls,
     controls_digest,
-    described,
-    make,
     read_controls,
     vectors_digest,
 )
-from backbone_surgery.datasets.job import Advance, begin, plan_job, run
-from backbone_surgery.datasets.shards import Shard, check_columns
+from backbone_surgery.datasets.job import Advance, plan_job
+from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_names
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
@@ -124,7 +121,6 @@ def generate_dataset(
         "stop_token_ids": stop_token_ids,
         "stop_sequences": stop_sequences,
     }
-    model = make(_OPERATION, lm, ray)
     vectors = dict(vectors or {})
     digests = vectors_digest(vectors)
     work = _Work(
@@ -139,23 +135,19 @@ def generate_dataset(
         output_column,
         batch_size,
     )
-    work.check(model, job.shards)
-    facts = {
-        **described(_OPERATION, model),
-        "sampler": keras_hub.samplers.serialize(model.sampler),
-        "controls": {"values": controls_digest(model, fixed), "columns": by_column},
-        "vectors": digests,
-        "options": {**options, "seed": seed, "batch_size": batch_size},
-        "columns": [column, id_column, output_column],
-        "scores": {name: _qualified(function) for name, function in scores.items()},
-    }
-    begin(job, facts)
-    if ray is None:
-        run(job, functools.partial(work, model), verbose)
-    else:
-        del model  # the workers make their own
-        on_ray.run(job, work, lm, ray, verbose)
-    return job.outputs
+
+    def facts(model: CachedCausalLM) -> dict[str, Any]:
+        work.check(model, job.shards)
+        return {
+            "sampler": keras_hub.samplers.serialize(model.sampler),
+            "controls": {"values": controls_digest(model, fixed), "columns": by_column},
+            "vectors": digests,
+            "options": {**options, "seed": seed, "batch_size": batch_size},
+            "columns": [column, id_column, output_column],
+            "scores": {name: _qualified(function) for name, function in scores.items()},
+        }
+
+    return carry_out(job, lm, work, facts, ray, verbose)
 
 
 def _qualified(function: Any) -> str:
@@ -191,7 +183,7 @@ class _Work:
                 "Pass one."
             )
         first = Shard(shards[0].file, 0, 1, "")
-        rows, controls = self._read(lm, first, first.read())
+        rows, controls = self._read(lm, first, first.read([self.column, *others]))
         prompts, options = self._request(lm, rows, controls, [0])
         read_request(lm, prompts, seed=0, **options)
         if self.output_column in self.scores:
@@ -200,22 +192,21 @@ class _Work:
                 "the texts go. Received that one. Rename the score."
             )
         for file in dict.fromkeys(shard.file for shard in shards):
-            self._check_free(Shard(file, 0, 1, ""))
+            self._check_free(file, column_names(file))
 
-    def _check_free(self, shard: Shard, table: Any = None) -> None:
+    def _check_free(self, file: Path, names: Sequence[str]) -> None:
         """Refuse rows that have a column which is to be written."""
-        names = (shard.read() if table is None else table).names()
         taken = sorted(set(names) & {self.output_column, *self.scores})
         if taken:
             raise SurgeryError(
-                f"{_OPERATION} at '{shard.file}': expected no column {taken}, which is to be "
+                f"{_OPERATION} at '{file}': expected no column {taken}, which is to be "
                 "written. Received one. Choose another `output_column`, or name of a score."
             )
 
     def __call__(self, lm: CachedCausalLM, shard: Shard, path: Path, advance: Advance) -> None:
         """Write the rows of a shard to a path, with what is generated from them."""
         table = shard.read()
-        self._check_free(shard, table)
+        self._check_free(shard.file, table.names())
         rows, controls = self._read(lm, shard, table)
         seeds = self._seeds(shard, table)
         order = np.argsort([len(row) for row in rows], kind="stable")
@@ -234,7 +225,7 @@ class _Work:
         table.write(path, columns)
 
     def _read(
-        self, lm: CachedCausalLM, shard: Shard, table: Any
+        self, lm: CachedCausalLM, shard: Shard, table: Rows
     ) -> tuple[list[np.ndarray], dict[str, list[Control]]]:
         """Read the prompts and the controls of the rows of a shard."""
         prompts = table.column(self.column)
@@ -248,7 +239,7 @@ class _Work:
         controls = {name: self._control(shard, table, c) for name, c in self.by_column.items()}
         return read_texts(lm, prompts, _OPERATION), controls
 
-    def _control(self, shard: Shard, table: Any, columns: Columns) -> list[Control]:
+    def _control(self, shard: Shard, table: Rows, columns: Columns) -> list[Control]:
         """Read a control of each row."""
 
         def read(column: str, expected: str, fits: Callable[[Any], bool]) -> list[Any]:
@@ -281,7 +272,7 @@ class _Work:
         own = {name: _joined([values[i] for i in index]) for name, values in controls.items()}
         return prompts, {**self.options, "controls": {**self.fixed, **own}}
 
-    def _seeds(self, shard: Shard, table: Any) -> list[int]:
+    def _seeds(self, shard: Shard, table: Rows) -> list[int]:
         """Return a seed for each row, made of its id."""
         rows = range(shard.start, shard.stop)
         ids = [f"{shard.file.name}/{i}" for i in rows]

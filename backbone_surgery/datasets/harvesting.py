@@ -1,6 +1,5 @@
 """`harvest`: the activations of some sites over a corpus, in Parquet files."""
 
-import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,9 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
-from backbone_surgery.datasets import on_ray
-from backbone_surgery.datasets.facts import LM, Controls, controls_digest, described, make
-from backbone_surgery.datasets.job import Advance, begin, plan_job, run
+from backbone_surgery.datasets.carry_out import carry_out
+from backbone_surgery.datasets.facts import LM, Controls, controls_digest
+from backbone_surgery.datasets.job import Advance, plan_job
 from backbone_surgery.datasets.shards import Shard, check_columns
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
@@ -104,24 +103,19 @@ def harvest(
             "Pass one of them."
         )
     job = plan_job(_OPERATION, inputs, output, shard_rows, ".parquet")
-    model = make(_OPERATION, lm, ray)
     selectors = (sites,) if isinstance(sites, str) else tuple(sites)
     work = _Work(selectors, column, dtype, length, controls, batch_size)
     check_columns(_OPERATION, job.shards, [column])
-    facts = {
-        **described(_OPERATION, model),
-        "sites": list(_capturing(model, selectors, dtype).output),
-        "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
-        "controls": {"values": controls_digest(model, controls)},
-        "columns": [column],
-    }
-    begin(job, facts)
-    if ray is None:
-        run(job, functools.partial(work, model), verbose)
-    else:
-        del model  # the workers make their own
-        on_ray.run(job, work, lm, ray, verbose)
-    return job.outputs
+
+    def facts(model: CachedCausalLM) -> dict[str, Any]:
+        return {
+            "sites": list(_capturing(model, selectors, dtype).output),
+            "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
+            "controls": {"values": controls_digest(model, controls)},
+            "columns": [column],
+        }
+
+    return carry_out(job, lm, work, facts, ray, verbose)
 
 
 _built: weakref.WeakKeyDictionary[keras.Model, dict[tuple, keras.Model]] = (

@@ -93,7 +93,7 @@ def plan_job(
     """
     folder = as_path(output, operation).absolute()  # workers may run in other folders
     check_count(operation, "shard_rows", shard_rows, "rows")
-    if (folder.exists() and not folder.is_dir()) or not folder.absolute().parent.is_dir():
+    if (folder.exists() and not folder.is_dir()) or not folder.parent.is_dir():
         raise SurgeryError(
             f"{operation} at '{folder}': expected a new folder, or that of the same job, in one "
             "that exists. Received another path. Choose one."

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.extras import import_extra
@@ -41,23 +41,20 @@ class Shard:
             return ParquetRows(_read_parquet(self.file, self.start, self.stop, columns))
 
 
-class Rows:
+class Rows(Protocol):
     """Rows of a shard, by column."""
 
     def names(self) -> list[str]:
         """Return the names of the columns."""
-        raise NotImplementedError
 
     def column(self, name: str) -> list[Any]:
         """Return what the rows hold in a column, `None` where one of them lacks it."""
-        raise NotImplementedError
 
     def write(self, path: Path, columns: Mapping[str, list[Any]]) -> None:
         """Write the rows to a file, with more columns."""
-        raise NotImplementedError
 
 
-class JsonRows(Rows):
+class JsonRows:
     """Rows of a file of JSON lines."""
 
     def __init__(self, rows: list[Any]) -> None:
@@ -81,7 +78,7 @@ class JsonRows(Rows):
                 file.write(json.dumps(whole, ensure_ascii=False) + "\n")
 
 
-class ParquetRows(Rows):
+class ParquetRows:
     """Rows of a Parquet file."""
 
     def __init__(self, table: Any) -> None:
@@ -141,12 +138,23 @@ def find_shards(operation: str, inputs: Any, most: int) -> list[Shard]:
 def check_columns(operation: str, shards: Sequence[Shard], columns: Sequence[str]) -> None:
     """Refuse files without a column, by name."""
     for file in dict.fromkeys(shard.file for shard in shards):
-        known = Shard(file, 0, 1, "").read().names()
+        known = column_names(file)
         for name in columns:
             if name not in known:
                 raise SurgeryError(
                     f"{operation} at '{file}': expected a column '{name}'. {closest(name, known)}"
                 )
+
+
+def column_names(file: Path) -> list[str]:
+    """Return the names of the columns of a file; of JSON lines, those of its first row."""
+    if file.suffix == ".jsonl":
+        return Shard(file, 0, 1, "").read().names()
+    with (
+        reading(file, "data set", f"a {file.suffix} file"),
+        _arrow()[1].ParquetFile(file) as opened,
+    ):
+        return opened.schema_arrow.names
 
 
 def _files(operation: str, inputs: Any) -> Iterator[Path]:

@@ -222,7 +222,9 @@ def _with_captures(
 ) -> list[Row]:
     """Cut out of the buffers what belongs to the tokens of each row that were run."""
     best = _best(strategy, state, len(state["done"]) // strategy.width)
-    buffers = {name: hosts.to_numpy(x).astype(np.float32) for name, x in state["captures"].items()}
+    buffers = {
+        name: np.array(hosts.to_numpy(x), np.float32) for name, x in state["captures"].items()
+    }
     result = []
     for i, (token_ids, row) in enumerate(zip(batch.rows, rows, strict=True)):
         slots = slice(prompt - len(token_ids), prompt + max(len(row.new) - 1, 0))

@@ -120,16 +120,16 @@ def _of_block(block: keras.Model) -> Iterator[Split]:
     }
     for role in _BY_HEADS & set(sites):
         for layer in _projections(sites[role]):
-            yield from _by_output(layer, sites[role].outputs[0].shape)
+            yield from _of_projection(layer, sites[role].outputs[0].shape, reads=False)
     if "head_outputs" in sites and "attention_output" in sites:
         for layer in _projections(sites["attention_output"]):
-            yield from _by_input(layer, sites["head_outputs"].outputs[0].shape)
+            yield from _of_projection(layer, sites["head_outputs"].outputs[0].shape, reads=True)
     if "mlp_hidden" in sites and "mlp_output" in sites:
         shape = sites["mlp_hidden"].outputs[0].shape
         for layer in _projections(sites["mlp_hidden"]):
-            yield from _by_output(layer, shape)
+            yield from _of_projection(layer, shape, reads=False)
         for layer in _projections(sites["mlp_output"]):
-            yield from _by_input(layer, shape)
+            yield from _of_projection(layer, shape, reads=True)
     for node in graph.graph_nodes(block):
         if isinstance(node.operation, MixedExperts):
             yield from _of_experts(node.operation, node.outputs[0].shape[-1])
@@ -151,26 +151,19 @@ def _projections(site: Any) -> list[keras.Layer]:
     return found
 
 
-def _by_output(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
-    """Split a projection by what it makes: heads, or inner units, [batch, time, units, ...]."""
-    axis = _axis(layer, shape, reads=False)
+def _of_projection(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> Iterator[Split]:
+    """Split a projection by the units that it reads or makes, see `_axis`.
+
+    Where it reads them, what the shares give is added up, and the bias is added once, everywhere.
+    """
+    axis = _axis(layer, shape, reads)
     if axis is None:
         return
     for variable in layer.variables:
         if variable.name == "kernel":
-            yield Split(variable, axis, shape[2])
-        elif variable.name == "bias":
+            yield Split(variable, axis, shape[2], summed=reads)
+        elif variable.name == "bias" and not reads:
             yield Split(variable, 0, shape[2])
-
-
-def _by_input(layer: keras.Layer, shape: tuple[int, ...]) -> Iterator[Split]:
-    """Split a projection by what it reads; its bias is added once, on every device."""
-    axis = _axis(layer, shape, reads=True)
-    if axis is None:
-        return
-    for variable in layer.variables:
-        if variable.name == "kernel":
-            yield Split(variable, axis, shape[2], summed=True)
 
 
 def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None:

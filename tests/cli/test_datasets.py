@@ -52,7 +52,7 @@ def test_harvest_writes_activations(run, lines, tmp_path):
     ("command", "options", "words"),
     [
         ("batch", ["--controls", "mood"], "expected NAME=COLUMN or NAME=STRENGTH"),
-        ("batch", ["-c", "mood=1", "-c", "mood=2"], "each name once"),
+        ("batch", ["-c", "mood=1", "-c", "mood=2"], "expected one strength"),
         ("batch", ["--score", "no_such_module:f"], "expected MODULE:FUNCTION"),
         ("batch", ["--score", "json"], "expected MODULE:FUNCTION"),
         ("batch", ["--column", "text"], "expected a column 'text'"),

@@ -1,0 +1,39 @@
+"""Carrying a job out: begin it with its facts, and run it here or on a cluster."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from backbone_surgery.datasets import on_ray
+from backbone_surgery.datasets.facts import LM, described, make
+from backbone_surgery.datasets.job import Job, begin, run
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+
+
+def carry_out(
+    job: Job,
+    lm: LM,
+    work: Any,
+    facts: Callable[[CachedCausalLM], dict[str, Any]],
+    ray: str | None,
+    verbose: int,
+) -> list[Path]:
+    """Do what is left of a job, and return its files of output.
+
+    Args:
+        job: the job.
+        lm: a model, or a function that makes one.
+        work: called with a model, a shard, a path and what is told of progress.
+        facts: checks the job with the model, and returns what else its output depends on.
+        ray: address of a Ray cluster, if it is to run on one.
+        verbose: whether to show a progress bar.
+    """
+    model = make(job.operation, lm, ray)
+    begin(job, {**described(job.operation, model), **facts(model)})
+    if ray is None:
+        run(job, functools.partial(work, model), verbose)
+    else:
+        del model  # the workers make their own
+        on_ray.run(job, work, lm, ray, verbose)
+    return job.outputs
