@@ -34,13 +34,14 @@ from backbone_surgery.generation.sweep import Sweep, sweep
 from backbone_surgery.graph.emission import collect, emit
 from backbone_surgery.graph.replay import clone_layer_graph
 from backbone_surgery.meshes.layout_map import layout_map
-from backbone_surgery.meshes.plan import Plan, plan
 from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.family import Family, register_family
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone, sites
 from backbone_surgery.opening.site import Site
 from backbone_surgery.opening.state import Stateful, StateSpec
+from backbone_surgery.planning.compilers import CompiledProgram
+from backbone_surgery.planning.plan import Plan, plan
 from backbone_surgery.recipes.recipe import load_recipe, save_recipe
 from backbone_surgery.rewriting import (
     Ablate,
@@ -84,6 +85,7 @@ __all__ = [
     "CachedCausalLM",
     "Capture",
     "CheckReport",
+    "CompiledProgram",
     "Condition",
     "Control",
     "ControlVector",

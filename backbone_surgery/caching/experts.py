@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import graph
+from backbone_surgery import graph, target
 from backbone_surgery.opening.experts import Experts, MixedExperts, TopExperts
 from backbone_surgery.opening.site import Identity
 
@@ -96,7 +96,10 @@ class _Chosen(Experts):
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
         tokens = x.shape[0]
-        in_pieces = on_cpu() and keras.backend.standardize_dtype(kernel.dtype) == "float32"
+        in_pieces = (
+            target.platform() == "cpu"
+            and keras.backend.standardize_dtype(kernel.dtype) == "float32"
+        )
         size = _piece(inputs, tokens * outputs * kernel.dtype.itemsize) if in_pieces else inputs
         if size == inputs:
             return ops.matmul(x, self._take(kernel, self.index))
@@ -127,12 +130,3 @@ def _piece(inputs: int, row_bytes: int) -> int:
     """Return how many inputs of a kernel to take at a time on a CPU."""
     most = max(_PIECE_BYTES // row_bytes, 1)
     return max(size for size in range(1, min(inputs, most) + 1) if inputs % size == 0)
-
-
-def on_cpu() -> bool:
-    """Tell whether JAX is the backend and runs on a CPU."""
-    if keras.backend.backend() != "jax":
-        return False
-    import jax
-
-    return jax.default_backend() == "cpu"

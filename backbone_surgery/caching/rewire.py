@@ -9,6 +9,7 @@ from keras import tree
 from backbone_surgery import graph
 from backbone_surgery.caching.experts import ChosenExperts, most_chosen
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
 from backbone_surgery.caching.stateful import WithState, is_own
@@ -136,6 +137,8 @@ class _Rewirer:
             return self._once(ChosenExperts, layer, top_k)(*args)
         if projects_heads(layer, self.compute_dtype):
             return self._once(HeadProjection, layer)(*args, **kwargs)
+        if is_layer_norm(layer):
+            return self._once(WholeNorm, layer)(*args, **kwargs)
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
         return graph.KEEP

@@ -61,12 +61,19 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of each row.")] = 2048,
     device: Annotated[
-        str, typer.Option(help="A100, H100, H200, v5e, v5p or v6e.", show_default=True)
+        str, typer.Option(help="Such as H100, h100:8, h100:2x8, L4, v5e:4x4 or v5p:2x2x4.")
     ] = "H100",
     dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "bfloat16",
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each prompt; half of --length by default.")
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the programs for the device, here.")
+    ] = False,
 ) -> None:
-    """Tell what each device of a mesh would hold, and what bounds a token; on paper."""
+    """Tell what each device of a mesh would hold, and what bounds a token; nothing runs on it."""
     import backbone_surgery as bs
 
     sizes = None if mesh is None else attempt(parse_mesh, mesh)
-    write(str(attempt(bs.plan, model, sizes, batch, length, device, dtype)))
+    options = {"prompt": prompt, "compile": compile}
+    write(str(attempt(bs.plan, model, sizes, batch, length, device, dtype, **options)))

@@ -16,6 +16,7 @@ from backbone_surgery.generation.programs import Programs, State
 from backbone_surgery.generation.prompts import pack_left
 from backbone_surgery.generation.samplers import NO_TOKEN, Strategy
 from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.target import least_rows
 
 _SMALLEST = 16
 _STOP_IDS = 8
@@ -88,7 +89,7 @@ def run_batch(
         chunk: how many steps to take between two yields; `None` runs to the end and yields once.
     """
     count = len(batch.rows)
-    padded = bucket(count)
+    padded = bucket(count, least_rows(programs.platform))
     prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
     last = prompt + int(batch.budget.max())
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)

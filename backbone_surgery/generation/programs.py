@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from backbone_surgery import graph, hosts
+from backbone_surgery import graph, hosts, target
 from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.caching.placement import placement_of
+from backbone_surgery.caching.placement import Placement, placement_of
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.samplers import Strategy
+from backbone_surgery.target import prefill_chunk
 
 State = dict[str, Any]
 
@@ -43,15 +44,29 @@ class Programs:
 
     The programs of the strategies that were used last are kept, and those of others let go.
 
+    Args:
+        backbone_with_cache: what `rewire` returned.
+        head: the layer that makes logits of hidden states.
+        platform: what the programs are for; by default where the weights lie.
+        placement: where arrays lie on a mesh; by default on that of the weights, if there is one.
+
     Attributes:
         compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`,
             and those of an `Engine`. Those that copy a cache into a longer one are not counted.
     """
 
-    def __init__(self, backbone_with_cache: BackboneWithCache, head: keras.layers.Layer) -> None:
+    def __init__(
+        self,
+        backbone_with_cache: BackboneWithCache,
+        head: keras.layers.Layer,
+        platform: str | None = None,
+        placement: Placement | None = None,
+    ) -> None:
         self.model = backbone_with_cache
         self.head = head
-        self.placement = placement_of(backbone_with_cache.variables)
+        variables = backbone_with_cache.variables
+        self.platform = platform or target.platform_of(variables)
+        self.placement = placement or placement_of(variables)
         self.compilations = {"prefill": 0, "decode": 0}
         self._compiled: OrderedDict[Hashable, dict[tuple, Any]] = OrderedDict()
         self._compiling, self._sorting = threading.RLock(), threading.Lock()
@@ -86,13 +101,19 @@ class Programs:
             With `captures` it has a buffer for each capture, with an entry for each slot, which
             `decode` fills in place.
         """
+        run, donate = self.prefill_program(strategy, length, captures)
+        args = (self.weights(), cache, arguments)
+        return self.run("prefill", strategy, run, args, donate, length, captures)
+
+    def prefill_program(
+        self, strategy: Strategy, length: int, captures: bool
+    ) -> tuple[Callable[..., State], tuple[int, ...]]:
+        """Return what `prefill` compiles, of weights, cache and arguments; and what it donates."""
 
         def run(weights: list[jax.Array], cache: Any, arguments: State) -> State:
             return _prefill(self, weights, strategy, cache, arguments, length, captures)
 
-        donate = (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
-        args = (self.weights(), cache, arguments)
-        return self.run("prefill", strategy, run, args, donate, length, captures)
+        return run, (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
 
     def decode(
         self, strategy: Strategy, state: State, arguments: State, until: int
@@ -102,6 +123,14 @@ class Programs:
         Returns:
             The state to go on from, and copies of what is read of it, which outlive it.
         """
+        run, donate = self.decode_program(strategy)
+        args = (self.weights(), state, arguments, np.int32(until))
+        return self.run("decode", strategy, run, args, donate)
+
+    def decode_program(
+        self, strategy: Strategy
+    ) -> tuple[Callable[..., tuple[State, State]], tuple[int, ...]]:
+        """Return what `decode` compiles, of its arguments and weights; and what it donates."""
         placement = self.placement
 
         def run(
@@ -111,8 +140,7 @@ class Programs:
             copies = jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
             return state, copies if placement is None else placement.pin_everywhere(copies)
 
-        args = (self.weights(), state, arguments, np.int32(until))
-        return self.run("decode", strategy, run, args, (1,))
+        return run, (1,)
 
     def grow(self, state: State, length: int) -> State:
         """Give the state a longer cache; array by array, so that only one exists twice at a time.
@@ -145,7 +173,8 @@ class Programs:
             mapping = zip(self.model.variables, weights, strict=True)
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
-            with keras.StatelessScope(state_mapping=mapping):
+            with keras.StatelessScope(state_mapping=mapping), target.made_for(self.platform):
+                cache = jax.tree.map(target.row_major, cache)
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]
                 if token is None:
@@ -264,16 +293,19 @@ def _prefill(
     lengths = mask.sum(axis=1, dtype=jnp.int32)
     cache_mask = jnp.pad(mask, ((0, 0), (0, length - prompt)), constant_values=True)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    logits, cache, captured = programs.forward(weights)(
-        {
-            "token_ids": token_ids,
-            "cache": cache,
-            "cache_update_index": jnp.int32(0),
-            "positions": positions,
-            "cache_mask": cache_mask,
-            **arguments["controls"],
-        }
-    )
+    inputs = {
+        "token_ids": token_ids,
+        "cache": cache,
+        "cache_update_index": jnp.int32(0),
+        "positions": positions,
+        "cache_mask": cache_mask,
+        **arguments["controls"],
+    }
+    size = prefill_chunk(programs.platform, prompt)
+    if size == prompt:
+        logits, cache, captured = programs.forward(weights)(inputs)
+    else:
+        logits, cache, captured = _in_chunks(programs.forward(weights), inputs, size)
     state = {
         "tokens": jnp.pad(token_ids, ((0, 0), (0, length - prompt))),
         "cache": cache,
@@ -291,6 +323,45 @@ def _prefill(
         state["cache"] = pack_cache(state["cache"], programs.model)
     state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
     return programs.pin_state(_choose(strategy, logits, state, arguments))
+
+
+def _in_chunks(forward: Callable[..., Any], inputs: State, size: int) -> tuple[Any, Any, State]:
+    """Run prompts piece by piece: what attention needs while it runs is that of one piece.
+
+    Args:
+        forward: see `Programs.forward`.
+        inputs: of the whole prompts.
+        size: tokens of a piece; divides those of the prompts.
+
+    Returns:
+        The logits of the last token, the cache, and what was captured of all tokens.
+    """
+    prompt = inputs["token_ids"].shape[1]
+
+    def run(i: Any, cache: Any) -> tuple[Any, Any, State]:
+        names = ("token_ids", "positions")
+        piece = {
+            name: jax.lax.dynamic_slice_in_dim(inputs[name], i * size, size, axis=1)
+            for name in names
+        }
+        return forward({**inputs, **piece, "cache": cache, "cache_update_index": i * size})
+
+    def step(i: Any, done: tuple[Any, Any, State]) -> tuple[Any, Any, State]:
+        _, cache, buffers = done
+        logits, cache, captured = run(i, cache)
+        buffers = {
+            k: jax.lax.dynamic_update_slice_in_dim(x, captured[k], i * size, time_axis(k))
+            for k, x in buffers.items()
+        }
+        return logits, cache, buffers
+
+    logits, _, captured = jax.eval_shape(run, jnp.int32(0), inputs["cache"])
+    buffers = {
+        k: jnp.zeros([prompt if i == time_axis(k) else n for i, n in enumerate(x.shape)], x.dtype)
+        for k, x in captured.items()
+    }
+    first = jnp.zeros(logits.shape, logits.dtype), inputs["cache"], buffers
+    return jax.lax.fori_loop(0, prompt // size, step, first)
 
 
 def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: State) -> State:

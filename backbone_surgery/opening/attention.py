@@ -14,6 +14,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from backbone_surgery import target
 from backbone_surgery.opening.state import StateSpec, write_slots
 
 
@@ -121,6 +122,8 @@ class _Attention(keras.layers.Layer):
         batch, time, _, _ = ops.shape(query)
         heads = (self.num_key_value_heads, self.num_heads // self.num_key_value_heads)
         query = ops.reshape(query, (batch, time, *heads, self.head_dim))
+        if _adds_up(time):
+            return self._capped(_scores_of_one(query, key))
         query = ops.transpose(query, (0, 2, 3, 1, 4))
         query = ops.reshape(query, (batch, heads[0], heads[1] * time, self.head_dim))
         key = ops.transpose(key, (0, 2, 1, 3))
@@ -131,10 +134,12 @@ class _Attention(keras.layers.Layer):
         else:
             scores = ops.matmul(query, ops.transpose(key, (0, 1, 3, 2)))
         length = ops.shape(key)[2]
-        scores = ops.reshape(scores, (batch, *heads, time, length))
-        if self.logit_soft_cap is not None:
-            scores = ops.tanh(scores / self.logit_soft_cap) * self.logit_soft_cap
-        return scores
+        return self._capped(ops.reshape(scores, (batch, *heads, time, length)))
+
+    def _capped(self, scores):
+        if self.logit_soft_cap is None:
+            return scores
+        return ops.tanh(scores / self.logit_soft_cap) * self.logit_soft_cap
 
     def _softmax(self, scores, mask):
         if self.sinks is None:
@@ -155,6 +160,10 @@ class _Attention(keras.layers.Layer):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
         batch, _, time, length = ops.shape(pattern)
         groups = self.num_heads // self.num_key_value_heads
+        if _adds_up(time):
+            shares = ops.reshape(pattern, (batch, self.num_key_value_heads, groups, length))
+            mixed = _mix_of_one(shares, value)
+            return ops.reshape(mixed, (batch, time, self.num_heads, self.head_dim))
         pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups * time, length))
         mixed = ops.matmul(pattern, ops.transpose(value, (0, 2, 1, 3)))
         mixed = ops.reshape(mixed, (batch, self.num_heads, time, self.head_dim))
@@ -163,12 +172,13 @@ class _Attention(keras.layers.Layer):
     def attend(self, query, key, value, mask, distance):
         """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
 
-        That is on a GPU, in half precision and without a soft cap, slopes and sinks; Keras then
-        chooses cuDNN's flash attention where the shapes allow it.
+        That is for prompts on a GPU, in half precision and without a soft cap, slopes and sinks;
+        Keras then chooses cuDNN's flash attention where the shapes allow it.
         """
         half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
         others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
-        if half and all(x is None for x in others) and on_gpu():
+        plain = all(x is None for x in others) and not _adds_up(ops.shape(query)[1])
+        if half and plain and target.platform() == "gpu":
             # All in one dtype, as cuDNN wants them.
             key, value = (ops.cast(x, query.dtype) for x in (key, value))
             return ops.dot_product_attention(
@@ -192,13 +202,34 @@ class _Attention(keras.layers.Layer):
         return pattern if self.dropout is None else self.dropout(pattern, training=training)
 
 
-def on_gpu() -> bool:
-    """Tell whether JAX is the backend and runs on a GPU."""
-    if keras.backend.backend() != "jax":
-        return False
-    import jax
+def _adds_up(time: Any) -> bool:
+    """Tell whether to multiply and add up, where there is one query, instead of a product.
 
-    return jax.default_backend() == "gpu"
+    On a GPU. A product there would turn the keys first; this reads them as they lie.
+    """
+    return isinstance(time, int) and time == 1 and target.platform() == "gpu"
+
+
+def _scores_of_one(query: Any, key: Any) -> Any:
+    """Multiply one query, [batch, 1, key heads, groups, size], by all keys.
+
+    Returns float[batch, key heads, groups, 1, keys].
+    """
+    keys = ops.cast(ops.transpose(key, (0, 2, 1, 3)), "float32")[:, :, None]
+    query = ops.cast(query, "float32")[:, 0, :, :, None]
+    scores = ops.cast(ops.sum(keys * query, axis=-1), key.dtype)[:, :, :, None]
+    return target.row_major(scores)  # so that its softmax is one kernel
+
+
+def _mix_of_one(shares: Any, value: Any) -> Any:
+    """Add up the values by their shares, [batch, key heads, groups, keys].
+
+    Returns float[batch, key heads, groups, size].
+    """
+    shares = ops.transpose(ops.cast(shares, "float32"), (0, 3, 1, 2))[..., None]
+    return ops.cast(
+        ops.sum(shares * ops.cast(value, "float32")[:, :, :, None], axis=1), value.dtype
+    )
 
 
 def _slots(name: str, heads: keras.KerasTensor) -> StateSpec:

@@ -18,6 +18,7 @@ from backbone_surgery.serving.prefill import Prefill
 from backbone_surgery.serving.prefix_cache import PrefixCache
 from backbone_surgery.serving.row_programs import RowPrograms
 from backbone_surgery.serving.warm_up import warm_up
+from backbone_surgery.target import least_rows
 
 STOP_IDS = 16
 """How many stop tokens a job can have."""
@@ -57,7 +58,7 @@ class Scheduler:
 
     Args:
         lm: the model.
-        rows: how many jobs run at once.
+        rows: how many jobs run at once; at least two on a GPU or TPU, see `target.least_rows`.
         length: tokens that a job can have.
         prefix_cache: bytes of prefilled chunks to keep.
         prefill_chunk: tokens of a prompt that are run between two chunks of steps.
@@ -81,6 +82,7 @@ class Scheduler:
         self.lm, self.prefill_chunk, self.max_waiting = lm, prefill_chunk, max_waiting
         self.prefix_cache = PrefixCache(prefix_cache) if prefix_cache else None
         sampling = RecordedSampling(chunk_size, lm.programs.head.input_dim)
+        rows = max(rows, least_rows(lm.programs.platform))
         self.programs = RowPrograms(lm.programs, sampling, rows)
         self.lengths = _lengths(length, prefill_chunk)
         self.work = threading.Condition(threading.Lock())

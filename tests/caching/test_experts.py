@@ -7,6 +7,7 @@ import pytest
 from keras import ops
 
 import backbone_surgery as bs
+from backbone_surgery import target
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.opening.experts import MixedExperts, TopExperts
@@ -48,11 +49,11 @@ def inputs_of(rng, rows, time=1, top_k=2):
     return x, np.array(TopExperts(top_k)(logits))
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("piece_bytes", [1, 500, 2**22])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (3, 1), (1, 2), (2, 2), (4, 5)])
-def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes, on_cpu):
-    monkeypatch.setattr(experts, "on_cpu", lambda: on_cpu)
+def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes, platform):
+    monkeypatch.setattr(target, "platform", lambda: platform)
     monkeypatch.setattr(experts, "_PIECE_BYTES", piece_bytes)
     x, weights = inputs_of(rng, rows, time)
     kernels = [np.asarray(w) for w in mixed.bank.weights]

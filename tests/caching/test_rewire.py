@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import target
 from backbone_surgery.opening import attention
 from tests.helpers import FAMILIES, VOCABULARY, relative
 from tests.reference import run_chunks
@@ -116,17 +117,18 @@ def test_the_fused_attention_of_a_gpu_computes_the_same(family, rng, monkeypatch
     backbone = FAMILIES[family](dtype="bfloat16")
     inputs = left_padded(rng, [16, 11], 16)
     wanted = run_cached(bs.rewire(backbone), inputs, [9, 1, 6])
-    monkeypatch.setattr(attention, "on_gpu", lambda: True)
     monkeypatch.setattr(
         attention.ops, "dot_product_attention", lambda *a, **k: calls.append(k) or fused(*a, **k)
     )
-    got = run_cached(bs.rewire(backbone), inputs, [9, 1, 6])
+    with target.made_for("gpu"):
+        got = run_cached(bs.rewire(backbone), inputs, [9, 1, 6])
     assert np.isfinite(got).all()
     assert relative(got, wanted, inputs["padding_mask"].astype(bool)) <= 2e-2
     assert relative(got[:1], run(backbone, inputs)[:1]) <= 2e-2
     assert bool(calls) == (family != "gemma2")  # which caps its scores
     calls.clear()
-    run_cached(bs.rewire(FAMILIES[family]()), inputs, [16])
+    with target.made_for("gpu"):
+        run_cached(bs.rewire(FAMILIES[family]()), inputs, [16])
     assert not calls  # float32 stays as it is
 
 

@@ -1,0 +1,1 @@
+"""Planning: what a model takes on chips that are there or not."""

@@ -1,0 +1,158 @@
+"""The programs of a generation for a chip that may not be there, over arrays that have no values.
+
+They are traced and lowered as always, by `Programs`, and handed on as `jax.export` writes them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import export
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from backbone_surgery.caching.cache import new_packed_cache
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.placement import Placement
+from backbone_surgery.generation.engine import Batch, make_arguments
+from backbone_surgery.generation.programs import Programs, State
+from backbone_surgery.generation.samplers import Strategy
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.meshes.layout_map import Split
+
+# What is exported is compiled at once, by the same JAX.
+_CHECKS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a generation.
+
+    Attributes:
+        rows: of the batch.
+        prompt: tokens of each prompt.
+        length: slots of the cache.
+    """
+
+    rows: int
+    prompt: int
+    length: int
+
+
+class Traced(NamedTuple):
+    """A program, as it is handed to a compiler.
+
+    Attributes:
+        program: what `jax.export` wrote.
+        axes: for each array that goes in, the axis of the mesh for each of its dimensions.
+        donated: which arguments it takes over.
+    """
+
+    program: bytes
+    axes: list[list[Any]]
+    donated: tuple[int, ...]
+
+
+def abstract_placement(sizes: dict[str, int]) -> Placement | None:
+    """Return where arrays lie on a mesh of these sizes; `None` if that is one device."""
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return Placement(mesh, "batch") if mesh.size > 1 else None
+
+
+def trace(
+    programs: Programs, strategy: Strategy, splits: dict[str, Split], sizes: Sizes
+) -> dict[str, Traced]:
+    """Trace prefill and decode.
+
+    Args:
+        programs: over a model whose weights may have no values.
+        strategy: how tokens are chosen.
+        splits: of the weights, by path.
+        sizes: of the generation.
+
+    Returns:
+        The programs by name.
+    """
+    model, placement = programs.model, programs.placement
+    weights = [_weight(variable, splits, placement) for variable in model.variables]
+    arguments = jax.tree.map(_everywhere(placement), _arguments(model, strategy, sizes))
+    cache = _cache(model, placement, sizes)
+    captures = "captures" in model.output
+    prefill, donated = programs.prefill_program(strategy, sizes.length, captures)
+    state = jax.eval_shape(prefill, weights, cache, arguments)
+    state = {**_by_rows(state, placement), "cache": cache}
+    decode, taken = programs.decode_program(strategy)
+    until = _everywhere(placement)(np.int32(0))
+    platform = {"gpu": "cuda"}.get(programs.platform, programs.platform)
+
+    def handed_on(run: Any, args: tuple, donate: tuple[int, ...]) -> Traced:
+        jitted = jax.jit(run, donate_argnums=donate)
+        program = export.export(jitted, platforms=[platform], disabled_checks=_CHECKS)(*args)
+        axes = [list(x.sharding.spec) if x.sharding else [] for x in jax.tree.leaves(args)]
+        return Traced(bytes(program.serialize()), axes, donate)
+
+    return {
+        "prefill": handed_on(prefill, (weights, cache, arguments), donated),
+        "decode": handed_on(decode, (weights, state, arguments, until), taken),
+    }
+
+
+def _arguments(model: BackboneWithCache, strategy: Strategy, sizes: Sizes) -> State:
+    rows = sizes.rows
+    batch = Batch(
+        rows=[np.ones(sizes.prompt, np.int32)] * rows,
+        budget=np.full(rows, sizes.length - sizes.prompt, np.int32),
+        seeds=np.zeros((rows, 2), np.uint32),
+        controls={
+            name: np.broadcast_to(value, (rows, *np.shape(value)))
+            for name, value in model.defaults.items()
+        },
+        stops=Stops([]),
+    )
+    return make_arguments(strategy, batch, rows, sizes.prompt)
+
+
+def _struct(x: Any, placement: Placement | None, *axes: Any) -> jax.ShapeDtypeStruct:
+    sharding = placement and NamedSharding(placement.mesh, PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+
+def _everywhere(placement: Placement | None) -> Any:
+    return lambda x: _struct(np.asarray(x) if not hasattr(x, "dtype") else x, placement)
+
+
+def _weight(
+    variable: Any, splits: dict[str, Split], placement: Placement | None
+) -> jax.ShapeDtypeStruct:
+    shape, dtype = tuple(variable.shape), jax.numpy.dtype(variable.dtype)
+    value = jax.ShapeDtypeStruct(shape, dtype)
+    split = splits.get(variable.path)
+    if placement is None or split is None or split.units % placement.mesh.shape["model"]:
+        return _struct(value, placement)
+    axes = ["model" if i == split.axis else None for i in range(len(shape))]
+    return _struct(value, placement, *axes)
+
+
+def _cache(model: BackboneWithCache, placement: Placement | None, sizes: Sizes) -> Any:
+    """Return the packed cache, laid out as `Placement.of_state` has it."""
+    packed = jax.eval_shape(lambda: new_packed_cache(model, sizes.rows, sizes.length))
+
+    def laid_out(spec: Any, x: Any) -> Any:
+        if placement is None:
+            return _struct(x, None)
+        axes = list(placement.of_state(spec, sizes.rows).spec)
+        shape = spec.sizes(sizes.rows, sizes.length)
+        axes += [None] * (len(shape) - len(axes))
+        kept = [i for i, size in enumerate(shape) if i == spec.slot_axis or size != 1]
+        return _struct(x, placement, *(axes[i] for i in kept))
+
+    return [
+        {name: laid_out(specs[name], x) for name, x in entry.items()}
+        for specs, entry in zip(model.states, packed, strict=True)
+    ]
+
+
+def _by_rows(state: State, placement: Placement | None) -> State:
+    def laid_out(x: Any) -> Any:
+        shared = placement and x.ndim and x.shape[0] % placement.mesh.shape["batch"] == 0
+        return _struct(x, placement, *(["batch"] if shared else []))
+
+    return jax.tree.map(laid_out, {k: x for k, x in state.items() if k != "cache"})

@@ -1,0 +1,278 @@
+"""Reading the text of a compiled program: what runs for each token, and what it moves.
+
+The text is optimised HLO, after XLA's own passes for a chip: each instruction of the loop is a
+kernel, a copy or an exchange. https://openxla.org/xla/operation_semantics names them.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64}
+_ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\](\{[^}]*\})?")
+_FREE = {
+    *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id"),
+}
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_WHOLE = {"dot", "convolution", "fusion", "custom-call", "sort", "while", "conditional", "call"}
+EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+class Instruction(NamedTuple):
+    """A line of HLO: `%name = shape opcode(operands), attributes`."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    def calls(self, *keys: str) -> list[str]:
+        """Return the computations that it names under some keys, such as `body`."""
+        return re.findall(rf"\b(?:{'|'.join(keys)})=%?([\w.\-]+)", self.attributes)
+
+    @property
+    def number(self) -> int:
+        """Which parameter it is."""
+        return int(self.operands[0])
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass
+class Step:
+    """What a program does for each token.
+
+    Attributes:
+        kernels: `{kind of instruction: how many}`.
+        exchanges: `{kind of collective: how many}`.
+        bytes: read from and written to the memory of the device.
+        copied_bytes: of arrays that are copied as they are, or turned, within that memory.
+        cycles: what a TPU's compiler estimates, without waiting for memory; `None` elsewhere.
+        seconds: what a GPU's compiler estimates; `None` elsewhere.
+    """
+
+    kernels: Counter = field(default_factory=Counter)
+    exchanges: Counter = field(default_factory=Counter)
+    bytes: int = 0
+    copied_bytes: int = 0
+    cycles: int | None = None
+    seconds: float | None = None
+
+
+def read_step(text: str, in_loop: bool) -> Step:
+    """Read what a program does for each token, or once.
+
+    Args:
+        text: optimised HLO.
+        in_loop: whether to read the loop over tokens alone, and not all of it.
+    """
+    module = read_module(text)
+    name = _loop(module) if in_loop else _entry(text)
+    step = Step()
+    for instruction, lines, times in _flat(module[name], module):
+        _count(step, instruction, lines, module, times)
+    return step
+
+
+def _loop(module: dict[str, Computation]) -> str:
+    """Return the name of the body of the loop over tokens: it carries weights and caches."""
+    loops = [i for lines in module.values() for i in lines.values() if i.opcode == "while"]
+    return max(loops, key=lambda i: size_of(i.shape)).calls("body")[0]
+
+
+def _entry(text: str) -> str:
+    """Return the name of the computation that a program begins with."""
+    return re.search(r"^ENTRY %?([\w.\-]+) ", text, re.MULTILINE)[1]  # type: ignore[index]
+
+
+def read_module(text: str) -> dict[str, Computation]:
+    """Read the computations of a program, by name."""
+    module: dict[str, Computation] = {}
+    current: Computation = {}
+    for line in text.splitlines():
+        if line and not line[0].isspace() and line.rstrip().endswith("{"):
+            header = re.match(r"(?:ENTRY )?%?([\w.\-]+) ", line)
+            current = module.setdefault(header[1], {}) if header else {}
+        elif re.match(r"\s+(ROOT )?%[\w.\-]+ = ", line):
+            instruction = _read_line(line)
+            current[instruction.name] = instruction
+    return module
+
+
+def _read_line(line: str) -> Instruction:
+    name, _, rest = line.strip().partition(" = ")
+    is_root = name.startswith("ROOT ")
+    name = name.removeprefix("ROOT ").lstrip("%")
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, _ = rest.partition("(")
+    end = _closing(rest, len(opcode))
+    inside, attributes = rest[len(opcode) + 1 : end], rest[end + 1 :]
+    if opcode in ("parameter", "constant"):
+        operands: tuple[str, ...] = (inside,)
+    else:
+        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, shape, opcode, operands, attributes, is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Return where the bracket that opens at `start` closes."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def size_of(shape: str) -> int:
+    """Return the bytes of a shape in the memory of the device; what lies on the chip counts none.
+
+    Examples:
+        >>> size_of("(bf16[8,64]{1,0}, s32[2], f32[4]{0:T(128)S(1)})")
+        1032
+    """
+    total = 0
+    for kind, sizes, layout in _ARRAY.findall(shape):
+        if "S(" in layout:
+            continue
+        bits = _BITS.get(kind) or int(next(iter(re.findall(r"\d+", kind)), 0))
+        total += math.prod(int(n) for n in sizes.split(",") if n) * bits // 8
+    return total
+
+
+def _flat(
+    lines: Computation, module: dict[str, Computation], times: int = 1
+) -> Iterator[tuple[Instruction, Computation, int]]:
+    """Yield what runs, in order, with the computation that it stands in, and how often it runs."""
+    for instruction in lines.values():
+        if instruction.opcode in ("call", "while", "conditional"):
+            trips = re.search(r'"known_trip_count":{"n":"(\d+)"', instruction.attributes)
+            keys = ("to_apply", "calls", "body", "true_computation", "false_computation")
+            for name in instruction.calls(*keys):
+                yield from _flat(module[name], module, times * int(trips[1]) if trips else times)
+        elif instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
+            yield instruction, lines, times
+
+
+def _count(
+    step: Step,
+    instruction: Instruction,
+    lines: Computation,
+    module: dict[str, Computation],
+    times: int,
+) -> None:
+    opcode = instruction.opcode.removesuffix("-start")
+    exchange = next((kind for kind in EXCHANGES if opcode == kind), None)
+    if exchange is not None:
+        step.exchanges[exchange] += times
+    step.kernels[opcode] += times
+    written = _written(instruction, lines, module)
+    if opcode in ("copy", "transpose") and _read(instruction, lines, module):
+        step.copied_bytes += times * written
+    step.bytes += times * (_read(instruction, lines, module) + written)
+    # For norms in Triton the model of costs says seconds where it means microseconds.
+    estimate = re.search(r'"exec_time_us":([\d.]+)', instruction.attributes)
+    if estimate and '"kind":"__triton"' not in instruction.attributes:
+        step.seconds = (step.seconds or 0.0) + times * float(estimate[1]) / 1e6
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    if estimate:
+        step.cycles = (step.cycles or 0) + times * int(estimate[1])
+
+
+def _read(instruction: Instruction, lines: Computation, module: dict[str, Computation]) -> int:
+    """Return the bytes that an instruction reads."""
+    operands = [lines[name] for name in instruction.operands if name in lines]
+    if instruction.opcode == "fusion":
+        fused = _Fused(module[instruction.calls("calls")[0]])
+        return sum(fused.read(i, size_of(x.shape)) for i, x in enumerate(operands))
+    if instruction.opcode.removesuffix("-start") in _SLICES:
+        return size_of(_first(instruction.shape, 1 if "-start" in instruction.opcode else 0))
+    if instruction.opcode == "dynamic-update-slice":
+        return size_of(operands[1].shape)
+    return sum(size_of(x.shape) for x in operands)
+
+
+def _written(instruction: Instruction, lines: Computation, module: dict[str, Computation]) -> int:
+    """Return the bytes that an instruction writes."""
+    if instruction.opcode == "fusion":
+        return _Fused(module[instruction.calls("calls")[0]]).written()
+    if instruction.opcode == "dynamic-update-slice":
+        return size_of(lines[instruction.operands[1]].shape)
+    if instruction.opcode == "custom-call":
+        return size_of(_first(instruction.shape, 0))  # what follows is room to work in
+    if instruction.opcode.endswith("-start"):
+        return size_of(_first(instruction.shape, 1 if "slice" in instruction.opcode else 0))
+    return size_of(instruction.shape)
+
+
+def _first(shape: str, index: int) -> str:
+    """Return an array out of a shape that may be a tuple."""
+    arrays = [match[0] for match in _ARRAY.finditer(shape)]
+    return arrays[min(index, len(arrays) - 1)] if arrays else ""
+
+
+class _Fused:
+    """The inside of a fusion: how much it needs of each of its parameters."""
+
+    def __init__(self, lines: Computation) -> None:
+        self.lines = lines
+        self.users: defaultdict[str, list[Instruction]] = defaultdict(list)
+        for instruction in lines.values():
+            for name in set(instruction.operands):
+                self.users[name].append(instruction)
+        self.root = next(i for i in lines.values() if i.is_root)
+        self.made = self._handed_out(self.root)
+        self._shares: dict[str, float] = {}
+
+    def read(self, number: int, size: int) -> int:
+        """Return how many bytes are read of a parameter of some size."""
+        for instruction in self.lines.values():
+            if instruction.opcode == "parameter" and instruction.number == number:
+                return int(self._share(instruction.name) * size)
+        return 0
+
+    def written(self) -> int:
+        """Return how many bytes are written: of what is updated in place, the update alone."""
+        total = 0
+        for instruction in self.made:
+            if instruction.opcode == "dynamic-update-slice":
+                total += size_of(self.lines[instruction.operands[1]].shape)
+            elif instruction.opcode != "parameter":
+                total += size_of(instruction.shape)
+        return total
+
+    def _handed_out(self, instruction: Instruction) -> list[Instruction]:
+        if instruction.opcode == "tuple":
+            return [y for x in instruction.operands for y in self._handed_out(self.lines[x])]
+        if instruction.opcode == "bitcast":
+            return self._handed_out(self.lines[instruction.operands[0]])
+        return [instruction]
+
+    def _share(self, name: str) -> float:
+        """Return how much of a value is needed, from 0 to 1."""
+        if name not in self._shares:
+            wanted = sum(self._wanted(user, name) for user in self.users[name])
+            is_made = any(i.name == name and i.opcode != "parameter" for i in self.made)
+            self._shares[name] = 1.0 if is_made else min(wanted, 1.0)
+        return self._shares[name]
+
+    def _wanted(self, user: Instruction, name: str) -> float:
+        if user.opcode in _WHOLE:
+            return 1.0
+        first = user.operands[0] == name
+        if user.opcode in _SLICES and first:
+            size = size_of(self.lines[name].shape) or 1
+            return self._share(user.name) * size_of(user.shape) / size
+        if user.opcode == "dynamic-update-slice" and first and user in self.made:
+            return 0.0  # in place
+        if user.opcode == "tuple" and self.lines[name].opcode == "parameter":
+            return 0.0
+        return 1.0 if user.is_root else self._share(user.name)

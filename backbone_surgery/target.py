@@ -1,0 +1,88 @@
+"""The target: what kind of chip a program is made for.
+
+What is cheap differs between a CPU, a GPU and a TPU, so some layers compute the same in another way
+for each. They ask here. Whoever makes a program says what it is for: that on which the weights lie,
+or the chip that a plan is made for. So the program that a laptop compiles for a chip that is not
+there is the one that the chip would run.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+_LONGEST_PIECE = 512
+
+_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+
+
+def platform() -> str:
+    """Return what the program that is being made is for: "cpu", "gpu" or "tpu"."""
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
+    if keras.config.backend() != "jax":
+        return "cpu"
+    import jax
+
+    return jax.default_backend()
+
+
+@contextlib.contextmanager
+def made_for(chosen: str) -> Iterator[None]:
+    """Have what is made inside be for a platform."""
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def platform_of(variables: Iterable[keras.Variable]) -> str:
+    """Return where the values of variables lie; what is being made, if they have none."""
+    if keras.config.backend() == "jax":
+        for variable in variables:
+            devices = getattr(variable.value, "devices", None)
+            if devices is not None:
+                return next(iter(devices())).platform
+    return platform()
+
+
+def least_rows(chosen: str) -> int:
+    """Return how many rows a program has at least.
+
+    A product of one row is a slow sum on a GPU and a TPU: their compilers make it one of vectors.
+    An empty second row has them make a product of matrices, see docs/accelerators.md.
+    """
+    return 1 if chosen == "cpu" else 2
+
+
+def prefill_chunk(chosen: str, prompt: int) -> int:
+    """Return how many tokens of a prompt to run at once; it divides the length of the prompt.
+
+    Attention needs memory for each pair of a token that runs and one that it may see: in pieces,
+    that grows with the prompt, and not with its square.
+
+    Examples:
+        >>> prefill_chunk("gpu", 128), prefill_chunk("gpu", 768), prefill_chunk("tpu", 4096)
+        (128, 384, 512)
+    """
+    if chosen == "cpu" or prompt <= _LONGEST_PIECE:
+        return prompt
+    return next(n for n in range(_LONGEST_PIECE, 0, -1) if prompt % n == 0)
+
+
+def row_major(x: Any) -> Any:
+    """Have an array lie in the order of its axes, on a GPU or a TPU; inside a program.
+
+    Else their compilers choose an order for each array of a loop, and copy what comes in another.
+    """
+    if platform() == "cpu" or keras.config.backend() != "jax":
+        return x
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))

@@ -1,0 +1,88 @@
+"""Programs written for a GPU or a TPU, run on a CPU: they compute what those of a CPU compute."""
+
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from backbone_surgery import target
+from backbone_surgery.generation.programs import Programs
+from tests.families import ROWS
+from tests.helpers import ragged, relative
+
+OPTIONS = {"max_new_tokens": 6, "stop_token_ids": None, "seed": 3, "return_captures": True}
+
+
+def make_lm(name, sampler="greedy"):
+    backbone = ROWS[name].make()
+    rng = np.random.default_rng(3)
+    direction, vector = rng.normal(size=(2, backbone.hidden_dim))
+    edits = [
+        bs.Condition("asked", direction, threshold=0.1, at="blocks.0"),
+        bs.Steer("mood", {1: vector}, when="asked", strength=1.0),
+        bs.Capture("blocks.*"),
+    ]
+    lm = bs.CachedCausalLM(bs.operate(backbone, edits))
+    lm.compile(sampler=sampler)
+    return lm
+
+
+def have_made_for(lm, platform):
+    programs = Programs(lm.backbone_with_cache, lm.programs.head, platform)
+    object.__setattr__(lm, "programs", programs)
+
+
+def compare(lm, platform, prompts):
+    """Compare tokens and captures with those of the programs of a CPU."""
+    wanted, captured = lm.generate(prompts, **OPTIONS)
+    have_made_for(lm, platform)
+    got, others = lm.generate(prompts, **OPTIONS)
+    np.testing.assert_array_equal(got["token_ids"], wanted["token_ids"])
+    for path, value in captured.values.items():
+        assert relative(others.values[path], value) <= 1e-5, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
+    """Two prompts, run in pieces of four tokens."""
+    monkeypatch.setattr(target, "_LONGEST_PIECE", 4)
+    compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "top_k", "beam"])
+def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
+    monkeypatch.setattr(target, "_LONGEST_PIECE", 6)
+    lm = make_lm(family, sampler)
+    compare(lm, "gpu", ragged(rng, [7], 7))
+    (decode,) = lm.programs.compiled("decode")
+    _, state, _, _ = decode.in_avals[0]
+    assert state["tokens"].shape[0] == {"beam": 2 * getattr(lm.sampler, "num_beams", 1)}.get(
+        sampler, 2
+    )
+
+
+def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
+    monkeypatch.setattr(target, "_LONGEST_PIECE", 4)
+    backbone = ROWS["gemma2"].make()
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Capture("blocks.*.attention_pattern")]))
+    lm.compile(sampler="greedy")
+    compare(lm, "gpu", ragged(rng, [9, 4], 9))
+
+
+@pytest.mark.parametrize(
+    ("platform", "prompt", "piece"),
+    [("cpu", 4096, 4096), ("gpu", 512, 512), ("tpu", 1536, 512), ("gpu", 768, 384)],
+)
+def test_pieces_divide_the_prompt(platform, prompt, piece):
+    assert target.prefill_chunk(platform, prompt) == piece
+
+
+def test_what_is_made_for_a_platform_is_known_inside_alone():
+    before = target.platform()
+    with target.made_for("tpu"):
+        assert target.platform() == "tpu"
+        with target.made_for("gpu"):
+            assert target.platform() == "gpu"
+        assert target.platform() == "tpu"
+    assert target.platform() == before == "cpu"

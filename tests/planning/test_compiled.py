@@ -1,0 +1,162 @@
+"""Programs compiled for chips that are not there; where their compilers are installed."""
+
+import json
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from backbone_surgery import graph
+from backbone_surgery.planning import compilers
+from backbone_surgery.planning.compilers import check_compiler
+from backbone_surgery.planning.devices import find_devices
+from tests.families import ROWS
+
+CHIPS = ("h100", "v5e")
+
+
+def needs(chip):
+    """Leave a test out where the compiler for a chip is not installed."""
+    try:
+        check_compiler(find_devices(chip).device)
+    except bs.SurgeryError as error:
+        pytest.skip(str(error))
+
+
+def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    with pytest.raises(bs.SurgeryError, match=r"pip install 'backbone-surgery\[plan-tpu\]'"):
+        bs.plan("tiny_gpt2", device="v5e", compile=True)
+    with pytest.raises(bs.SurgeryError, match=r"pip install 'backbone-surgery\[plan-gpu\]'"):
+        bs.plan("tiny_gpt2", device="h100", compile=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device": "v5e", "mesh": {"model": 4}}, "expected a slice of 4 chips"),
+        ({"device": "v5e:2x2", "mesh": {"model": 2}}, "expected the 4 devices of `device`"),
+        ({"device": "h100", "prompt": 2048}, "expected fewer tokens than the 2048"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before(monkeypatch, settings, words):
+    monkeypatch.setattr(compilers, "find_spec", lambda name: True)
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.plan("tiny_gpt2", compile=True, **settings)
+
+
+def test_what_was_not_compiled_is_not_there():
+    with pytest.raises(bs.SurgeryError, match="Pass `compile=True`"):
+        bs.plan("tiny_gpt2")["decode"]
+
+
+def compile_for(chip, backbone, **settings):
+    needs(chip)
+    return bs.plan(backbone, device=chip, length=64, prompt=16, compile=True, verbose=0, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_bundled_model(chip):
+    plan = compile_for(chip, "tiny_gpt2", batch=8)
+    assert set(plan.programs) == {"prefill", "decode"}
+    assert plan.fits
+    for program in plan.programs.values():
+        assert program.argument_bytes >= plan.weight_bytes
+        assert program.peak_bytes >= program.argument_bytes + program.temporary_bytes
+        assert program.kernels > 20
+        assert program.estimated_seconds > 0
+        assert "HloModule" in program.hlo
+    assert plan["decode"].copied_bytes == 0
+    assert "compiled decode" in str(plan)
+    assert "estimated" in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("sampler", ["top_p", "beam"])
+def test_samplers(chip, sampler):
+    assert compile_for(chip, ROWS["gemma2"].make(), sampler=sampler)["decode"].kernels > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_family_with_edits(chip, name):
+    """The caches stay where they are: no array of their size is copied in the loop."""
+    backbone = ROWS[name].make()
+    direction, vector = np.random.default_rng(0).normal(size=(2, backbone.hidden_dim))
+    edits = [
+        bs.Condition("asked", direction, threshold=0.2, at="blocks.0"),
+        bs.Steer("mood", {1: vector}, when="asked"),
+        bs.LowRank("blocks.1.mlp_output", rank=2),
+        bs.Capture("blocks.*"),
+    ]
+    plan = compile_for(chip, backbone, batch=4, edits=edits)
+    assert plan["decode"].kernels > 20
+    assert plan["decode"].collectives == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_quantised_weights(chip, mode):
+    backbone = ROWS["gemma"].make()
+    backbone.quantize(mode)
+    assert compile_for(chip, backbone)["decode"].kernels > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "mesh"), [("v5e:2x2", (1, 4)), ("h100:2x4", (2, 4))])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+def test_meshes_exchange_what_is_on_paper(chip, mesh, name):
+    needs(chip)
+    heads = {} if name == "gpt2" else {"num_key_value_heads": 4}
+    queries = {"num_heads": 8} if name == "gpt2" else {"num_query_heads": 8}
+    sizes = {"vocabulary_size": 64, "num_layers": 3, "hidden_dim": 64, "intermediate_dim": 128}
+    plan = bs.plan(
+        ROWS[name].make(**sizes, **heads, **queries),
+        dict(zip(("batch", "model"), mesh, strict=True)),
+        device=chip,
+        batch=4,
+        length=64,
+        prompt=16,
+        compile=True,
+        verbose=0,
+    )
+    assert plan.collectives["all-reduce"] == 2 * 3 + 3 + (mesh[0] > 1)
+    assert plan["decode"].collectives == plan.collectives
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_says_what_takes_the_room():
+    """On one chip of 16 GiB: some 9 billion parameters in bfloat16."""
+    with graph.without_values():
+        keras.config.set_dtype_policy("bfloat16")
+        try:
+            backbone = keras_hub.models.Llama3Backbone(
+                vocabulary_size=32000,
+                num_layers=2,
+                num_query_heads=32,
+                num_key_value_heads=8,
+                hidden_dim=8192,
+                intermediate_dim=180000,
+            )
+        finally:
+            keras.config.set_dtype_policy("float32")
+    plan = compile_for("v5e", backbone)
+    assert not plan.fits
+    assert json.dumps(str(plan)).count("no: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_this_process_is_left_as_it_is(chip):
+    import jax
+
+    before = jax.devices()
+    compile_for(chip, "tiny_gpt2")
+    assert jax.devices() == before
+    assert jax.default_backend() == "cpu"

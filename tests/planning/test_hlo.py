@@ -1,0 +1,113 @@
+"""What is read off the text of a compiled program, against sums made by hand."""
+
+import pytest
+
+from backbone_surgery.planning.hlo import read_module, read_step, size_of
+
+# Two blocks of 1,000 floats are read and 10 floats of a cache written, for each token.
+TEXT = """HloModule jit_call, is_scheduled=true
+
+%fused_update (p0: f32[100,10], p1: f32[10], p2: s32[]) -> f32[100,10] {
+  %p0 = f32[100,10]{1,0} parameter(0)
+  %p1 = f32[10]{0} parameter(1)
+  %new = f32[1,10]{1,0} bitcast(%p1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %update = f32[100,10]{1,0} dynamic-update-slice(%p0, %new, %p2, %zero)
+}
+
+%fused_row (p0: f32[100,10], p1: s32[]) -> f32[10] {
+  %p0 = f32[100,10]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %row = f32[1,10]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,10}
+  ROOT %flat = f32[10]{0} bitcast(%row)
+}
+
+%inner (s: (s32[], f32[10])) -> (s32[], f32[10]) {
+  %s = (s32[], f32[10]) parameter(0)
+  %n = s32[] get-tuple-element(%s), index=0
+  %v = f32[10]{0} get-tuple-element(%s), index=1
+  %w = f32[10]{0} negate(%v)
+  ROOT %t = (s32[], f32[10]) tuple(%n, %w)
+}
+
+%body (state: (s32[], f32[100,10], f32[1000])) -> (s32[], f32[100,10], f32[1000]) {
+  %state = (s32[], f32[100,10]{1,0}, /*index=2*/f32[1000]{0}) parameter(0)
+  %slot = s32[] get-tuple-element(%state), index=0
+  %cache = f32[100,10]{1,0} get-tuple-element(%state), index=1
+  %weight = f32[1000]{0} get-tuple-element(%state), index=2
+  %row = f32[10]{0} fusion(%cache, %slot), kind=kLoop, calls=%fused_row, metadata={op_name="a(b)"}
+  %made = (f32[10]{0}, s8[64]{0}) custom-call(%row, %weight), custom_call_target="__cublas"
+  %token = f32[10]{0} get-tuple-element(%made), index=0
+  %sum = f32[10]{0} all-reduce(%token), replica_groups={{0,1}}, to_apply=%add
+  %pair = (s32[], f32[10]{0}) tuple(%slot, %sum)
+  %loop = (s32[], f32[10]{0}) while(%pair), body=%inner, config={"known_trip_count":{"n":"3"}}
+  %out = f32[10]{0} get-tuple-element(%loop), index=1
+  %written = f32[100,10]{1,0} fusion(%cache, %out, %slot), calls=%fused_update, {"exec_time_us":2.5}
+  %turned = f32[100,10]{0,1} copy(%written)
+  ROOT %next = (s32[], f32[100,10]{1,0}, f32[1000]{0}) tuple(%slot, %turned, %weight)
+}
+
+ENTRY %main (a: f32[100,10], b: f32[1000]) -> f32[100,10] {
+  %a = f32[100,10]{1,0} parameter(0)
+  %b = f32[1000]{0} parameter(1)
+  %begin = s32[] constant(0)
+  %first = f32[1000]{0} all-gather(%b), dimensions={0}
+  %args = (s32[], f32[100,10]{1,0}, f32[1000]{0}) tuple(%begin, %a, %first)
+  %tokens = (s32[], f32[100,10]{1,0}, f32[1000]{0}) while(%args), condition=%go, body=%body
+  ROOT %result = f32[100,10]{1,0} get-tuple-element(%tokens), index=1
+}
+"""
+
+
+def test_a_step_is_what_the_loop_over_tokens_does():
+    step = read_step(TEXT, in_loop=True)
+    assert step.kernels == {"fusion": 2, "custom-call": 1, "all-reduce": 1, "negate": 3, "copy": 1}
+    assert step.exchanges == {"all-reduce": 1}
+    row = 10 * 4
+    by_hand = (
+        (row + 4 + row)  # a row of the cache, by its number
+        + (row + 1000 * 4 + row)  # the product; what it has to work in is not counted
+        + (row + row)  # the sum over devices
+        + 3 * (row + row)  # the loop inside
+        + (row + 4 + row)  # a row is written in place; the rest of the cache is not read
+        + (1000 * 4 + 1000 * 4)  # the copy of all of it
+    )
+    assert step.bytes == by_hand
+    assert step.copied_bytes == 1000 * 4
+    assert step.seconds == pytest.approx(2.5e-6)
+    assert step.cycles is None
+
+
+def test_a_program_without_a_loop_is_read_whole():
+    step = read_step(TEXT, in_loop=False)
+    assert step.exchanges == {"all-gather": 1, "all-reduce": 1}
+    assert step.kernels["copy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("pred[8]", 8),
+        ("s4[6]", 3),
+        ("f8e4m3fn[5]{0}", 5),
+        ("u32[]{:S(2)}", 0),  # on the chip
+        ("bf16[12,64]{1,0:T(8,128)(2,1)}", 1536),
+        ("(bf16[2,3]{1,0}, (f32[4], s32[]))", 12 + 16 + 4),
+        ("token[]", 0),
+    ],
+)
+def test_sizes_of_shapes(shape, size):
+    assert size_of(shape) == size
+
+
+def test_shapes_with_brackets_in_their_layouts_are_read():
+    line = (
+        "  ROOT %x.1 = (bf16[8]{0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) copy-start(%y.2), channel_id=1"
+    )
+    module = read_module(f"ENTRY %main (a: f32[]) -> f32[] {{\n{line}\n}}")
+    (instruction,) = module["main"].values()
+    assert instruction.opcode == "copy-start"
+    assert instruction.operands == ("y.2",)
+    assert instruction.is_root
