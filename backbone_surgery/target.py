@@ -18,6 +18,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 _LONGEST_PIECE = 512
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+_on_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("on_mesh", default=False)
 
 
 def platform() -> str:
@@ -33,13 +34,14 @@ def platform() -> str:
 
 
 @contextlib.contextmanager
-def made_for(chosen: str) -> Iterator[None]:
-    """Have what is made inside be for a platform."""
-    token = _chosen.set(chosen)
+def made_for(chosen: str, on_mesh: bool = False) -> Iterator[None]:
+    """Have what is made inside be for a platform, and for one device or a mesh of them."""
+    tokens = _chosen.set(chosen), _on_mesh.set(on_mesh)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.reset(tokens[0])
+        _on_mesh.reset(tokens[1])
 
 
 def platform_of(variables: Iterable[keras.Variable]) -> str:
@@ -80,8 +82,10 @@ def row_major(x: Any) -> Any:
     """Have an array lie in the order of its axes, on a GPU or a TPU; inside a program.
 
     Else their compilers choose an order for each array of a loop, and copy what comes in another.
+    Not on a mesh of GPUs, where XLA would gather what has an order that was asked for.
     """
-    if platform() == "cpu" or keras.config.backend() != "jax":
+    chosen = platform()
+    if chosen == "cpu" or (chosen == "gpu" and _on_mesh.get()) or keras.config.backend() != "jax":
         return x
     from jax.experimental.layout import Layout, with_layout_constraint
 

@@ -173,7 +173,8 @@ class Programs:
             mapping = zip(self.model.variables, weights, strict=True)
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
-            with keras.StatelessScope(state_mapping=mapping), target.made_for(self.platform):
+            made_for = target.made_for(self.platform, on_mesh=self.placement is not None)
+            with keras.StatelessScope(state_mapping=mapping), made_for:
                 cache = jax.tree.map(target.row_major, cache)
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]

@@ -215,9 +215,9 @@ def _scores_of_one(query: Any, key: Any) -> Any:
 
     Returns float[batch, key heads, groups, 1, keys].
     """
-    keys = ops.cast(ops.transpose(key, (0, 2, 1, 3)), "float32")[:, :, None]
-    query = ops.cast(query, "float32")[:, 0, :, :, None]
-    scores = ops.cast(ops.sum(keys * query, axis=-1), key.dtype)[:, :, :, None]
+    products = ops.cast(key[:, :, :, None], "float32") * ops.cast(query, "float32")
+    scores = ops.cast(ops.sum(products, axis=-1), key.dtype)
+    scores = ops.transpose(scores, (0, 2, 3, 1))[:, :, :, None]
     return target.row_major(scores)  # so that its softmax is one kernel
 
 

@@ -126,8 +126,10 @@ def test_meshes_exchange_what_is_on_paper(chip, mesh, name):
         compile=True,
         verbose=0,
     )
-    assert plan.collectives["all-reduce"] == 2 * 3 + 3 + (mesh[0] > 1)
-    assert plan["decode"].collectives == plan.collectives
+    assert plan.collectives == {"all-reduce": 2 * 3 + 3 + (mesh[0] > 1)}
+    # A compiler may ask whether all rows have ended together with something else.
+    assert set(plan["decode"].collectives) == {"all-reduce"}
+    assert plan["decode"].collectives["all-reduce"] in (2 * 3 + 3, plan.collectives["all-reduce"])
 
 
 @pytest.mark.slow
