@@ -101,6 +101,19 @@ def plan_job(
     return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
 
 
+def check(job: Job, look: Callable[[Shard], object], verbose: int) -> None:
+    """Look at the rows of each shard that is left, so that a bad one is found before work begins.
+
+    Args:
+        job: the job.
+        look: is called with each shard, and raises a `SurgeryError` for a bad row.
+        verbose: whether to show a progress bar.
+    """
+    with Progress(disable=not verbose) as progress:
+        for shard in progress.track(job.left(), description="checking"):
+            look(shard)
+
+
 def begin(job: Job, facts: Mapping[str, Any]) -> None:
     """Write the manifest of a job, or check that it is the one that is there.
 
