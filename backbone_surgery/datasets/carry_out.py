@@ -32,7 +32,8 @@ def carry_out(
         verbose: whether to show a progress bar.
     """
     model = make(job.operation, lm, ray)
-    whole = {**described(job.operation, model), **facts(model)}
+    known = described(job.operation, model)
+    whole = {**known, **facts(model)}
     try:
         check(job, functools.partial(work.check, model), verbose)
         begin(job, whole)
@@ -40,7 +41,7 @@ def carry_out(
             run(job, functools.partial(work, model), verbose)
         else:
             del model  # the workers make their own
-            on_ray.run(job, work, lm, ray, verbose)
+            on_ray.run(job, work, lm, known, ray, verbose)
     finally:
         forget()
     return job.outputs
