@@ -3,11 +3,11 @@
     KERAS_BACKEND=jax python scripts/bench_datasets.py generate --prompts 100000
     KERAS_BACKEND=jax python scripts/bench_datasets.py harvest --texts 2000 --runs 3
 
-`generate`: prompts of a few words to the bundled tiny_gpt2, beside one `generate` of all of them
-in batches of the same size. `harvest`: four sites of a random model of GPT-2's shape, beside a
-plain forward pass of the backbone in the same batches, and beside `transformers` and
-TransformerLens in batches of the same texts, padded to the longest. Only ours writes files. Peers
-that are not installed are left out.
+`generate`: prompts of a few words to the bundled tiny_gpt2, beside one `generate` of all of them,
+sorted by length, in batches of the same size. `harvest`: four sites of a random model of GPT-2's
+shape, beside a plain forward pass of the backbone in the same batches, and beside `transformers`
+and TransformerLens in batches of the same texts, padded to the longest. Only ours writes files.
+Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import backbone_surgery as bs
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.opening.predict import predict
+from backbone_surgery.vectors.activations import read_texts
 
 SITES = ("blocks.2", "blocks.5", "blocks.8", "blocks.11")
 WORDS = "the little dog ran to a big red house and saw his old friend by the river".split()
@@ -95,10 +96,14 @@ def generate(
             lines = (line for path in paths for line in path.read_text().splitlines())
             return [json.loads(line)["generated"] for line in lines]
 
-        def one_call() -> list[str]:
-            return lm.generate(texts, strip_prompt=True, **options)
+        order = np.argsort([len(row) for row in read_texts(lm, texts, "bench")], kind="stable")
+        by_length = [texts[i] for i in order]
 
-        if ours() != one_call():
+        def one_call() -> list[str]:
+            return lm.generate(by_length, strip_prompt=True, **options)
+
+        written = ours()
+        if [written[i] for i in order] != one_call():
             raise SystemExit("the texts differ")
         seconds = turns({"generate_dataset": ours, "one generate": one_call}, runs)
         report(seconds, "prompts", prompts, json_file)

@@ -5,7 +5,9 @@
 Two nodes are started on loopback. One run shows that both of them compute rows. Then a job is begun
 again and again: each time, after a random while, the command or one of its workers gets SIGKILL,
 until there were that many. The last run ends by itself. Its output must have the bytes of a run in
-one process without Ray, and no file that was in place may have been written again.
+one process without Ray, and no run may write a file again that was in place when it began. (What
+one run did twice within itself could not be seen.) Only processes that this script started, or that
+these started, are killed.
 """
 
 from __future__ import annotations
@@ -83,10 +85,14 @@ class Cluster:
                 os.killpg(node.pid, signal.SIGKILL)
 
     def workers(self) -> list[int]:
-        """Return the ids of processes that hold a model."""
-        lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-        listed = (line.split(None, 1) for line in lines.splitlines()[1:])
-        return [int(pid) for pid, words in listed if "MapWorker" in words]
+        """Return the ids of processes of the nodes that hold a model."""
+        command = ["ps", "-eo", "pid=,ppid=,args="]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        known = [(int(pid), int(of), words) for pid, of, words in (x.split(None, 2) for x in lines)]
+        own = {node.pid for node in self.nodes}
+        while new := {pid for pid, of, _ in known if of in own} - own:
+            own |= new
+        return [pid for pid, _, words in known if pid in own and "MapWorker" in words]
 
 
 def written(folder: Path) -> dict[str, tuple[int, bytes]]:

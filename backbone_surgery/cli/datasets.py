@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from backbone_surgery.cli.console import attempt, fail, write
-from backbone_surgery.cli.loading import load, load_vectors
+from backbone_surgery.cli.loading import is_vector_file, load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,
     Mesh,
@@ -89,7 +89,8 @@ def batch(
         fail("batch --mesh: expected one of --mesh and --ray, since a worker has one device.")
     strengths = attempt(parse_columns, controls)
     named = {} if recipe is not None else {name: name for name in strengths}
-    vectors = named | attempt(parse_vectors, vector)
+    files = named | attempt(parse_vectors, vector)
+    vectors = {name: _absolute_vector(file) for name, file in files.items()}
     make = functools.partial(load, _absolute(model), vectors, sampler, _absolute(recipe), mesh=mesh)
     written = attempt(
         bs.generate_dataset,
@@ -144,6 +145,11 @@ def _absolute(path: Any) -> Any:
 
     is_name = path is None or str(path) in bundled_models() or not Path(path).is_dir()
     return path if is_name else type(path)(Path(path).absolute())
+
+
+def _absolute_vector(file: str) -> str:
+    """Make the path of the file of a vector absolute; leave names."""
+    return str(Path(file).absolute()) if is_vector_file(file) else file
 
 
 def _find_scores(texts: Sequence[str]) -> dict[str, Callable[[str], Any]]:

@@ -75,9 +75,14 @@ def load_vectors(model: str, files: Mapping[str, str]) -> dict[str, Any]:
     return {name: _load_vector(model, file) for name, file in files.items()}
 
 
+def is_vector_file(text: str) -> bool:
+    """Tell the path of a file of a vector from the name of one that comes with a model."""
+    return Path(text).suffix in (".gguf", ".safetensors")
+
+
 def _load_vector(model: str, file: str) -> Any:
     import backbone_surgery as bs
 
-    if Path(file).suffix in (".gguf", ".safetensors"):
+    if is_vector_file(file):
         return attempt(bs.ControlVector.load, file)
     return attempt(bs.ControlVector.from_preset, model, file)

@@ -7,7 +7,8 @@ from typing import Any
 
 from backbone_surgery.datasets import on_ray
 from backbone_surgery.datasets.facts import LM, described, make
-from backbone_surgery.datasets.job import Job, begin, run
+from backbone_surgery.datasets.job import Job, begin, check, run
+from backbone_surgery.datasets.shards import forget
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 
 
@@ -24,16 +25,23 @@ def carry_out(
     Args:
         job: the job.
         lm: a model, or a function that makes one.
-        work: called with a model, a shard, a path and what is told of progress.
-        facts: checks the job with the model, and returns what else its output depends on.
+        work: called with a model, a shard, a path and what is told of progress. Its `check` looks
+            at the rows of a shard, with a model.
+        facts: checks the settings with the model, and returns what else the output depends on.
         ray: address of a Ray cluster, if it is to run on one.
         verbose: whether to show a progress bar.
     """
     model = make(job.operation, lm, ray)
-    begin(job, {**described(job.operation, model), **facts(model)})
-    if ray is None:
-        run(job, functools.partial(work, model), verbose)
-    else:
-        del model  # the workers make their own
-        on_ray.run(job, work, lm, ray, verbose)
+    known = described(job.operation, model)
+    whole = {**known, **facts(model)}
+    try:
+        check(job, functools.partial(work.check, model), verbose)
+        begin(job, whole)
+        if ray is None:
+            run(job, functools.partial(work, model), verbose)
+        else:
+            del model  # the workers make their own
+            on_ray.run(job, work, lm, known, ray, verbose)
+    finally:
+        forget()
     return job.outputs

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import keras
+import keras_hub
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, check_names
+from backbone_surgery.generation.fingerprint import digest, fingerprint, fingerprint_function
 from backbone_surgery.presets import preset_of
 from backbone_surgery.recipes.recipe import edit_digest, versions
 from backbone_surgery.vectors.activations import check_task
@@ -83,6 +86,23 @@ def vectors_digest(vectors: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
+def by_hand(lm: CachedCausalLM) -> dict[str, keras.KerasTensor]:
+    """Return the inputs that a user put into the graph, by name."""
+    known = {"token_ids", "padding_mask", *lm.opened.defaults}
+    return {t.name: t for t in lm.opened.inputs if t.name not in known}
+
+
+def defaults(
+    lm: CachedCausalLM, fixed: Controls, by_column: Mapping[str, Columns]
+) -> dict[str, Any]:
+    """Return controls of rows that are not known yet: those by column take their default.
+
+    An input that a user put into the graph has none, and takes 0.
+    """
+    inputs = by_hand(lm)
+    return {**fixed, **{name: 0 if name in inputs else None for name in by_column}}
+
+
 def controls_digest(lm: CachedCausalLM, controls: Controls | None) -> str:
     """Return the digest of what controls bind to, in a short row and in a longer one.
 
@@ -96,6 +116,25 @@ def controls_digest(lm: CachedCausalLM, controls: Controls | None) -> str:
     return f"sha256:{total.hexdigest()}"
 
 
+def sampler_facts(sampler: Any) -> dict[str, Any]:
+    """Return what is to be known of a sampler, as JSON."""
+    config = keras_hub.samplers.serialize(sampler)
+    return {"config": config, "digest": digest(fingerprint(sampler))}
+
+
+def score_facts(operation: str, name: str, function: Any) -> dict[str, str]:
+    """Return where a function is from, as far as that can be told, and its digest.
+
+    Raises:
+        SurgeryError: it closes over something that has no value to compare.
+    """
+    qualified = getattr(function, "__qualname__", type(function).__qualname__)
+    return {
+        "function": f"{getattr(function, '__module__', None)}.{qualified}",
+        "digest": digest(fingerprint_function(f"{operation} at score '{name}'", function)),
+    }
+
+
 def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
     """Return what is to be known of a model and of the code that runs it, as JSON.
 
@@ -103,7 +142,7 @@ def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
         SurgeryError: the edit has no description, see `save_recipe`.
     """
     try:
-        digest = edit_digest(lm.opened)
+        edit = edit_digest(lm.opened)
     except SurgeryError as error:
         raise SurgeryError(
             f"{operation} at 'lm': expected an edit that a recipe can hold, since its digest tells "
@@ -113,7 +152,7 @@ def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
     rewrites = [type(rewrite).__name__ for rewrite in lm.opened.rewrites]
     return {
         "model": {"class": type(owner).__name__, "preset": preset_of(owner)},
-        "edit": {"rewrites": rewrites, "digest": digest},
+        "edit": {"rewrites": rewrites, "digest": edit},
         "tokenizer": _tokenizer_digest(lm.preprocessor),
         "versions": {**versions(), "jax": importlib.metadata.version("jax")},
     }

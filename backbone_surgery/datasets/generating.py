@@ -1,12 +1,12 @@
 """`generate_dataset`: a text for every row of a data set."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import keras_hub
 import numpy as np
 
 from backbone_surgery.datasets.carry_out import carry_out
@@ -14,20 +14,25 @@ from backbone_surgery.datasets.facts import (
     LM,
     Columns,
     Controls,
+    by_hand,
     controls_digest,
+    defaults,
     read_controls,
+    sampler_facts,
+    score_facts,
     vectors_digest,
 )
 from backbone_surgery.datasets.job import Advance, plan_job
+from backbone_surgery.datasets.rows import by_row, doubtful, place, read_column, read_tokens
 from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_names
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import check_count, read_request
 from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.rewriting import Control
-from backbone_surgery.vectors.activations import read_texts
 from backbone_surgery.vectors.vector import ControlVector
 
 _OPERATION = "generate_dataset"
@@ -58,8 +63,8 @@ def generate_dataset(
     Each file is read in shards, and each shard gives one file of output: the rows as they were,
     with the text (without its prompt) and its scores in new columns. Within a shard, rows of like
     length are run together. A file of output is put in place whole, so a job that was killed goes
-    on where it was when it is started again; `_manifest.json` says what made it. The text of a row
-    depends on the row alone, not on who computes it, or when.
+    on where it was when it is started again; `_manifest.json` says what made it. All rows are
+    checked before anything is generated. One job gives one text to each row, whoever computes it.
 
     Args:
         lm: a compiled `CachedCausalLM`, or a function that makes one.
@@ -73,9 +78,11 @@ def generate_dataset(
         max_new_tokens: see `generate`, as for the next two.
         stop_token_ids: see there.
         stop_sequences: see there.
-        score: a function of a generated text, or `{name: function}`: a column each.
+        score: a function of a generated text, or `{name: function}`: a column each. The manifest
+            tells functions apart by their names, their code, and what they close over.
         seed: of the whole job. The seed of a row is made of it and of the row's id.
         id_column: what tells rows apart; by default the name of the file and the number of the row.
+            Rows of one id share a seed, so equal prompts with one id get one text.
         output_column: for the texts.
         batch_size: how many rows to run at once.
         shard_rows: how many rows make a shard.
@@ -87,8 +94,8 @@ def generate_dataset(
         The files of output, in the order of the rows.
 
     Raises:
-        SurgeryError: bad input, before anything is generated; or a prompt that is too long or no
-            text, when its shard is reached.
+        SurgeryError: bad input, with its file and row, before anything is generated; or a score
+            that is no finite number.
 
     Examples:
         >>> import backbone_surgery as bs, json, pathlib, tempfile
@@ -137,23 +144,35 @@ def generate_dataset(
     )
 
     def facts(model: CachedCausalLM) -> dict[str, Any]:
-        work.check(model, job.shards)
+        work.check_settings(model, job.shards)
         return {
-            "sampler": keras_hub.samplers.serialize(model.sampler),
-            "controls": {"values": controls_digest(model, fixed), "columns": by_column},
+            "sampler": sampler_facts(model.sampler),
+            "controls": {
+                "values": controls_digest(model, defaults(model, fixed, by_column)),
+                "columns": by_column,
+            },
             "vectors": digests,
             "options": {**options, "seed": seed, "batch_size": batch_size},
             "columns": [column, id_column, output_column],
-            "scores": {name: _qualified(function) for name, function in scores.items()},
+            "scores": {name: score_facts(_OPERATION, name, f) for name, f in scores.items()},
         }
 
     return carry_out(job, lm, work, facts, ray, verbose)
 
 
-def _qualified(function: Any) -> str:
-    """Return where a function is from, as far as that can be told."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', None)}.{name}"
+class _Values(NamedTuple):
+    """What rows hold for a control: strengths, and the names of vectors, if any."""
+
+    strengths: list[Any]
+    vectors: list[str] | None = None
+
+
+class _Asked(NamedTuple):
+    """What the rows of a shard ask for."""
+
+    prompts: list[np.ndarray]
+    controls: dict[str, _Values]
+    seeds: list[int]
 
 
 @dataclass(frozen=True)
@@ -171,21 +190,17 @@ class _Work:
     output_column: str
     batch_size: int
 
-    def check(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> None:
-        """Refuse what can be refused by a look at the columns and the first prompt."""
-        ids = [] if self.id_column is None else [self.id_column]
-        pairs = self.by_column.values()
-        others = [column for pair in pairs for column in pair if column is not None]
-        check_columns(_OPERATION, shards, [self.column, *others, *ids])
+    def check_settings(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> None:
+        """Refuse what can be refused without a look at the rows."""
+        check_columns(_OPERATION, shards, self._needed())
         if self.options["max_new_tokens"] is None:
             raise SurgeryError(
                 f"{_OPERATION} at 'max_new_tokens': expected a number of tokens. Received None. "
                 "Pass one."
             )
-        first = Shard(shards[0].file, 0, 1, "")
-        rows, controls = self._read(lm, first, first.read([self.column, *others]))
-        prompts, options = self._request(lm, rows, controls, [0])
-        read_request(lm, prompts, seed=0, **options)
+        controls = defaults(lm, self.fixed, self.by_column)
+        shortest = pack_right([np.zeros(1, np.int32)], 1, 0)
+        read_request(lm, shortest, seed=0, controls=controls, **self.options)
         if self.output_column in self.scores:
             raise SurgeryError(
                 f"{_OPERATION} at 'score': expected names other than '{self.output_column}', where "
@@ -193,6 +208,36 @@ class _Work:
             )
         for file in dict.fromkeys(shard.file for shard in shards):
             self._check_free(file, column_names(file))
+
+    def _needed(self) -> list[str]:
+        """Return the names of the columns that are read."""
+        of_controls = (name for columns in self.by_column.values() for name in columns)
+        names = (self.column, *of_controls, self.id_column)
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def check(self, lm: CachedCausalLM, shard: Shard) -> None:
+        """Refuse rows of a shard that cannot be run."""
+        table = shard.read(self._needed())
+        self._check_free(shard.file, table.names())
+        texts = self._texts(shard, table)
+        self._prompts(lm, shard, doubtful(lm, texts, self.options["max_new_tokens"]))
+        self._seeds(shard, table)
+        controls = self._values(shard, table)
+        strengths = {name: _Values(values.strengths) for name, values in controls.items()}
+
+        def bind(index: list[int]) -> None:
+            bound = self._controls(lm, strengths, index)
+            bind_controls(lm.opened, bound, np.ones(len(index), np.int32))
+
+        by_row(_OPERATION, shard, {i: i for i in texts}, bind)
+        others = defaults(lm, self.fixed, self.by_column)
+        for name, values in controls.items():
+            for vector in dict.fromkeys(values.vectors or ()):
+                control = Control(1.0, self.vectors[vector])
+                try:
+                    bind_controls(lm.opened, {**others, name: control}, np.ones(1, np.int32))
+                except SurgeryError as error:
+                    raise SurgeryError(f"{_OPERATION} at vector '{vector}': {error}") from error
 
     def _check_free(self, file: Path, names: Sequence[str]) -> None:
         """Refuse rows that have a column which is to be written."""
@@ -207,92 +252,116 @@ class _Work:
         """Write the rows of a shard to a path, with what is generated from them."""
         table = shard.read()
         self._check_free(shard.file, table.names())
-        rows, controls = self._read(lm, shard, table)
-        seeds = self._seeds(shard, table)
-        order = np.argsort([len(row) for row in rows], kind="stable")
-        texts: list[Any] = [None] * len(rows)
-        for start in range(0, len(rows), self.batch_size):
+        prompts = self._prompts(lm, shard, self._texts(shard, table))
+        asked = _Asked(prompts, self._values(shard, table), self._seeds(shard, table))
+        order = np.argsort([len(prompt) for prompt in prompts], kind="stable").tolist()
+        texts: list[Any] = [None] * len(order)
+        for start in range(0, len(order), self.batch_size):
             index = order[start : start + self.batch_size]
-            prompts, options = self._request(lm, rows, controls, index)
-            seed = [seeds[i] for i in index]
-            generated = lm.generate(prompts, seed=seed, strip_prompt=True, **options)
-            for i, text in zip(index, _listed(generated), strict=True):
+            for i, text in zip(index, self._run(lm, shard, asked, index), strict=True):
                 texts[i] = text
             advance(len(index))
-        columns = {self.output_column: texts}
-        for name, function in self.scores.items():
-            columns[name] = [score_text(_OPERATION, name, function, text) for text in texts]
-        table.write(path, columns)
+        table.write(path, {self.output_column: texts, **self._scored(shard, texts)})
 
-    def _read(
-        self, lm: CachedCausalLM, shard: Shard, table: Rows
-    ) -> tuple[list[np.ndarray], dict[str, list[Control]]]:
-        """Read the prompts and the controls of the rows of a shard."""
-        prompts = table.column(self.column)
-        wrong = [i for i, p in enumerate(prompts) if not isinstance(p, str | list) or not len(p)]
-        if wrong:
-            raise SurgeryError(
-                f"{_OPERATION} at row {shard.start + wrong[0]} of '{shard.file}': expected a "
-                f"prompt in column '{self.column}'. Received {shown(prompts[wrong[0]])}. Give it "
-                "one, or leave the row out."
+    def _run(self, lm: CachedCausalLM, shard: Shard, asked: _Asked, index: list[int]) -> list[Any]:
+        """Generate from some of the rows."""
+        prompts = [asked.prompts[i] for i in index]
+        try:
+            generated = lm.generate(
+                pack_right(prompts, max(map(len, prompts)), 0),
+                seed=[asked.seeds[i] for i in index],
+                controls=self._controls(lm, asked.controls, index),
+                strip_prompt=True,
+                **self.options,
             )
-        controls = {name: self._control(shard, table, c) for name, c in self.by_column.items()}
-        return read_texts(lm, prompts, _OPERATION), controls
+        except SurgeryError as error:
+            numbers = ", ".join(str(shard.start + i) for i in index)
+            raise SurgeryError(f"in a batch of rows {numbers}, in this order: {error}") from error
+        return _listed(generated)
 
-    def _control(self, shard: Shard, table: Rows, columns: Columns) -> list[Control]:
-        """Read a control of each row."""
-
-        def read(column: str, expected: str, fits: Callable[[Any], bool]) -> list[Any]:
-            values = table.column(column)
-            for i, value in enumerate(values):
-                if not fits(value):
+    def _scored(self, shard: Shard, texts: list[Any]) -> dict[str, list[float]]:
+        """Return the scores of the texts by name."""
+        columns: dict[str, list[float]] = {name: [] for name in self.scores}
+        for row, text in enumerate(texts):
+            where = place(_OPERATION, shard, row)
+            for name, function in self.scores.items():
+                value = score_text(where, name, function, text)
+                if not math.isfinite(value):
                     raise SurgeryError(
-                        f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected "
-                        f"{expected} in column '{column}'. Received {shown(value)}. Give it one."
+                        f"{where}, score '{name}': expected a finite number. Received {value} for "
+                        f"the text {shown(text)}. Return another number for such a text."
                     )
-            return values
+                columns[name].append(value)
+        return columns
 
-        strengths = read(columns.strength, "a number", lambda x: read_number(x) is not None)
-        if columns.vector is None:
-            return [Control(strength) for strength in strengths]
-        known = f"one of the vectors {', '.join(self.vectors) or '(none)'}"
-        names = read(columns.vector, known, lambda x: isinstance(x, str) and x in self.vectors)
-        return [Control(x, self.vectors[n]) for x, n in zip(strengths, names, strict=True)]
+    def _texts(self, shard: Shard, table: Rows) -> dict[int, Any]:
+        """Read the prompts, by the number of the row within the shard."""
 
-    def _request(
-        self,
-        lm: CachedCausalLM,
-        rows: list[np.ndarray],
-        controls: Mapping[str, list[Control]],
-        index: Sequence[int] | np.ndarray,
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return prompts and options of some of the rows, for `generate`."""
-        chosen = [rows[i] for i in index]
-        prompts = pack_right(chosen, max(map(len, chosen)), 0)
-        own = {name: _joined([values[i] for i in index]) for name, values in controls.items()}
-        return prompts, {**self.options, "controls": {**self.fixed, **own}}
+        def is_prompt(value: Any) -> bool:
+            return isinstance(value, str | list) and len(value) > 0
+
+        texts = read_column(_OPERATION, shard, table, self.column, "a prompt", is_prompt)
+        return dict(enumerate(texts))
+
+    def _prompts(
+        self, lm: CachedCausalLM, shard: Shard, texts: Mapping[int, Any]
+    ) -> list[np.ndarray]:
+        """Return the token ids of prompts, and refuse those that leave no room for new ones."""
+        prompts = read_tokens(_OPERATION, lm, shard, texts)
+        most, new = lm.max_positions, self.options["max_new_tokens"]
+        for i, prompt in zip(texts, prompts, strict=True):
+            if most is not None and len(prompt) + new > most:
+                raise SurgeryError(
+                    f"{place(_OPERATION, shard, i)}: expected at most {most} tokens, the {new} new "
+                    "ones included, since the model has learned no more positions. Received a "
+                    f"prompt of {len(prompt)}. Shorten it, or ask for fewer new tokens."
+                )
+        return prompts
+
+    def _values(self, shard: Shard, table: Rows) -> dict[str, _Values]:
+        """Read what the rows hold for each control."""
+
+        def is_number(value: Any) -> bool:
+            return read_number(value) is not None
+
+        known = list(self.vectors)
+        expected = f"one of the vectors {', '.join(known) or '(none)'}"
+        found = {}
+        for name, (column, other) in self.by_column.items():
+            vectors = None
+            strengths = read_column(_OPERATION, shard, table, column, "a number", is_number)
+            if other is not None:
+                vectors = read_column(
+                    _OPERATION, shard, table, other, expected, lambda vector: vector in known
+                )
+            found[name] = _Values(strengths, vectors)
+        return found
+
+    def _controls(
+        self, lm: CachedCausalLM, controls: Mapping[str, _Values], index: list[int]
+    ) -> dict[str, Any]:
+        """Return the controls of some of the rows, for `generate`."""
+        axes = {name: len(tensor.shape) for name, tensor in by_hand(lm).items()}
+        own = {}
+        for name, (strengths, vectors) in controls.items():
+            chosen: Any = [strengths[i] for i in index]
+            if vectors is not None:
+                chosen = Control(chosen, [self.vectors[vectors[i]] for i in index])
+            elif name in axes:
+                chosen = np.reshape(chosen, (-1, *[1] * (axes[name] - 1)))
+            own[name] = chosen
+        return {**self.fixed, **own}
 
     def _seeds(self, shard: Shard, table: Rows) -> list[int]:
         """Return a seed for each row, made of its id."""
-        rows = range(shard.start, shard.stop)
-        ids = [f"{shard.file.name}/{i}" for i in rows]
+        ids = [f"{shard.file.name}/{i}" for i in range(shard.start, shard.stop)]
         if self.id_column is not None:
-            values = table.column(self.id_column)
-            if None in values:
-                raise SurgeryError(
-                    f"{_OPERATION} at row {shard.start + values.index(None)} of '{shard.file}': "
-                    f"expected an id in column '{self.id_column}'. Received none. Give it one."
-                )
+            values = read_column(
+                _OPERATION, shard, table, self.id_column, "an id", lambda x: x is not None
+            )
             ids = [repr(value) for value in values]
         digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
         return [int.from_bytes(digest[:4], "big") for digest in digests]
-
-
-def _joined(controls: list[Control]) -> Any:
-    """Make one control of those of several rows; any kind of control takes plain numbers."""
-    strengths = [control.strength for control in controls]
-    vectors = [control.directions for control in controls]
-    return strengths if vectors[0] is None else Control(strengths, vectors)
 
 
 def _listed(generated: Any) -> list[Any]:

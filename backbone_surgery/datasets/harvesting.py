@@ -15,6 +15,7 @@ from backbone_surgery import graph
 from backbone_surgery.datasets.carry_out import carry_out
 from backbone_surgery.datasets.facts import LM, Controls, controls_digest
 from backbone_surgery.datasets.job import Advance, plan_job
+from backbone_surgery.datasets.rows import doubtful, place, read_column, read_tokens
 from backbone_surgery.datasets.shards import Shard, check_columns
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
@@ -27,7 +28,6 @@ from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.rewriting import Capture
 from backbone_surgery.rewriting.operate import operate
-from backbone_surgery.vectors.activations import read_texts
 
 _OPERATION = "harvest"
 _SHORTEST = 16
@@ -77,7 +77,8 @@ def harvest(
         The files of output.
 
     Raises:
-        SurgeryError: bad input; or an activation that the dtype cannot hold, with its site.
+        SurgeryError: bad input, with its file and row, before anything is run; or an activation
+            that the dtype cannot hold, with its row and site.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub, json, pathlib, tempfile
@@ -182,17 +183,27 @@ class _Work:
                 writer.write_table(arrow.table(columns, schema=schema))
                 advance(len(index))
 
+    def check(self, lm: CachedCausalLM, shard: Shard) -> None:
+        """Refuse texts of a shard that cannot be run."""
+        texts = self._texts(shard)
+        read_tokens(_OPERATION, lm, shard, doubtful(lm, texts), self.length)
+
     def _read(self, lm: CachedCausalLM, shard: Shard) -> list[np.ndarray]:
-        texts = shard.read([self.column]).column(self.column)
-        for i, text in enumerate(texts):
-            if not isinstance(text, str | list):
-                raise SurgeryError(
-                    f"{_OPERATION} at row {shard.start + i} of '{shard.file}': expected a text in "
-                    f"column '{self.column}'. Received {shown(text)}. Give it one."
-                )
-        filled = [text for text in texts if text]
-        rows = iter(read_texts(lm, filled, _OPERATION, self.length) if filled else ())
-        return [next(rows) if text else np.zeros(0, np.int32) for text in texts]
+        """Return the token ids of each text, none for an empty one."""
+        texts = self._texts(shard)
+        rows = dict(zip(texts, read_tokens(_OPERATION, lm, shard, texts, self.length), strict=True))
+        none = np.zeros(0, np.int32)
+        return [rows.get(i, none) for i in range(shard.stop - shard.start)]
+
+    def _texts(self, shard: Shard) -> dict[int, Any]:
+        """Read the texts that are not empty, by the number of the row within the shard."""
+
+        def is_text(value: Any) -> bool:
+            return isinstance(value, str | list)
+
+        table = shard.read([self.column])
+        texts = read_column(_OPERATION, shard, table, self.column, "a text", is_text)
+        return {i: text for i, text in enumerate(texts) if text}
 
     def _columns(
         self,
@@ -220,9 +231,12 @@ class _Work:
         for site in model.output:
             values = outputs[site][: len(chosen)][mask]
             if not np.isfinite(values).all():
+                wrong = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+                row = columns["row"][wrong.argmax()] - shard.start
                 raise SurgeryError(
-                    f"{_OPERATION} at '{site}': expected activations that {self.dtype} can hold. "
-                    "Received infinity or NaN. Pass dtype='float32', or look at the model."
+                    f"{place(_OPERATION, shard, row)}, site '{site}': expected activations "
+                    f"that {self.dtype} can hold. Received infinity or NaN. Pass "
+                    "dtype='float32', or look at the model."
                 )
             flat = arrow.array(np.ascontiguousarray(values).reshape(-1))
             columns[site] = arrow.FixedSizeListArray.from_arrays(flat, values[0].size)

@@ -101,6 +101,19 @@ def plan_job(
     return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
 
 
+def check(job: Job, look: Callable[[Shard], object], verbose: int) -> None:
+    """Look at the rows of each shard that is left, so that a bad one is found before work begins.
+
+    Args:
+        job: the job.
+        look: is called with each shard, and raises a `SurgeryError` for a bad row.
+        verbose: whether to show a progress bar.
+    """
+    with Progress(disable=not verbose) as progress:
+        for shard in progress.track(job.left(), description="checking"):
+            look(shard)
+
+
 def begin(job: Job, facts: Mapping[str, Any]) -> None:
     """Write the manifest of a job, or check that it is the one that is there.
 
@@ -109,7 +122,8 @@ def begin(job: Job, facts: Mapping[str, Any]) -> None:
         facts: all that its output depends on but the files of input, as JSON.
 
     Raises:
-        SurgeryError: the folder holds the output of another job, or other files.
+        SurgeryError: the folder holds the output of another job, or other files; or not all
+            processes see it.
     """
     files = {shard.file: shard.stop for shard in job.shards}
     inputs = [{"file": f.name, "rows": n, "sha256": _sha256(f)} for f, n in files.items()]
@@ -118,6 +132,9 @@ def begin(job: Job, facts: Mapping[str, Any]) -> None:
     manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
     manifest = json.loads(json.dumps(manifest, default=_plain))
     hosts.by_first(job.operation, lambda: _write_manifest(job, manifest))
+    path = job.folder / MANIFEST
+    seen = path.read_text(encoding="utf-8") if path.is_file() else None
+    hosts.agree(job.operation, {"manifest, in a folder that all of them share,": seen})
 
 
 def _write_manifest(job: Job, manifest: dict[str, Any]) -> None:

@@ -2,17 +2,19 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from rich.progress import Progress
 
+from backbone_surgery.datasets.facts import described
 from backbone_surgery.datasets.job import Job, end, start
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
 
 
-def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
+def run(job: Job, work: Any, make: Any, known: dict[str, Any], address: str, verbose: int) -> None:
     """Work on the shards that are left, with a worker for each GPU, or node without one.
 
     A shard that Ray hands out twice gives the same file twice.
@@ -21,6 +23,7 @@ def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
         job: the job. Its folders are the same on every node.
         work: called with a model, a shard and a path.
         make: makes a model.
+        known: what is known of the model by `described`; that of a worker must be the same.
         address: of the cluster, as of `ray.init`.
         verbose: whether to show a progress bar.
 
@@ -36,7 +39,7 @@ def run(job: Job, work: Any, make: Any, address: str, verbose: int) -> None:
         workers = _workers(ray, job, address)
         with Progress(disable=not verbose) as progress:
             task = start(progress, job, left)
-            for row in _rows(data, (job, left, work, make), *workers) if left else ():
+            for row in _rows(data, (job, left, work, make, known), *workers) if left else ():
                 if row["error"]:
                     raise SurgeryError(
                         f"{job.operation} at '{address}': expected workers that end well. Received "
@@ -99,21 +102,46 @@ def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Any
 
 
 class _Worker:
-    """Holds a model, and works on the shards that it is handed."""
+    """Holds a model, and works on the shards that it is handed.
 
-    def __init__(self, job: Job, shards: list[Any], work: Any, make: Any) -> None:
-        self.job, self.shards, self.work, self.lm = job, shards, work, make()
+    What Ray hands on of an error is not its cause, so errors are told as text.
+    """
+
+    def __init__(
+        self, job: Job, shards: list[Any], work: Any, make: Any, known: dict[str, Any]
+    ) -> None:
+        self.job, self.shards, self.work = job, shards, work
+        self.lm: Any = None
+        self.error = _told(lambda: self._begin(make, known))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Work on some shards, and tell of how many rows, or of an error."""
-        rows, errors = [], []
-        for index in batch["index"]:
-            shard, error = self.shards[int(index)], ""
-            try:
-                if not self.job.output(shard).exists():
-                    self.job.do(functools.partial(self.work, self.lm), shard, lambda rows: None)
-            except Exception as caught:  # what Ray hands on of an error is not its cause
-                error = f"{type(caught).__name__}: {caught}"
-            rows.append(shard.stop - shard.start)
-            errors.append(error)
+        shards = [self.shards[int(index)] for index in batch["index"]]
+        rows = [shard.stop - shard.start for shard in shards]
+        errors = [self.error or _told(functools.partial(self._do, shard)) for shard in shards]
         return {"rows": rows, "error": errors}
+
+    def _begin(self, make: Any, known: dict[str, Any]) -> None:
+        """Make the model, and refuse another one than that of the job."""
+        self.lm = make()
+        here = described(self.job.operation, self.lm)
+        others = [f"{name} {here[name]}" for name in known if here[name] != known[name]]
+        if others:
+            raise SurgeryError(
+                f"{self.job.operation} in a worker of Ray: expected the model and the code that "
+                f"the job was begun with. Received another {', another '.join(others)}. Have the "
+                "same files and releases on all nodes."
+            )
+
+    def _do(self, shard: Any) -> None:
+        if not self.job.output(shard).exists():
+            self.job.do(functools.partial(self.work, self.lm), shard, lambda rows: None)
+
+
+def _told(do: Callable[[], object]) -> str:
+    """Do something, and return the error that it ran into as text."""
+    try:
+        do()
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return ""

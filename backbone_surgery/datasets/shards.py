@@ -1,5 +1,6 @@
 """Shards: rows of Parquet files and of files of JSON lines, a few thousand at a time."""
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ class Shard:
             if self.file.suffix == ".jsonl":
                 lines = itertools.islice(_lines(self.file, self.offset), self.stop - self.start)
                 return JsonRows([json.loads(line) for _, line in lines])
-            return ParquetRows(_read_parquet(self.file, self.start, self.stop, columns))
+            chosen = None if columns is None else tuple(columns)
+            return ParquetRows(_read_parquet(self.file, self.start, self.stop, chosen))
 
 
 class Rows(Protocol):
@@ -72,10 +74,9 @@ class JsonRows:
 
     def write(self, path: Path, columns: Mapping[str, list[Any]]) -> None:
         """Write an object a line."""
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, "wb") as file:
             for row, *values in zip(self.rows, *columns.values(), strict=True):
-                whole = {**row, **dict(zip(columns, values, strict=True))}
-                file.write(json.dumps(whole, ensure_ascii=False) + "\n")
+                file.write(_line({**row, **dict(zip(columns, values, strict=True))}))
 
 
 class ParquetRows:
@@ -194,18 +195,37 @@ def _lines(file: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _read_parquet(file: Path, start: int, stop: int, columns: Sequence[str] | None) -> Any:
+def _line(row: dict[str, Any]) -> bytes:
+    """Write an object as a line; half of a pair of surrogates, which UTF-8 has not, escaped."""
+    try:
+        return f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+    except UnicodeEncodeError:
+        return f"{json.dumps(row)}\n".encode()
+
+
+def _read_parquet(file: Path, start: int, stop: int, columns: tuple[str, ...] | None) -> Any:
     """Read rows of a Parquet file, and no more row groups than they lie in."""
+    arrow, parquet = _arrow()
+    with parquet.ParquetFile(file) as opened:
+        sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.num_row_groups)]
+    parts = []
+    for i, (begin, end) in enumerate(itertools.pairwise(itertools.accumulate(sizes, initial=0))):
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            parts.append(_row_group(file, i, columns).slice(first - begin, last - first))
+    return arrow.concat_tables(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _row_group(file: Path, index: int, columns: tuple[str, ...] | None) -> Any:
+    """Read a row group, and keep it: the next shard most often begins in the same one."""
     with _arrow()[1].ParquetFile(file) as opened:
-        groups: list[int] = []
-        first = end = 0
-        for i in range(opened.num_row_groups):
-            begin, end = end, end + opened.metadata.row_group(i).num_rows
-            if begin < stop and end > start:
-                first = begin if not groups else first
-                groups.append(i)
-        table = opened.read_row_groups(groups, columns=None if columns is None else list(columns))
-    return table.slice(start - first, stop - start)
+        return opened.read_row_group(index, columns=None if columns is None else list(columns))
+
+
+def forget() -> None:
+    """Let go of the row group that was read last."""
+    _row_group.cache_clear()
 
 
 def _arrow() -> tuple[Any, Any]:

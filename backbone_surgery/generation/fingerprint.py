@@ -24,6 +24,12 @@ _NAMED = (type, types.ModuleType, np.ufunc)
 _ARRAYS = (np.ndarray, np.generic, jax.Array, keras.Variable)
 _WITHOUT_VALUE = (keras.Layer, keras.Optimizer, keras.Metric, keras.Loss)
 
+_CODE = (
+    *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_exceptiontable"),
+)
+"""What code does is in these; its file and its lines are not."""
+
 
 def fingerprint(sampler: Any, leave_out: Iterable[str] = ()) -> Hashable:
     """Return a hashable value of everything that a sampler depends on.
@@ -56,6 +62,53 @@ def fingerprint(sampler: Any, leave_out: Iterable[str] = ()) -> Hashable:
                 "that, as an array or a list."
             ) from None
     return tuple(parts)
+
+
+def fingerprint_function(place: str, function: Any) -> Hashable:
+    """Return a hashable value of a function's code, and of what it closes over or is bound to.
+
+    The globals that it reads do not count, so one in a module may load there what it needs.
+
+    Args:
+        place: named in the error.
+        function: a function, or any object that can be called.
+
+    Raises:
+        SurgeryError: something in it has no value to compare.
+    """
+    try:
+        return _Walk([]).value(function)
+    except (_UnknownError, RecursionError) as error:
+        raise SurgeryError(
+            f"{place}: expected a function that closes over numbers, text, arrays, functions, and "
+            "containers and plain objects of these, so that a change can be noticed. Received "
+            f"{error}. Make that a global of the module of the function."
+        ) from None
+
+
+def digest(value: Hashable) -> str:
+    """Return `"sha256:..."` of a fingerprint, the same in every process that runs the same code.
+
+    What counts by identity in a fingerprint counts by its name here, or by that of its class.
+    """
+    return f"sha256:{hashlib.sha256(_text(value).encode()).hexdigest()}"
+
+
+def _text(x: Any) -> str:
+    """Return a part of a fingerprint as text."""
+    if isinstance(x, _Identity):
+        return _text(x.of if isinstance(x.of, _NAMED) else type(x.of))
+    if isinstance(x, type):
+        return f"{x.__module__}.{x.__qualname__}"
+    if isinstance(x, types.ModuleType | np.ufunc):
+        return x.__name__
+    if isinstance(x, types.CodeType):
+        return f"code({', '.join(_text(getattr(x, name)) for name in _CODE)})"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_text, x))})"
+    if isinstance(x, frozenset):
+        return f"{{{', '.join(sorted(map(_text, x)))}}}"
+    return repr(x)
 
 
 def _is_kerashubs(cls: type) -> bool:

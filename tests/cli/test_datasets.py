@@ -40,6 +40,55 @@ def test_batch_writes_the_texts_of_steered_rows_and_goes_on(run, lines, tmp_path
 
 
 @pytest.mark.slow
+def test_batch_applies_a_recipe(run, lines, tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    edited = bs.operate(lm.backbone, [bs.Skip("blocks.3", name="skip", amount=0.0)])
+    bs.save_recipe(edited, tmp_path / "skip.recipe")
+    words = ["batch", lines, tmp_path / "out", "--recipe", tmp_path / "skip.recipe"]
+    result = run(*words, "--controls", "skip=1", "--max-new-tokens", "8")
+    assert result.exit_code == 0, result.output
+    edited = bs.CachedCausalLM(edited, lm.preprocessor)
+    edited.compile(sampler="greedy")
+    options = {"controls": {"skip": 1.0}, "max_new_tokens": 8, "strip_prompt": True}
+    text = (tmp_path / "out" / "in-00000.jsonl").read_text()
+    wanted = edited.generate(PROMPTS, **options)
+    assert [json.loads(line)["generated"] for line in text.splitlines()] == wanted
+
+
+@pytest.mark.slow
+def test_batch_takes_the_vectors_that_rows_name(run, tmp_path):
+    mood = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    mood.save(tmp_path / "up.gguf")
+    (-1 * mood).save(tmp_path / "down.gguf")
+    names = ["up", "down", "up"]
+    rows = [{"prompt": p, "s": 1.0, "which": n} for p, n in zip(PROMPTS, names, strict=True)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["batch", tmp_path / "in.jsonl", tmp_path / "out", "--controls", "mood=s,which"]
+    words += ["--row-vector", tmp_path / "up.gguf", "--row-vector", tmp_path / "down.gguf"]
+    result = run(*words, "--max-new-tokens", "12")
+    assert result.exit_code == 0, result.output
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    steered = bs.CachedCausalLM(bs.operate(lm.backbone, [bs.Steer("mood", mood)]), lm.preprocessor)
+    steered.compile(sampler="greedy")
+    options = {"controls": {"mood": [1.0, -1.0, 1.0]}, "max_new_tokens": 12, "strip_prompt": True}
+    text = (tmp_path / "out" / "in-00000.jsonl").read_text()
+    wanted = steered.generate(PROMPTS, **options)
+    assert [json.loads(line)["generated"] for line in text.splitlines()] == wanted
+
+
+def test_workers_are_handed_whole_paths(run, lines, tmp_path, monkeypatch):
+    makes = []
+    monkeypatch.setattr(bs, "generate_dataset", lambda make, *_, **__: makes.append(make) or [])
+    monkeypatch.chdir(tmp_path)
+    words = ["--vector", "mood", "--vector", "own=own.gguf", "--recipe", ".", "--ray", "auto"]
+    result = run("batch", lines, tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    _, vectors, _, recipe = makes[0].args
+    assert vectors == {"mood": "mood", "own": str(tmp_path / "own.gguf")}
+    assert recipe == tmp_path
+
+
+@pytest.mark.slow
 def test_harvest_writes_activations(run, lines, tmp_path):
     words = ["harvest", lines, tmp_path / "out", "--site", "blocks.1", "--site", "blocks.3"]
     result = run(*words, "--column", "prompt", "--dtype", "float32")

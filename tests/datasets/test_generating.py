@@ -1,30 +1,36 @@
 """`generate_dataset`: each row gets the text that `generate` gives it alone."""
 
+import functools
 import hashlib
 import json
 
+import keras
+import keras_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.datasets.shards import Shard
 from tests.datasets.conftest import OPTIONS, ROWS, make_lm, read_lines
 
 CONTROLS = {"mood": "strength"}
+CALLS = []
+"""What counts as another function is what one closes over, not the globals that it reads."""
 
 
 def seed_of(name, seed=0):
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "big")
 
 
-def alone(lm, row, name, strength):
+def alone(lm, row, name, strength, control="mood"):
     ids = np.array([row["prompt"]])
     options = {k: v for k, v in OPTIONS.items() if k != "batch_size"}
     result = lm.generate(
         {"token_ids": ids, "padding_mask": np.ones_like(ids)},
         seed=seed_of(name),
-        controls={"mood": strength},
+        controls={control: strength},
         strip_prompt=True,
         **options,
     )
@@ -81,12 +87,11 @@ def test_rows_of_parquet_keep_their_types(lm, rows, tmp_path):
 def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
     options = {**OPTIONS, "controls": CONTROLS, "shard_rows": 2}
     whole = bs.generate_dataset(lm, lines, tmp_path / "whole", score=len, **options)
-    calls = 0
+    CALLS.clear()
 
     def interrupted(text):
-        nonlocal calls
-        calls += 1
-        if calls in (3, 8):
+        CALLS.append(text)
+        if len(CALLS) in (3, 8):
             raise KeyboardInterrupt
         return len(text)
 
@@ -95,7 +100,7 @@ def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
             bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
         (tmp_path / "out" / ".a-00003.jsonl.0123.new").write_text("half of it")
     paths = bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
-    assert calls == ROWS + 2  # the row at which it was interrupted, twice
+    assert len(CALLS) == ROWS + 2  # the row at which it was interrupted, twice
     assert {p.name: p.read_bytes() for p in paths} == {p.name: p.read_bytes() for p in whole}
     folders = (sorted(p.name for p in paths[0].parent.iterdir()) for paths in (paths, whole))
     assert len(set(map(tuple, folders))) == 1
@@ -169,13 +174,182 @@ def test_columns_of_later_rows_are_not_written_over(lm, rows, tmp_path):
         bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "ids", **options)
 
 
-def test_a_row_that_cannot_be_run_is_named(lm, rows, tmp_path):
-    rows[8]["prompt"] = list(range(1, 30))
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "in.jsonl").write_text(text)
-    with pytest.raises(bs.SurgeryError, match=r"rows 8 to 10 of .*at most 32"):
-        bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "out", shard_rows=4, **OPTIONS)
-    assert len(list((tmp_path / "out").glob("in-*.jsonl"))) == 2
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": None}, "expected a prompt in column 'prompt'"),
+        ({"prompt": "words"}, "expected token ids"),
+        ({"prompt": [1, 99]}, "expected token ids from 0 to 49"),
+        ({"prompt": list(range(1, 30))}, "at most 32 tokens.* a prompt of 29"),
+        ({"prompt": [1] * 40}, "at most 32 tokens"),
+        ({"strength": None}, "expected a number in column 'strength'"),
+        ({"strength": float("nan")}, "expected a number in column 'strength'"),
+        ({"name": None}, "expected an id in column 'name'"),
+        ({"vector": "sideways"}, "one of the vectors up, wide"),
+    ],
+)
+def test_a_bad_row_found_late_is_named_before_anything_is_written(
+    lm, rows, tmp_path, change, words
+):
+    rows = [{**row, "vector": "up"} for row in rows]
+    vectors = {"up": bs.ControlVector({1: np.ones(8)}), "wide": bs.ControlVector({1: np.ones(9)})}
+    options = {**OPTIONS, "controls": {"mood": ("strength", "vector")}, "vectors": vectors}
+    options |= {"id_column": "name", "shard_rows": 4}
+    path, out = tmp_path / "in.jsonl", tmp_path / "out"
+    write_lines(path, [*rows[:9], {**rows[9], **change}, rows[10]])
+    with pytest.raises(bs.SurgeryError, match=f"row 9 of '{path}': .*{words}"):
+        bs.generate_dataset(lm, path, out, **options)
+    assert not out.exists()
+    write_lines(path, rows)
+    assert len(bs.generate_dataset(lm, path, out, **options)) == 3
+
+
+def test_a_vector_that_does_not_fit_is_named_before_anything_is_written(lm, rows, tmp_path):
+    vectors = {"up": bs.ControlVector({1: np.ones(8)}), "wide": bs.ControlVector({1: np.ones(9)})}
+    rows = [{**row, "vector": "wide" if i == 9 else "up"} for i, row in enumerate(rows)]
+    options = {**OPTIONS, "controls": {"mood": ("strength", "vector")}, "vectors": vectors}
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    with pytest.raises(bs.SurgeryError, match=r"at vector 'wide': .*directions of size 8"):
+        bs.generate_dataset(lm, path, tmp_path / "out", shard_rows=4, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["the dog " * 200, "cut \ud83d"])
+def test_a_text_found_late_is_named_before_anything_is_written(tmp_path, text):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "Tom ran."}, {"prompt": text}])
+    with pytest.raises(bs.SurgeryError, match=f"row 1 of '{path}'"):
+        bs.generate_dataset(lm, path, tmp_path / "out", shard_rows=1, verbose=0)
+    with pytest.raises(bs.SurgeryError, match=f"row 1 of '{path}'"):
+        bs.harvest(lm, path, tmp_path / "out", "blocks.1", "prompt", shard_rows=1, verbose=0)
+    assert not (tmp_path / "out").exists()
+
+
+class Scaled(keras.layers.Layer):
+    """Add a multiple of the states, backwards."""
+
+    def call(self, x, strength):
+        return x + keras.ops.reshape(strength, (-1, 1, 1)) * x[..., ::-1]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_an_input_that_a_user_adds_is_fed_from_a_column(lm, lines, rows, tmp_path, shape):
+    backbone = lm.opened.owner
+    strength = keras.Input(shape, name="strength")
+
+    def clone_fn(layer, *args, **kwargs):
+        x = layer(*args, **kwargs)
+        return Scaled()(x, strength) if layer.name == "transformer_layer_1" else x
+
+    outputs = bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+    inputs = {**backbone.input, "strength": strength}
+    own = bs.CachedCausalLM(keras_hub.models.Backbone(inputs, outputs))
+    own.compile(sampler="greedy")
+    options = {**OPTIONS, "controls": {"strength": "strength"}}
+    paths = bs.generate_dataset(own, lines, tmp_path / "out", **options)
+    assert [row["generated"] for row in read_lines(paths)] == [
+        alone(own, row, "", row["strength"], "strength") for row in rows
+    ]
+
+
+def test_rows_of_shards_that_are_done_are_not_read_again(lm, lines, tmp_path, monkeypatch):
+    options = {**OPTIONS, "shard_rows": 2}
+    paths = bs.generate_dataset(lm, lines, tmp_path / "out", **options)
+    paths[2].unlink()
+    read, found = Shard.read, []
+
+    def recording(shard, columns=None):
+        found.append(shard.name)
+        return read(shard, columns)
+
+    monkeypatch.setattr(Shard, "read", recording)
+    bs.generate_dataset(lm, lines, tmp_path / "out", **options)
+    assert {name for name in found if name} == {"a-00002"}
+
+
+def test_a_batch_that_fails_names_its_rows(lm, rows, tmp_path):
+    rows[8]["strength"] = 3e38
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    order = sorted(range(ROWS), key=lambda i: len(rows[i]["prompt"]))
+    at = order.index(8)
+    batch = ", ".join(str(i) for i in order[at // 4 * 4 : at // 4 * 4 + 4])
+    with pytest.raises(
+        bs.SurgeryError, match=f"a batch of rows {batch}, in this order: .*at row {at % 4}, step"
+    ):
+        bs.generate_dataset(lm, path, tmp_path / "out", controls=CONTROLS, **OPTIONS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_refused_by_row(lm, lines, tmp_path, value):
+    def score(text):
+        CALLS.append(text)
+        return value if len(CALLS) == 3 else 1.0
+
+    CALLS.clear()
+    words = f"at row 2 of '{lines / 'a.jsonl'}', score 'own': expected a finite number. .*{value}"
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.generate_dataset(lm, lines, tmp_path / "out", score={"own": score}, **OPTIONS)
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def scaled(text, factor):
+    return factor * len(text)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda factor: lambda text: factor * len(text),
+        lambda factor: [lambda text: len(text), lambda text: 2 * len(text)][factor - 1],
+        lambda factor: functools.partial(scaled, factor=factor),
+    ],
+    ids=["closure", "code", "partial"],
+)
+def test_functions_of_one_name_are_told_apart(lm, lines, tmp_path, make):
+    for factor in (1, 1):
+        bs.generate_dataset(lm, lines, tmp_path / "out", score=make(factor), **OPTIONS)
+    with pytest.raises(bs.SurgeryError, match="Received another scores"):
+        bs.generate_dataset(lm, lines, tmp_path / "out", score=make(2), **OPTIONS)
+
+
+def test_a_function_that_closes_over_a_model_is_refused(lm, lines, tmp_path):
+    judge = keras.layers.Dense(1)
+    with pytest.raises(bs.SurgeryError, match=r"score 'score'.* a Keras object, Dense.*a global"):
+        bs.generate_dataset(
+            lm, lines, tmp_path / "out", score=lambda text: judge is None, **OPTIONS
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_samplers_of_one_name_are_told_apart(lines, tmp_path):
+    class Nth(keras_hub.samplers.Sampler):
+        def __init__(self, nth):
+            super().__init__()
+            self.nth = nth
+
+        def get_next_token(self, probabilities):
+            return keras.ops.argsort(probabilities, axis=-1)[:, -self.nth]
+
+    lm = make_lm()
+    for nth in (1, 1):
+        lm.compile(sampler=Nth(nth))
+        bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
+    lm.compile(sampler=Nth(2))
+    with pytest.raises(bs.SurgeryError, match="Received another sampler"):
+        bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
+
+
+def test_equal_prompts_with_one_id_get_one_text(lm, rows, tmp_path):
+    same = [{**rows[0], "name": name} for name in ("x", "y", "x")]
+    path = write_lines(tmp_path / "in.jsonl", same)
+    paths = bs.generate_dataset(lm, path, tmp_path / "out", id_column="name", **OPTIONS)
+    texts = [row["generated"] for row in read_lines(paths)]
+    assert texts[0] == texts[2] != texts[1]
 
 
 def test_other_files_are_left_alone(lm, lines, tmp_path):

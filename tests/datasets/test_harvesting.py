@@ -89,10 +89,22 @@ def test_long_texts_are_refused_or_cut(lm, tmp_path):
     assert pq.read_table(path)["token_id"].to_pylist() == prompt[:9]
 
 
+@pytest.mark.parametrize("text", [None, [1, 99], [1] * 40])
+def test_a_bad_row_found_late_is_named_before_anything_is_written(lm, tmp_path, text):
+    path = tmp_path / "in.jsonl"
+    texts = [[1, 2], [], [3], [], text]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    with pytest.raises(bs.SurgeryError, match=f"row 4 of '{path}'"):
+        bs.harvest(lm, path, tmp_path / "out", "blocks.1", shard_rows=3, **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_float16_cannot_hold_is_refused(lines, tmp_path):
     lm = make_lm()
     options = {**OPTIONS, "controls": {"mood": 1e6}}
-    with pytest.raises(bs.SurgeryError, match=r"at 'blocks.1': expected .*float16 can hold"):
+    with pytest.raises(
+        bs.SurgeryError, match=r"at row \d+ of .*site 'blocks.1': expected .*float16 can"
+    ):
         bs.harvest(lm, lines, tmp_path / "out", "blocks.*", **options)
     assert not list((tmp_path / "out").glob("*.parquet"))
     bs.harvest(lm, lines, tmp_path / "wide", "blocks.*", **{**options, "dtype": "float32"})

@@ -1,5 +1,7 @@
 """Jobs that Ray's workers do give the same files."""
 
+import os
+
 import pytest
 
 import backbone_surgery as bs
@@ -45,3 +47,19 @@ def test_a_worker_that_fails_is_told_of(lines, tmp_path):
     options = {**OPTIONS, "score": fails, "ray": "local"}
     with pytest.raises(bs.SurgeryError, match=r"end well. Received ValueError: no judgement"):
         bs.generate_dataset(make, lines, tmp_path / "out", **options)
+
+
+def test_a_worker_with_another_model_is_refused(lines, tmp_path):
+    here = os.getpid()
+
+    def make():
+        from tests.datasets.conftest import make_lm
+
+        lm = make_lm()
+        if os.getpid() != here:
+            lm.opened.token_embedding.embeddings.assign(lm.opened.token_embedding.embeddings + 1)
+        return lm
+
+    with pytest.raises(bs.SurgeryError, match=r"expected the model and .*Received another edit"):
+        bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **OPTIONS)
+    assert not list((tmp_path / "out").glob("*.jsonl"))

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from backbone_surgery.datasets.shards import find_shards
+from backbone_surgery.datasets.shards import JsonRows, find_shards, forget
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
@@ -23,3 +23,28 @@ def test_shards_hold_each_row_once(tmp_path, most):
         assert [n for shard in own for n in shard.read().column("n")] == list(range(7))
         texts = [text for shard in own for text in shard.read(["text"]).column("text")]
         assert texts == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_row_groups_are_decoded_once(tmp_path, monkeypatch, most):
+    rows = [{"n": i, "other": -i} for i in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet", row_group_size=8)
+    decoded = []
+
+    def counting(file, *args, read=pq.ParquetFile.read_row_group, **kwargs):
+        decoded.append(args)
+        return read(file, *args, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counting)
+    shards = find_shards("test", tmp_path, most)
+    assert [n for shard in shards for n in shard.read(["n"]).column("n")] == list(range(20))
+    assert len(decoded) == 3
+    forget()
+
+
+def test_half_a_pair_of_surrogates_is_written(tmp_path):
+    rows = [{"cut": "\ud83d"}, {"cut": "größe"}]
+    JsonRows(rows).write(tmp_path / "out.jsonl", {"new": ["é\ude00", "é"]})
+    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    assert lines[1] == '{"cut": "größe", "new": "é"}'
+    assert json.loads(lines[0]) == {"cut": "\ud83d", "new": "é\ude00"}

@@ -1,8 +1,12 @@
 """Two samplers have one fingerprint if and only if they depend on the same."""
 
 import functools
+import os
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import keras
@@ -11,7 +15,9 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.fingerprint import fingerprint
+from backbone_surgery.generation.fingerprint import digest, fingerprint, fingerprint_function
+
+ROOT = Path(__file__).parents[2]
 
 LIMIT = 3
 TABLE = [1]
@@ -164,3 +170,44 @@ def test_what_is_too_deep_is_refused_by_name():
         nested = [nested]
     with pytest.raises(bs.SurgeryError, match=r"sampler Own at 'odd': .*recursion"):
         fingerprint(Own(odd=nested))
+
+
+SOURCE = (
+    "def judge(text, most=2):\n    return [len(w) for w in text if w in {'a', 'b', 'c'}][:most]"
+)
+
+
+def function_of(source, file="judges.py"):
+    names = {}
+    exec(compile(source, file, "exec"), names)
+    return names["judge"]
+
+
+def test_functions_count_by_what_they_do():
+    def digest_of(source, **other):
+        return digest(fingerprint_function("here", function_of(source, **other)))
+
+    before = digest_of(SOURCE)
+    assert digest_of(f"\n\n{SOURCE}", file="moved.py") == before
+    for old, new in (("most=2", "most=3"), ("len(w)", "-len(w)"), ("'b'", "'d'"), ("len", "hash")):
+        assert digest_of(SOURCE.replace(old, new)) != before
+
+
+def test_a_function_that_closes_over_something_without_a_value_is_refused():
+    lock = threading.Lock()
+    with pytest.raises(bs.SurgeryError, match=r"here: expected a function .* a lock"):
+        fingerprint_function("here", lambda text: lock)
+
+
+@pytest.mark.slow
+def test_digests_are_the_same_in_another_process():
+    code = (
+        "import tests.generation.test_fingerprint as t; f = t.function_of(t.SOURCE); "
+        "print(t.digest(t.fingerprint(t.make())), t.digest(t.fingerprint_function('here', f)))"
+    )
+    runs = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        runs.append(subprocess.check_output(command, env=environment, cwd=ROOT, text=True))
+    assert runs[0] == runs[1] != ""

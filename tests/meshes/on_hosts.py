@@ -6,6 +6,7 @@ python -m tests.meshes.on_hosts texts FOLDER --mesh 1,4 --process 0 --processes 
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def disagree(what, process):
     rows = prompts(2 if what == "prompts" and process else 1)
     seed = process if what == "seeds" else 0
     strength = 1.0 + process if what == "controls" else 1.0
+    if what == "manifest":  # each process has a folder of its own
+        folder = Path(tempfile.mkdtemp())
+        (folder / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
+        bs.generate_dataset(lm, folder / "in.jsonl", folder / "out", verbose=0, **OPTIONS)
     if what == "seeds":
         lm.compile(sampler="top_p")
     lm.generate(rows, controls={"mood": strength}, seed=seed, **OPTIONS)

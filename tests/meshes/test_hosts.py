@@ -54,7 +54,7 @@ def test_two_processes_give_what_one_gives(tmp_path, mesh):
         compare(got, wanted)
 
 
-@pytest.mark.parametrize("what", ["prompts", "seeds", "controls", "edit"])
+@pytest.mark.parametrize("what", ["prompts", "seeds", "controls", "edit", "manifest"])
 def test_processes_that_disagree_are_told_so(what):
     for status, output, errors in finish(start("disagree", what)):
         assert status == 3, errors[-3000:]
