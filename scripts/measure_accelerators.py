@@ -1,7 +1,6 @@
 """Count what generation does on chips that are not there, beside KerasHub's own `generate`.
 
-Real shapes, without weights; nothing runs. Writes docs/accelerators.json, whose counts
-tests/accelerators holds.
+Real shapes, without weights; nothing runs. With --write, docs/accelerators.json is what it printed.
 
     pip install -e ".[plan-tpu,plan-gpu]" && python scripts/measure_accelerators.py
 """
@@ -88,8 +87,10 @@ def upstream(name, device, rows):
     """Return the counts of KerasHub's `generate`, compiled in the same way."""
     devices = find_devices(device)
     with graph.without_values():
-        task = MODELS[name][1](backbone=MODELS[name][0](), preprocessor=None)
-        task.compile(sampler="greedy")
+        backbone = MODELS[name][0]()
+    task = MODELS[name][1](backbone=backbone, preprocessor=None)  # its optimizer has values
+    task.compile(sampler="greedy")
+    with graph.without_values():
         variables = [*task.sampler.variables, *task.variables]
 
         def generate(values, inputs):

@@ -137,10 +137,10 @@ class _Rewirer:
             return self._once(ChosenExperts, layer, top_k)(*args)
         if projects_heads(layer, self.compute_dtype):
             return self._once(HeadProjection, layer)(*args, **kwargs)
-        if is_layer_norm(layer):
-            return self._once(WholeNorm, layer)(*args, **kwargs)
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
+        if is_layer_norm(layer):
+            return self._once(WholeNorm, layer)(*args, **kwargs)
         return graph.KEEP
 
     def _once(self, kind: Any, layer: Any, *settings: Any) -> Any:
