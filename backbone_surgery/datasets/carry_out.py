@@ -1,10 +1,10 @@
 """Carrying a job out: begin it with its facts, and run it here or on a cluster."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from backbone_surgery import hosts
 from backbone_surgery.datasets import on_ray
 from backbone_surgery.datasets.facts import LM, described, make
 from backbone_surgery.datasets.job import Job, begin, run
@@ -30,9 +30,11 @@ def carry_out(
         verbose: whether to show a progress bar.
     """
     model = make(job.operation, lm, ray)
-    begin(job, {**described(job.operation, model), **facts(model)})
+    outputs = [path.name for path in job.outputs]
+    hosts.agree(model, job.operation, {"files of output": outputs})  # before weights are gathered
+    begin(job, model, {**described(job.operation, model), **facts(model)})
     if ray is None:
-        run(job, functools.partial(work, model), verbose)
+        run(job, work, model, verbose)
     else:
         del model  # the workers make their own
         on_ray.run(job, work, lm, ray, verbose)

@@ -1,6 +1,5 @@
 """Jobs on a cluster: Ray hands the shards of a job to workers, which hold a model each."""
 
-import functools
 import logging
 from typing import Any
 
@@ -111,7 +110,7 @@ class _Worker:
             shard, error = self.shards[int(index)], ""
             try:
                 if not self.job.output(shard).exists():
-                    self.job.do(functools.partial(self.work, self.lm), shard, lambda rows: None)
+                    self.job.do(self.work, self.lm, shard, lambda rows: None)
             except Exception as caught:  # what Ray hands on of an error is not its cause
                 error = f"{type(caught).__name__}: {caught}"
             rows.append(shard.stop - shard.start)

@@ -58,6 +58,22 @@ def fingerprint(sampler: Any, leave_out: Iterable[str] = ()) -> Hashable:
     return tuple(parts)
 
 
+def as_text(value: Any) -> str:
+    """Return a fingerprint, or a key made of one, as text: alike in all processes."""
+    if isinstance(value, _Identity):
+        return as_text(value.of)
+    if isinstance(value, _NAMED):
+        name = getattr(value, "__qualname__", value.__name__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if isinstance(value, types.CodeType):
+        return as_text((value.co_code, value.co_consts, value.co_names))
+    if isinstance(value, tuple):
+        return f"({', '.join(map(as_text, value))})"
+    if isinstance(value, frozenset):  # in the order of their hashes, which differ
+        return f"{{{', '.join(sorted(map(as_text, value)))}}}"
+    return repr(value) if isinstance(value, (*_ATOMS, float, complex)) else type(value).__name__
+
+
 def _is_kerashubs(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "keras_hub"
 

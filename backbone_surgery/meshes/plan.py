@@ -126,7 +126,7 @@ def plan(
         shared = {split.variable.path: split for split in splits(backbone)}
         cached = rewire(backbone)
         states = [state for entry in cached.states for state in entry.values()]
-    rows = batch // sizes["batch"] if batch % sizes["batch"] == 0 else batch
+    rows = math.ceil(batch / sizes["batch"])
     return Plan(
         name=preset_or_backbone if isinstance(preset_or_backbone, str) else backbone.name,
         device=spec,

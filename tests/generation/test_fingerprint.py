@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.fingerprint import fingerprint
+from backbone_surgery.generation.fingerprint import as_text, fingerprint
 
 LIMIT = 3
 TABLE = [1]
@@ -97,7 +97,11 @@ def test_what_is_changed_changes_it(change):
     sampler = make()
     before = fingerprint(sampler)
     assert {before: 1}[fingerprint(make())] == 1  # equal, and of one hash
+    text = as_text(before)
+    assert text == as_text(fingerprint(make()))
+    assert " at 0x" not in text
     change(sampler)
+    assert as_text(fingerprint(sampler)) != text
     assert fingerprint(sampler) != before
     assert fingerprint(sampler) == fingerprint(sampler)
 
