@@ -1,6 +1,7 @@
 """Hosts: processes that hold one mesh together, run the same Python, and feed the devices.
 
-With one process on one device, which is the rule, nothing here does anything.
+Whether they do is read off the weights of a model. Where each process holds a whole model, or there
+is one process, which is the rule, nothing here does anything.
 """
 
 import contextlib
@@ -18,13 +19,15 @@ _PARTS, _WORDS = 8, 8
 """What processes compare always has one shape, so that those in different calls meet too."""
 
 
-def several() -> bool:
-    """Tell whether this process is one of several."""
+def span(model: keras.Model) -> bool:
+    """Tell whether the weights of a model lie on a mesh that spans several processes."""
     if keras.config.backend() != "jax":
         return False
     import jax
 
-    return jax.process_count() > 1
+    if jax.process_count() == 1:
+        return False
+    return not all(getattr(v.value, "is_fully_addressable", True) for v in model.variables)
 
 
 def host_memory(sharded: bool) -> contextlib.AbstractContextManager[Any]:
@@ -61,23 +64,24 @@ def to_numpy(x: Any) -> np.ndarray:
     return multihost_utils.process_allgather(value, tiled=True)
 
 
-def agree(operation: str, parts: Mapping[str, Any]) -> None:
-    """Check that all processes pass the same values to one operation.
+def agree(model: keras.Model, operation: str, parts: Mapping[str, Any]) -> None:
+    """Check that all processes that hold a model together pass the same values to one operation.
 
     Args:
+        model: the model.
         operation: named in the error.
         parts: at most eight trees of arrays, numbers and text, by what they are called.
 
     Raises:
         SurgeryError: they do not; in every process.
     """
-    if not several():
+    if not span(model):
         return
     from jax.experimental import multihost_utils
 
     own = np.zeros((1 + _PARTS, _WORDS), np.uint32)
     for i, value in enumerate((operation, *parts.values())):
-        own[i] = np.frombuffer(_digest(value), np.uint32)
+        own[i] = np.frombuffer(digest(value), np.uint32)
     equal = (np.asarray(multihost_utils.process_allgather(own)) == own).all(axis=-1)
     if equal.all():
         return
@@ -90,29 +94,40 @@ def agree(operation: str, parts: Mapping[str, Any]) -> None:
     )
 
 
-def refuse(operation: str, instead: str) -> None:
+def refuse(model: keras.Model, operation: str, instead: str) -> None:
     """Refuse what one process cannot do alone while others hold parts of the weights.
 
     Args:
+        model: the model.
         operation: named in the error.
         instead: what to do, a sentence.
     """
-    if several():
+    if span(model):
         raise SurgeryError(
             f"{operation}: expected one process that holds the whole model. Received one of "
             f"several on a mesh. {instead}"
         )
 
 
-def by_first(operation: str, write: Callable[[], object]) -> None:
-    """Have the first process write, and the others wait until it has.
+def by_first(
+    model: keras.Model, operation: str, parts: Mapping[str, Any], write: Callable[[], object]
+) -> None:
+    """Have the first of the processes that hold a model write, and the others wait until it has.
+
+    Args:
+        model: the model.
+        operation: named in errors.
+        parts: what is written and where to: see `agree`.
+        write: writes it.
 
     Raises:
-        SurgeryError: the first process failed, which raises the error itself.
+        SurgeryError: the processes do not agree on what is to be written, or the first one failed,
+            which raises the error itself.
     """
-    if not several():
+    if not span(model):
         write()
         return
+    agree(model, operation, parts)
     import jax
     from jax.experimental import multihost_utils
 
@@ -132,7 +147,7 @@ def by_first(operation: str, write: Callable[[], object]) -> None:
         )
 
 
-def _digest(value: Any) -> bytes:
+def digest(value: Any) -> bytes:
     """Return the sha256 of a tree of arrays, numbers and text."""
     total = hashlib.sha256()
     for path, leaf in tree.flatten_with_path(value):

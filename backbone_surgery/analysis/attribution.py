@@ -83,7 +83,7 @@ def attribution(
     inputs = {**question.inputs(), **bind_rows(lm, controls, question, 1)}
     variables = [*model.variables]
 
-    def run(nudges: list[Any], values: list[Any]) -> tuple[Any, list[Any]]:
+    def run(nudges: list[Any], values: list[Any], inputs: Any) -> tuple[Any, list[Any]]:
         nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
         mapping = list(zip(variables, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
@@ -97,8 +97,12 @@ def attribution(
         (1, len(question.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))
     ]
     zeros = [np.zeros(shape, "float32") for shape in shapes]
-    step = jax.jit(jax.value_and_grad(run, has_aux=True))
-    (value, captured), gradients = step(zeros, [v.value for v in variables])
+    arguments = (zeros, [v.value for v in variables], inputs)
+    step = jax.jit(jax.value_and_grad(run, has_aux=True)).lower(*arguments)
+    if hosts.span(model):
+        parts = {"text": inputs, "model or target": step.as_text()}
+        hosts.agree(model, "attribution", parts)
+    (value, captured), gradients = step.compile()(*arguments)
     products = [
         hosts.to_numpy(g) * np.asarray(hosts.to_numpy(x), "float32")
         for g, x in zip(gradients, captured, strict=True)

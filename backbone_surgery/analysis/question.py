@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
@@ -87,6 +88,7 @@ def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
             f"logits [batch, vocabulary]. Received {shown(metric)}. Pass one of these."
         )
     ids = [_token_id(lm, token, operation) for token in pair]
+    hosts.agree(lm, operation, {"metric": ids})
     if len(ids) == 1:
         return lambda logits: logits[:, ids[0]]
     return lambda logits: logits[:, ids[0]] - logits[:, ids[1]]

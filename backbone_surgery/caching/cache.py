@@ -6,9 +6,9 @@ from typing import Any
 import keras
 
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.caching.placement import Placement, placement_of
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int
+from backbone_surgery.opening.placement import Placement, placement_of
 from backbone_surgery.opening.state import StateSpec
 
 Cache = list[dict[str, Any]]

@@ -120,17 +120,18 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Parse `batch=2,model=4` into `{"batch": 2, "model": 4}`; an axis that is left out has 1.
 
     Raises:
-        SurgeryError: another axis is named, or a number is none.
+        SurgeryError: another axis is named, one is named twice, or a number is none.
     """
-    sizes = {"batch": 1, "model": 1}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if name not in sizes or not number.isdecimal() or not 1 <= int(number) < 2**20:
+        known = name in ("batch", "model") and name not in sizes
+        if not known or not number.isdecimal() or not 1 <= int(number) < 2**20:
             raise SurgeryError(
                 f"--mesh: expected numbers of devices, such as batch=2,model=4. Received {text!r}."
             )
         sizes[name] = int(number)
-    return sizes
+    return {"batch": 1, "model": 1, **sizes}
 
 
 def parse_strengths(text: str) -> list[float]:

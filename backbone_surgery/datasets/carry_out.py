@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from backbone_surgery import hosts
 from backbone_surgery.datasets import on_ray
 from backbone_surgery.datasets.facts import LM, described, make
 from backbone_surgery.datasets.job import Job, begin, check, run
@@ -32,13 +33,15 @@ def carry_out(
         verbose: whether to show a progress bar.
     """
     model = make(job.operation, lm, ray)
+    outputs = [path.name for path in job.outputs]
+    hosts.agree(model, job.operation, {"files of output": outputs})  # before weights are gathered
     known = described(job.operation, model)
     whole = {**known, **facts(model)}
     try:
         check(job, functools.partial(work.check, model), verbose)
-        begin(job, whole)
+        begin(job, model, whole)
         if ray is None:
-            run(job, functools.partial(work, model), verbose)
+            run(job, work, model, verbose)
         else:
             del model  # the workers make their own
             on_ray.run(job, work, lm, known, ray, verbose)

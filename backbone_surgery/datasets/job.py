@@ -26,6 +26,7 @@ from backbone_surgery.files import (
     reading,
     replace_file,
 )
+from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_count
 
 MANIFEST = "_manifest.json"
@@ -36,8 +37,8 @@ _MOST = 2**28
 Advance = Callable[[int], object]
 """Is told how many more rows are done."""
 
-Work = Callable[[Shard, Path, Advance], object]
-"""Writes the output of a shard to a path."""
+Work = Callable[[CachedCausalLM, Shard, Path, Advance], object]
+"""Writes the output of a shard to a path, with a model."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,15 @@ class Job:
         """Return the shards without output."""
         return [shard for shard in self.shards if not self.output(shard).exists()]
 
-    def do(self, work: Work, shard: Shard, advance: Advance) -> None:
+    def do(self, work: Work, lm: CachedCausalLM, shard: Shard, advance: Advance) -> None:
         """Work on one shard, and put its output in place."""
-        part = hidden_beside(self.output(shard))
+        output = self.output(shard)
+        part = hidden_beside(output)
         try:
-            work(shard, part, advance)
+            work(lm, shard, part, advance)
             # Where processes hold a model together, all of them compute, and one writes.
-            hosts.by_first(self.operation, lambda: put_in_place(part, self.output(shard)))
+            parts = {"shard": shard.name}
+            hosts.by_first(lm, self.operation, parts, lambda: put_in_place(part, output))
         except SurgeryError as error:
             rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
             raise SurgeryError(f"{self.operation} in {rows}: {error}") from error
@@ -114,11 +117,12 @@ def check(job: Job, look: Callable[[Shard], object], verbose: int) -> None:
             look(shard)
 
 
-def begin(job: Job, facts: Mapping[str, Any]) -> None:
+def begin(job: Job, lm: CachedCausalLM, facts: Mapping[str, Any]) -> None:
     """Write the manifest of a job, or check that it is the one that is there.
 
     Args:
         job: the job.
+        lm: the model that it is done with.
         facts: all that its output depends on but the files of input, as JSON.
 
     Raises:
@@ -130,14 +134,15 @@ def begin(job: Job, facts: Mapping[str, Any]) -> None:
     outputs = [path.name for path in job.outputs]
     known = {"format": "backbone_surgery.dataset", "version": 1, "operation": job.operation}
     manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
-    manifest = json.loads(json.dumps(manifest, default=_plain))
-    hosts.by_first(job.operation, lambda: _write_manifest(job, manifest))
+    text = json.dumps(manifest, default=_plain, indent=1) + "\n"
+    hosts.by_first(lm, job.operation, {"job": text}, lambda: _write_manifest(job, text))
     path = job.folder / MANIFEST
     seen = path.read_text(encoding="utf-8") if path.is_file() else None
-    hosts.agree(job.operation, {"manifest, in a folder that all of them share,": seen})
+    hosts.agree(lm, job.operation, {"manifest, in a folder that all of them share,": seen})
 
 
-def _write_manifest(job: Job, manifest: dict[str, Any]) -> None:
+def _write_manifest(job: Job, text: str) -> None:
+    manifest = json.loads(text)
     path = job.folder / MANIFEST
     if path.is_file():
         with reading(path, job.operation, "the manifest of a job"):
@@ -156,19 +161,18 @@ def _write_manifest(job: Job, manifest: dict[str, Any]) -> None:
             f"Received one that holds {shown(others[:5])}. Choose another."
         )
     job.folder.mkdir(exist_ok=True)
-    text = json.dumps(manifest, indent=1) + "\n"
     replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def run(job: Job, work: Work, verbose: int) -> None:
+def run(job: Job, work: Work, lm: CachedCausalLM, verbose: int) -> None:
     """Work on the shards that are left, one after the other."""
     left = job.left()
-    hosts.agree(job.operation, {"shards without output": [shard.name for shard in left]})
+    hosts.agree(lm, job.operation, {"shards without output": [shard.name for shard in left]})
     with Progress(disable=not verbose) as progress:
         task = start(progress, job, left)
         for shard in left:
-            job.do(work, shard, lambda rows: progress.advance(task, rows))
-    hosts.by_first(job.operation, lambda: end(job))
+            job.do(work, lm, shard, lambda rows: progress.advance(task, rows))
+    hosts.by_first(lm, job.operation, {}, lambda: end(job))
 
 
 def start(progress: Progress, job: Job, left: list[Shard]) -> Any:

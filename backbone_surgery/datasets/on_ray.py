@@ -135,7 +135,7 @@ class _Worker:
 
     def _do(self, shard: Any) -> None:
         if not self.job.output(shard).exists():
-            self.job.do(functools.partial(self.work, self.lm), shard, lambda rows: None)
+            self.job.do(self.work, self.lm, shard, lambda rows: None)
 
 
 def _told(do: Callable[[], object]) -> str:

@@ -68,7 +68,8 @@ def _mlp(layer, x, padding_mask):
 
     logits = layer.router.router_dense(x)
     settings = {"bank": bank, "expert": expert, "top_k": layer.top_k, "chosen_first": True}
-    x = mixture(x, logits, padding_mask, policy=layer.dtype_policy, **settings)
+    shared = {"gate_up_proj": 2, "down_proj": 1}
+    x = mixture(x, logits, padding_mask, shared=shared, policy=layer.dtype_policy, **settings)
     return Site("mlp_output")(x)
 
 

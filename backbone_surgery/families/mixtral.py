@@ -48,6 +48,13 @@ def open_block(block, hidden_states, padding_mask, positions):
     )
 
 
+_SHARED = {
+    "_expert_feedforward_gate_dense": 2,
+    "_expert_feedforward_intermediate_dense": 2,
+    "_expert_feedforward_output_dense": 1,
+}
+
+
 def _mlp(layer, x, padding_mask, policy):
     product = gated(layer.expert_bank.activation, upcast=True)
 
@@ -62,7 +69,9 @@ def _mlp(layer, x, padding_mask, policy):
 
     logits = layer._sparse_feedforward_gate_dense(x)
     settings = {"bank": layer.expert_bank, "expert": expert, "top_k": layer.top_k, "loss": loss}
-    return Site("mlp_output")(mixture(x, logits, padding_mask, policy=policy, **settings))
+    return Site("mlp_output")(
+        mixture(x, logits, padding_mask, policy=policy, shared=_SHARED, **settings)
+    )
 
 
 def _refuse(block):

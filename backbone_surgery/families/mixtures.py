@@ -1,6 +1,6 @@
 """What decoder blocks with a mixture of experts share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ def mixture(
     *,
     bank: keras.layers.Layer,
     expert: Expert,
+    shared: Mapping[str, int],
     top_k: int,
     policy: Any,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -37,6 +38,7 @@ def mixture(
         padding_mask: int[batch, time].
         bank: the layer that owns the kernels of the experts.
         expert: what each expert computes with them.
+        shared: along which axis devices can share each kernel, see `MixedExperts`.
         top_k: how many experts are chosen for a token.
         policy: dtype policy of the block.
         loss: that of `BalancedLoad`, where the block adds one in training.
@@ -50,7 +52,8 @@ def mixture(
         logits = BalancedLoad(loss, dtype=policy, name="balanced_load")(logits, padding_mask)
     weights = TopExperts(top_k, dtype=policy, name="top_experts", **choice)(logits)
     weights = Site(EXPERT_WEIGHTS)(weights)
-    return MixedExperts(bank, expert, dtype=policy, name="mixed_experts")(x, weights)
+    mixed = MixedExperts(bank, expert, shared, dtype=policy, name="mixed_experts")
+    return mixed(x, weights)
 
 
 def gated(activation: Callable[[Any], Any], upcast: bool = False) -> Callable[[Any, Any], Any]:
@@ -61,6 +64,15 @@ def gated(activation: Callable[[Any], Any], upcast: bool = False) -> Callable[[A
         return ops.cast(gate, x.dtype) * x
 
     return product
+
+
+def halves(x: Any) -> tuple[Any, Any]:
+    """Return the first and the second half of the last axis.
+
+    Devices that share what is made of a half have its part of both, as they would not by `split`.
+    """
+    x = ops.reshape(x, (*ops.shape(x)[:-1], 2, x.shape[-1] // 2))
+    return x[..., 0, :], x[..., 1, :]
 
 
 def refuse_router_logits(block: Any) -> str | None:

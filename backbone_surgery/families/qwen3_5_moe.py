@@ -19,9 +19,10 @@ from keras_hub.src.models.qwen3_5_moe.qwen3_5_moe_decoder import (
 )
 
 from backbone_surgery.families import qwen3_5
-from backbone_surgery.families.mixtures import gated, mixture
+from backbone_surgery.families.mixtures import gated, halves, mixture
 from backbone_surgery.families.parts import GatedProduct
 from backbone_surgery.families.pre_norm import gated_mlp
+from backbone_surgery.families.qwen_moe import FUSED
 from backbone_surgery.opening.family import Family
 
 
@@ -40,7 +41,7 @@ def mixed_mlp(layer, x, padding_mask):
     product = gated(ops.silu, upcast=True)
 
     def expert(x, experts):
-        gate, up = ops.split(experts.project(x, "_expert_feedforward_gate_dense"), 2, axis=-1)
+        gate, up = halves(experts.project(x, "_expert_feedforward_gate_dense"))
         return experts.project(product(gate, up), "_expert_feedforward_output_dense")
 
     def loss(logits, padding_mask):
@@ -55,6 +56,7 @@ def mixed_mlp(layer, x, padding_mask):
         padding_mask,
         bank=layer.expert_bank,
         expert=expert,
+        shared=FUSED,
         top_k=layer.top_k,
         policy=policy,
         loss=loss,

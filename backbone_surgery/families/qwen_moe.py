@@ -19,11 +19,15 @@ from keras_hub.src.models.qwen_moe.qwen_moe_decoder import (
 )
 from keras_hub.src.models.qwen_moe.qwen_moe_layernorm import QwenMoeLayerNorm
 
-from backbone_surgery.families.mixtures import gated, mixture, refuse_router_logits
+from backbone_surgery.families.mixtures import gated, halves, mixture, refuse_router_logits
 from backbone_surgery.families.parts import GatedProduct
 from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm, rotary
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
+
+FUSED = {"_expert_feedforward_output_dense": 1}
+"""In the other kernel gate and up stand side by side: a share of what it makes would be gates alone
+or what is multiplied with them alone."""
 
 
 def open_block(block, hidden_states, padding_mask, positions):
@@ -90,7 +94,7 @@ def _mixture(layer, x, padding_mask, balance):
     product = gated(layer.expert_bank.activation)
 
     def expert(x, experts):
-        gate, up = ops.split(experts.project(x, "_expert_feedforward_gate_dense"), 2, axis=-1)
+        gate, up = halves(experts.project(x, "_expert_feedforward_gate_dense"))
         return experts.project(product(gate, up), "_expert_feedforward_output_dense")
 
     def loss(logits, padding_mask):
@@ -101,8 +105,8 @@ def _mixture(layer, x, padding_mask, balance):
 
     logits, policy = layer._sparse_feedforward_gate_dense(x), layer.dtype_policy
     choice = {"top_k": layer.top_k, "normalize": layer.norm_top_k_prob, "loss": loss}
-    bank = layer.expert_bank
-    return mixture(x, logits, padding_mask, bank=bank, expert=expert, policy=policy, **choice)
+    kernels = {"bank": layer.expert_bank, "expert": expert, "shared": FUSED}
+    return mixture(x, logits, padding_mask, policy=policy, **kernels, **choice)
 
 
 FAMILY = Family(

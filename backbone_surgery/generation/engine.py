@@ -12,6 +12,7 @@ from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
+from backbone_surgery.generation.fingerprint import digest
 from backbone_surgery.generation.programs import Programs, State
 from backbone_surgery.generation.prompts import pack_left
 from backbone_surgery.generation.samplers import NO_TOKEN, Strategy
@@ -89,7 +90,7 @@ def run_batch(
         chunk: how many steps to take between two yields; `None` runs to the end and yields once.
     """
     count = len(batch.rows)
-    padded = bucket(count, least_rows(programs.platform))
+    padded = programs.padded(bucket(count, least_rows(programs.platform)))
     prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
     last = prompt + int(batch.budget.max())
     length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
@@ -129,19 +130,20 @@ def _agree(
     programs: Programs, strategy: Strategy, batch: Batch, arguments: State, lengths: list[Any]
 ) -> None:
     """Check that all processes of a mesh run the same batch through the same graph."""
-    if not hosts.several():
+    if not hosts.span(programs.model):
         return
     stops = batch.stops
     parts = {
-        "edit": programs.outline,
+        # Of two edits that look alike, one may have run already; the other would be compiled first.
+        "edit": [programs.outline, programs.compilations],
         "prompts": [arguments["token_ids"], arguments["mask"]],
         "lengths": [*lengths, arguments["budget"]],
         "stops": [stops.ids, stops.texts, stops.sequences],
         "controls": arguments["controls"],
-        "settings of the sampler": [type(strategy).__name__, arguments["settings"]],
+        "sampler": [digest(strategy.key), arguments["settings"]],
         "seeds": arguments["draws"],
     }
-    hosts.agree("generate", parts)
+    hosts.agree(programs.model, "generate", parts)
 
 
 def _slots(first: int, last: int, chunk: int | None) -> list[int]:

@@ -22,9 +22,9 @@ import numpy as np
 from backbone_surgery import graph, hosts, target
 from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.caching.placement import Placement, placement_of
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.samplers import Strategy
+from backbone_surgery.opening.placement import Placement, placement_of
 from backbone_surgery.target import prefill_chunk
 
 State = dict[str, Any]
@@ -82,6 +82,10 @@ class Programs:
     def weights(self) -> list[jax.Array]:
         """Return the values of all variables, as they are now."""
         return [v.value for v in self.model.variables]
+
+    def padded(self, rows: int) -> int:
+        """Return how many rows to run, so that the devices of a mesh share them evenly."""
+        return rows if self.placement is None else self.placement.padded(rows)
 
     def prefill(
         self, strategy: Strategy, cache: Any, arguments: State, length: int, captures: bool = False
@@ -237,8 +241,8 @@ class Programs:
                 program = programs.get(key)
                 if program is None:
                     lowered = jax.jit(run, donate_argnums=donate).lower(*args)
-                    if hosts.several():
-                        hosts.agree(kind, {"edit and sampler": lowered.as_text()})
+                    if hosts.span(self.model):
+                        hosts.agree(self.model, kind, {"edit and sampler": lowered.as_text()})
                     program = lowered.compile()
                     self.compilations[kind] = self.compilations.get(kind, 0) + 1
                     programs[key] = program

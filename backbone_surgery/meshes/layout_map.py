@@ -132,7 +132,7 @@ def _of_block(block: keras.Model) -> Iterator[Split]:
             yield from _of_projection(layer, shape, reads=True)
     for node in graph.graph_nodes(block):
         if isinstance(node.operation, MixedExperts):
-            yield from _of_experts(node.operation, node.outputs[0].shape[-1])
+            yield from _of_experts(node.operation)
 
 
 def _projections(site: Any) -> list[keras.Layer]:
@@ -192,9 +192,8 @@ def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None
     return axis if kernel.shape[axis] in (shape[2], math.prod(shape[2:])) else None
 
 
-def _of_experts(layer: MixedExperts, hidden_dim: int) -> Iterator[Split]:
-    """Split every expert by its inner units."""
-    for variable in layer.variables:
-        if len(variable.shape) == 3:
-            axis = 2 if variable.shape[1] == hidden_dim else 1
-            yield Split(variable, axis, variable.shape[axis], summed=axis == 1)
+def _of_experts(layer: MixedExperts) -> Iterator[Split]:
+    """Split the kernels of all experts as the family says, each expert over all devices."""
+    for name, axis in layer.shared.items():
+        variable = getattr(layer.bank, name)
+        yield Split(variable, axis, variable.shape[axis], summed=axis == 1)

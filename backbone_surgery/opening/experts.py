@@ -5,7 +5,7 @@ kernels of all experts, each float[experts, inputs, outputs].
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -124,6 +124,8 @@ class MixedExperts(keras.layers.Layer):
     Args:
         bank: the layer of the block that owns the kernels.
         expert: what each expert computes with them.
+        shared: `{attribute of the bank: axis}`: along which axis devices can share a kernel. 2 is
+            what it makes, 1 what it reads. What is not named here, every device holds.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
@@ -133,9 +135,16 @@ class MixedExperts(keras.layers.Layer):
         float[batch, time, hidden_dim].
     """
 
-    def __init__(self, bank: keras.layers.Layer, expert: Expert, **kwargs) -> None:
+    def __init__(
+        self,
+        bank: keras.layers.Layer,
+        expert: Expert,
+        shared: Mapping[str, int] | None = None,
+        **kwargs,
+    ) -> None:
         super().__init__(**kwargs)
         self.bank, self.expert = bank, expert
+        self.shared = dict(shared or {})
 
     def call(self, x, weights):
         batch, time, hidden_dim = ops.shape(x)

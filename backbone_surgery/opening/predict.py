@@ -11,6 +11,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import hosts
+from backbone_surgery.opening.placement import placement_of
 
 
 def predict(model: keras.Model, inputs: Any) -> Any:
@@ -18,21 +19,30 @@ def predict(model: keras.Model, inputs: Any) -> Any:
 
     Args:
         model: any Keras model.
-        inputs: arrays, in the structure of the inputs of the model.
+        inputs: arrays, in the structure of the inputs of the model. On a mesh, rows are split over
+            its batch axis where they divide by it.
 
     Returns:
         NumPy arrays in the structure of its outputs, whole in each process of a mesh.
 
     Raises:
-        SurgeryError: the processes of a mesh pass different inputs.
+        SurgeryError: the processes of a mesh pass different inputs, or models.
     """
     if keras.config.backend() != "jax":
         return model.predict_on_batch(inputs)
     if "_predict" not in vars(model):
-        object.__setattr__(model, "_predict", _compiled(model))
-    hosts.agree("predict", {"inputs": inputs})
-    outputs = vars(model)["_predict"]([v.value for v in model.variables], inputs)
-    return tree.map_structure(hosts.to_numpy, outputs)
+        object.__setattr__(model, "_predict", (_compiled(model), {}))
+    run, digests = vars(model)["_predict"]
+    weights = [v.value for v in model.variables]
+    placement = placement_of(model.variables)
+    placed = inputs if placement is None else placement.put(inputs, by_rows=True)
+    if hosts.span(model):
+        shapes = str(tree.map_structure(lambda x: (x.shape, x.dtype), placed))
+        if shapes not in digests:
+            digests[shapes] = hosts.digest(run.lower(weights, placed).as_text())
+        # The inputs as they came: of those that are placed, each process has its own rows.
+        hosts.agree(model, "predict", {"inputs": inputs, "model": digests[shapes]})
+    return tree.map_structure(hosts.to_numpy, run(weights, placed))
 
 
 def _compiled(model: keras.Model) -> Any:

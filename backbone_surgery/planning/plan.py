@@ -179,7 +179,7 @@ def plan(
         programs = {}
         if compile:
             programs = _trace(cached, shared, devices, sizes, Sizes(batch, prompt, length), sampler)
-    rows = batch // sizes["batch"] if batch % sizes["batch"] == 0 else batch
+    rows = math.ceil(batch / sizes["batch"])
     return Plan(
         name=preset_or_backbone if isinstance(preset_or_backbone, str) else backbone.name,
         device=devices.device,
@@ -221,7 +221,7 @@ def _trace(
     """Trace the programs that a generation of these sizes would run."""
     platform = devices.device.platform
     programs = Programs(cached, cached.source.token_embedding, platform, abstract_placement(mesh))
-    rows = bucket(sizes.rows, least_rows(platform))
+    rows = programs.padded(bucket(sizes.rows, least_rows(platform)))
     strategy = make_strategy(keras_hub.samplers.get(sampler))
     return trace(programs, strategy, shared, sizes._replace(rows=rows))
 

@@ -34,7 +34,7 @@ def save_preset(
         SurgeryError: the base is no keras_hub Backbone or is quantised, the edit has no
             description, or the folder holds anything but a KerasHub preset.
     """
-    hosts.refuse("save_to_preset", "Use `save_recipe`, or one process.")
+    hosts.refuse(edited, "save_to_preset", "Use `save_recipe`, or one process.")
     path, owner = as_path(preset_dir, "save_to_preset"), edited.owner
     check_backbone(owner, "save_to_preset")
     if quantization(owner):

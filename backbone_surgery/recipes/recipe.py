@@ -56,8 +56,11 @@ def save_recipe(edited: Any, path: str | Path) -> None:
         ('blocks.1',)
     """
     folder = as_path(path, "save_recipe")
-    document, arrays = _describe(open_backbone(resolve(edited)))
-    hosts.by_first("save_recipe", lambda: write_recipe(folder, document, arrays))
+    model = open_backbone(resolve(edited))
+    hosts.agree(model, "save_recipe", {"path": str(folder)})  # before weights are gathered
+    document, arrays = _describe(model)
+    parts = {"edit": [json.dumps(document, sort_keys=True), arrays]}
+    hosts.by_first(model, "save_recipe", parts, lambda: write_recipe(folder, document, arrays))
 
 
 def edit_digest(edited: Any) -> str:

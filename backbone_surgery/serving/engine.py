@@ -28,7 +28,7 @@ class Engine:
 
     Args:
         lm: the model. Its backbone, edits and weights are used as they are at each step.
-        rows: how many requests run at once.
+        rows: how many requests run at once; on a mesh, rounded up to divide by its batch axis.
         length: tokens that a request can have, its prompt and new ones; at most as many as the
             model has learned positions.
         prefix_cache: bytes of prefilled chunks to keep, for prompts that begin alike; 0 for none.
@@ -61,7 +61,7 @@ class Engine:
                 f"Engine: expected a CachedCausalLM. Received {shown(lm)}. Make one of the "
                 "backbone, edited or not."
             )
-        hosts.refuse("Engine", "Call `generate` in all of them.")
+        hosts.refuse(lm, "Engine", "Call `generate` in all of them.")
         check_count("Engine", "rows", rows, "rows")
         check_count("Engine", "length", length, "tokens")
         check_count("Engine", "prefill_chunk", prefill_chunk, "tokens")
@@ -72,10 +72,10 @@ class Engine:
                 f"Engine at 'prefix_cache': expected a number of bytes, or 0 for none. Received "
                 f"{shown(prefix_cache)}. Pass `2**28`, say."
             )
-        self.lm, self.rows = lm, rows
+        self.lm, self.rows = lm, lm.programs.padded(rows)
         self.length = min(length, lm.max_positions or length)
         self._scheduler = Scheduler(
-            lm, rows, self.length, prefix_cache, prefill_chunk, chunk_size, max_waiting
+            lm, self.rows, self.length, prefix_cache, prefill_chunk, chunk_size, max_waiting
         )
         self._thread: threading.Thread | None = None
         self._closed = False

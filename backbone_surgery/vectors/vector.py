@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import as_path
 from backbone_surgery.numbers import is_int, read_number
@@ -195,9 +194,7 @@ class ControlVector:
 
         GGUF files have no place for block 0: its direction is left out, with a warning.
         """
-        place = as_path(path, "save")
-        directions, info = dict(self.directions), dict(self.info)
-        hosts.by_first("save", lambda: files.write(place, directions, info))
+        files.write(as_path(path, "save"), dict(self.directions), dict(self.info))
 
     def get_config(self) -> dict[str, Any]:
         """Return the directions and what is known of them: what a recipe keeps."""

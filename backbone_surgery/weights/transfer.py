@@ -186,7 +186,7 @@ def _settle(variable: keras.Variable, sharding: Any) -> None:
     """Put the new value of a variable of JAX on the devices of the old one, and wait for it."""
     import jax
 
-    if variable.value.sharding != sharding:
+    if not variable.value.sharding.is_equivalent_to(sharding, variable.value.ndim):
         variable.assign(jax.device_put(variable.value, sharding))
     # Else JAX runs ahead, with the old and new arrays of many weights in memory.
     variable.value.block_until_ready()

@@ -103,7 +103,10 @@ def test_what_is_changed_changes_it(change):
     sampler = make()
     before = fingerprint(sampler)
     assert {before: 1}[fingerprint(make())] == 1  # equal, and of one hash
+    text = digest(before)
+    assert text == digest(fingerprint(make()))
     change(sampler)
+    assert digest(fingerprint(sampler)) != text
     assert fingerprint(sampler) != before
     assert fingerprint(sampler) == fingerprint(sampler)
 

@@ -5,42 +5,90 @@ python -m tests.meshes.on_hosts texts FOLDER --mesh 1,4 --process 0 --processes 
 
 import argparse
 import os
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import jax
 import keras
+import keras_hub
 import numpy as np
 
 import backbone_surgery as bs
 
 
-def disagree(what, process):
-    """Ask for another thing in process 1 than in process 0."""
+def disagree(folder, process):
+    """Ask for another thing in process 1 than in process 0, time after time."""
     from tests.meshes.on_devices import OPTIONS, make_divisible, prompts
 
-    edit = [bs.Steer("mood", {1: np.ones(64)})]
-    if what == "edit" and process:
-        edit.append(bs.Remove("blocks.2"))
-    if what == "weights":
-        edit.append(bs.LowRank("blocks.1.query", rank=2))
-    lm = bs.CachedCausalLM(bs.operate(make_divisible(), edit))
-    if what == "weights":
-        for variable in lm.opened.trained_layers[0].trainable_variables:
-            variable.assign(np.full(variable.shape, 0.1 + process))
+    backbone, steer = make_divisible(), bs.Steer("mood", {1: np.ones(64)})
+
+    def make(*edits):
+        lm = bs.CachedCausalLM(bs.operate(backbone, [steer, *edits]))
+        lm.compile(sampler=keras_hub.samplers.TopKSampler(k=5))
+        return lm
+
+    def generate(lm, rows=1, **options):
+        return lm.generate(prompts(rows), **{**OPTIONS, "seed": 0, **options})
+
+    lm, other = make(), make(bs.Insert("blocks.1", keras.layers.Rescaling(1.0 + process)))
+    generate(lm)
+    bs.logit_lens(lm, [1, 2, 3])
+    lms = [lm, make(bs.Remove("blocks.2"))]
+    lines = [folder / f"{i}.jsonl" for i in (0, 1)]
+    lines[process].write_text('{"prompt": [1, 2]}')
+    own = folder / str(process)  # a folder that the other does not see as its own
+    own.mkdir()
+    (own / "in.jsonl").write_text('{"prompt": [1, 2]}')
+    k = keras_hub.samplers.TopKSampler(k=5 + process)
+    cases = {
+        "prompts": lambda: generate(lm, 1 + process),
+        "seeds": lambda: generate(lm, seed=process),
+        "controls": lambda: generate(lm, controls={"mood": 1.0 + process}),
+        "edit": lambda: generate(lms[process]),
+        "edit and sampler": lambda: generate(other),
+        "sampler": lambda: (lm.compile(sampler=k), generate(lm)),
+        "inputs": lambda: bs.logit_lens(lm, [1, 2, 3 + process]),
+        "model": lambda: bs.logit_lens((lm, other)[process], [1, 2, 3]),
+        "text": lambda: bs.attribution(lm, [1, 2, 3 + process], target=7),
+        "metric": lambda: bs.attribution(lm, [1, 2, 3], target=7 + process),
+        "model or target": lambda: bs.attribution(lm, [1, 2, 3], lambda x: x[:, 7 + process]),
+        "path": lambda: bs.save_recipe(lm, folder / f"{process}.recipe"),
+        "files of output": lambda: bs.generate_dataset(lm, lines[process], folder / "out"),
+        "manifest": lambda: bs.generate_dataset(lm, own / "in.jsonl", own / "out", verbose=0),
+        "call": lambda: generate(lm) if process else bs.save_recipe(lm, folder / "a.recipe"),
+    }
+    for what, ask in cases.items():
+        try:
+            ask()
+        except bs.SurgeryError as error:
+            print(f"{what}: {error}", flush=True)
+        else:
+            print(f"{what}: no error", flush=True)
+
+
+def differ(process):
+    """Give a layer that is on every device other weights in process 1."""
+    from tests.meshes.on_devices import make_divisible
+
+    lm = bs.CachedCausalLM(bs.operate(make_divisible(), [bs.LowRank("blocks.1.query", rank=2)]))
+    for variable in lm.opened.trained_layers[0].trainable_variables:
+        variable.assign(np.full(variable.shape, 0.1 + process))
+
+
+def apart(folder, process):
+    """Hold a whole model in each process, and use it in one way or another."""
+    from tests.meshes.on_devices import OPTIONS, make_divisible, prompts
+
+    lm = bs.CachedCausalLM(make_divisible())
     lm.compile(sampler="greedy")
-    rows = prompts(2 if what == "prompts" and process else 1)
-    seed = process if what == "seeds" else 0
-    strength = 1.0 + process if what == "controls" else 1.0
-    if what == "manifest":  # each process has a folder of its own
-        folder = Path(tempfile.mkdtemp())
-        (folder / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
-        bs.generate_dataset(lm, folder / "in.jsonl", folder / "out", verbose=0, **OPTIONS)
-    if what == "seeds":
-        lm.compile(sampler="top_p")
-    lm.generate(rows, controls={"mood": strength}, seed=seed, **OPTIONS)
+    if process == 0:
+        ids = lm.generate(prompts(3), **OPTIONS)["token_ids"]
+        np.testing.assert_array_equal(ids, lm.generate(prompts(3), **OPTIONS)["token_ids"])
+        bs.check(lm.opened)
+        bs.save_recipe(lm, folder / "edit.recipe")
+        bs.ControlVector({1: np.ones(64)}).save(folder / "vector.safetensors")
+        bs.Engine(lm, rows=2, length=48).generate(prompts(2), **OPTIONS)
+    print("done", flush=True)
 
 
 def die(who, process):
@@ -62,8 +110,8 @@ def die(who, process):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["texts", "disagree", "die"])
-    parser.add_argument("what")
+    parser.add_argument("kind", choices=["texts", "disagree", "differ", "apart", "die"])
+    parser.add_argument("what", help="a folder; or who dies, and when")
     parser.add_argument("--mesh", default="1,4")
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
@@ -78,17 +126,17 @@ def main():
     from tests.meshes.on_devices import make_divisible, on, tools
 
     keras.utils.set_random_seed(0)
-    with on(tuple(map(int, asked.mesh.split(","))), make_divisible()):
+    mesh = None if asked.kind == "apart" else tuple(map(int, asked.mesh.split(",")))
+    folder = Path(asked.what)
+    with on(mesh, make_divisible()):
         if asked.kind == "texts":
-            folder = Path(asked.what)
-            arrays = tools(folder)
-            np.savez(folder / f"{asked.processes}_{asked.process}.npz", **arrays)
-            return
-        try:
-            {"disagree": disagree, "die": die}[asked.kind](asked.what, asked.process)
-        except bs.SurgeryError as error:
-            print(error, flush=True)
-            sys.exit(3)
+            np.savez(folder / f"{asked.processes}_{asked.process}.npz", **tools(folder))
+        elif asked.kind == "die":
+            die(asked.what, asked.process)
+        elif asked.kind == "differ":
+            differ(asked.process)
+        else:
+            {"disagree": disagree, "apart": apart}[asked.kind](folder, asked.process)
 
 
 if __name__ == "__main__":

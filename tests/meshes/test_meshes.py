@@ -36,9 +36,16 @@ def test_texts_and_captures_are_those_of_one_device(name):
 
 
 @slow
-@pytest.mark.parametrize("name", ["gpt2", "gemma", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gemma", "llama", "qwen3", "mixtral", "gpt_oss", "qwen2_moe"]
+)
 def test_what_is_exchanged_and_where_caches_lie(name):
     run("-m", "tests.meshes.on_devices", "placement", name)
+
+
+@slow
+def test_where_rows_weights_and_caches_lie():
+    run("-m", "tests.meshes.on_layouts")
 
 
 @slow
@@ -47,14 +54,42 @@ def test_on_a_mesh(kind):
     run("-m", "tests.meshes.on_devices", kind)
 
 
+COMMAND = ["-c", "from backbone_surgery.cli import app; app()"]
+MESH = ["--mesh", "batch=2,model=4"]
+
+
 @slow
-def test_the_command_line_gives_the_same_text_on_a_mesh():
-    words = ["generate", "Once upon a time", "--max-new-tokens", "20", "--control", "mood=1"]
-    command = ["-c", "from backbone_surgery.cli import app; app()", *words]
-    assert run(*command, "--mesh", "batch=2,model=4") == run(*command) != b""
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "Once upon a time", "--max-new-tokens", "20", "--control", "mood=1"],
+        ["steer", "Once", "--vector", "mood", "--strengths=-1,0,1", "--max-new-tokens", "12"],
+    ],
+)
+def test_the_command_line_gives_the_same_text_on_a_mesh(words):
+    assert run(*COMMAND, *words, *MESH) == run(*COMMAND, *words) != b""
 
 
-@pytest.mark.parametrize("text", ["", "2", "batch", "batch=0", "batch=x", "rows=2", "batch=2,,"])
+@slow
+def test_a_data_set_gets_the_same_texts_on_a_mesh(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once upon a time"}\n{"prompt": "Tom"}\n')
+    words = ["batch", tmp_path / "in.jsonl", "--max-new-tokens", "12"]
+    for name, mesh in (("one", []), ("mesh", MESH)):
+        run(*COMMAND, *words[:2], tmp_path / name, *words[2:], *mesh)
+    one, mesh = ((tmp_path / name / "in-00000.jsonl").read_text() for name in ("one", "mesh"))
+    assert one == mesh
+    assert "generated" in one
+
+
+@slow
+def test_what_is_done_with_families_is_what_one_device_gives():
+    """Some of what `python -m tests.meshes.matrix` compares."""
+    run("-m", "tests.meshes.matrix", "gemma2", "qwen3", "--edits", "low_rank", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "batch", "batch=0", "batch=x", "rows=2", "batch=2,,", "batch=2,batch=4"]
+)
 def test_bad_sizes_of_a_mesh_are_refused(text):
     with pytest.raises(bs.SurgeryError, match="such as batch=2,model=4"):
         parse_mesh(text)
@@ -85,6 +120,27 @@ def test_a_block_of_every_family_is_shared(name):
         assert size == split.units or (size % split.units == 0 and len(split.variable.shape) == 2)
     kernels = [v for v in backbone.variables if len(v.shape) > 1]
     assert sum(v.path in set(layout) for v in kernels) >= len(kernels) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "axes"),
+    [
+        ("mixtral", {"intermediate_dim": 32}, (2, 2, 1)),
+        ("gpt_oss", {"intermediate_dim": 32}, (2, 1)),
+        ("gpt_oss", {"intermediate_dim": 16}, (2, 1)),
+        ("qwen2_moe", {"moe_intermediate_dim": 16}, (1, 1)),
+        ("qwen3_moe", {"moe_intermediate_dim": 32}, (1, 1)),
+        ("qwen3_5_moe", {"moe_intermediate_dim": 16}, (1, 1)),
+        ("gemma4", {"enable_moe_block": True, "num_experts": 4, "num_experts_per_token": 2,
+                    "expert_intermediate_dim": 32, "hidden_size_per_layer_input": 0}, (2, 2, 1)),
+    ],
+)  # fmt: skip
+def test_experts_are_shared_by_what_their_kernels_are_for(name, sizes, axes):
+    """Whatever their sizes: those of features may be those of inner units, or of two of them."""
+    found = [s for s in splits(ROWS[name].make(**sizes)) if len(s.variable.shape) == 3]
+    banks = [s for s in found if "expert" in s.variable.path]
+    assert tuple(s.axis for s in banks[: len(axes)]) == axes
+    assert all(s.summed == (s.axis == 1) for s in banks)
 
 
 @slow

@@ -1,8 +1,8 @@
-"""Placement: where the arrays of a generation lie, when the weights lie on a mesh of devices.
+"""Placement: where arrays lie that a model runs on, when its weights lie on a mesh of devices.
 
 Rows are split over the batch axis of the mesh where they divide by it, attention heads over the
-other axes where they do; the rest is on every device. The mesh is that of the weights, so it does
-not matter whether a `keras.distribution` is still set, or set in this thread.
+other axes where they do; the rest is on every device. Mesh and axis are read off the weights, so it
+does not matter whether a `keras.distribution` is still set, or set in this thread.
 """
 
 import math
@@ -24,11 +24,15 @@ class Placement:
 
     Attributes:
         mesh: a `jax.sharding.Mesh`.
-        batch_axis: the axis of it that rows are split over.
+        batch_axis: the axis of it that rows are split over, if there is one.
     """
 
     mesh: Any
-    batch_axis: str
+    batch_axis: str | None
+
+    def padded(self, rows: int) -> int:
+        """Return the least number of rows, from this on, that divides by the batch axis."""
+        return -(-rows // self._shares) * self._shares
 
     def of_state(self, spec: StateSpec, rows: int) -> Any:
         """Return the sharding of an array of state, unpacked."""
@@ -39,19 +43,25 @@ class Placement:
             axes[spec.head_axis] = others
         return self._sharding(axes)
 
-    def put(self, values: Any) -> Any:
-        """Put arrays on every device, but for those that lie on the mesh already."""
+    def put(self, values: Any, by_rows: bool = False) -> Any:
+        """Put arrays on the devices, but for those that lie on the mesh already.
+
+        Args:
+            values: a tree of arrays.
+            by_rows: whether their first axis counts rows, which go where the rows are; else all of
+                an array goes to every device.
+        """
         import jax
 
-        everywhere = self._sharding([])
         devices = set(self.mesh.devices.flat)
 
         def put(x: Any) -> Any:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
                 return x
             value = np.asarray(x)
+            sharding = self._of_rows(value) if by_rows else self._sharding([])
             # `device_put` would compare the values of all processes, for each array.
-            return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
+            return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
         return jax.tree.map(put, values)
 
@@ -63,11 +73,7 @@ class Placement:
         """Hold arrays whose first axis counts rows, where the rows are; inside a program."""
         import jax
 
-        def pin(x: Any) -> Any:
-            axes = self._rows(x.shape[0], x.ndim) if x.ndim else []
-            return self._pin(x, self._sharding(axes))
-
-        return jax.tree.map(pin, values)
+        return jax.tree.map(lambda x: self._pin(x, self._of_rows(x)), values)
 
     def pin_everywhere(self, values: Any) -> Any:
         """Have arrays on every device, for the host to read; inside a program."""
@@ -75,8 +81,15 @@ class Placement:
 
         return jax.tree.map(lambda x: self._pin(x, self._sharding([])), values)
 
+    @property
+    def _shares(self) -> int:
+        return 1 if self.batch_axis is None else self.mesh.shape[self.batch_axis]
+
+    def _of_rows(self, x: Any) -> Any:
+        return self._sharding(self._rows(x.shape[0], x.ndim) if x.ndim else [])
+
     def _rows(self, rows: int, rank: int) -> list[Any]:
-        divides = rows % self.mesh.shape[self.batch_axis] == 0
+        divides = rows % self._shares == 0
         return [self.batch_axis if divides else None, *[None] * (rank - 1)]
 
     def _sharding(self, axes: list[Any]) -> Any:
@@ -94,12 +107,21 @@ def placement_of(variables: Iterable[keras.Variable]) -> Placement | None:
     """Return where the arrays of a model with these variables lie; `None` on one device."""
     if keras.config.backend() != "jax":
         return None
-    shardings = (getattr(variable.value, "sharding", None) for variable in variables)
+    shardings = [getattr(variable.value, "sharding", None) for variable in variables]
     meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
     mesh = next((mesh for mesh in meshes if mesh is not None and mesh.size > 1), None)
-    if mesh is None:
-        return None
-    names = mesh.axis_names
-    distribution = keras.distribution.distribution()
-    named = (getattr(distribution, "batch_dim_name", None), *_BATCH_AXES)
-    return Placement(mesh, next((axis for axis in named if axis and axis in names), names[0]))
+    return None if mesh is None else Placement(mesh, _batch_axis(mesh, shardings))
+
+
+def _batch_axis(mesh: Any, shardings: Iterable[Any]) -> str | None:
+    """Return the axis for rows: one that no weight is split over, by name if there are several.
+
+    A layout that is made for training, such as KerasHub's, splits weights over the batch axis too.
+    There the name alone tells.
+    """
+    parts = [part for s in shardings for part in getattr(s, "spec", ())]
+    taken = {axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))}
+    named = [axis for axis in mesh.axis_names if axis in _BATCH_AXES]
+    free = [axis for axis in mesh.axis_names if axis not in taken]
+    chosen = [*(axis for axis in named if axis in free), *free, *named]
+    return chosen[0] if chosen else None

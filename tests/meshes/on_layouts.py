@@ -1,0 +1,177 @@
+"""Run on eight fake devices: where rows, weights and caches lie, on meshes of several kinds.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_layouts
+"""
+
+import threading
+from unittest import mock
+
+import jax
+import keras
+import numpy as np
+
+import backbone_surgery as bs
+from backbone_surgery.generation import engine
+from backbone_surgery.opening.predict import predict
+from tests.helpers import relative
+from tests.meshes.on_devices import OPTIONS, make_divisible, make_edited, on, prompts, texts
+
+
+def greedy(backbone):
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    return lm
+
+
+def ids(lm, rows, **options):
+    return lm.generate(prompts(rows), **{**OPTIONS, **options})["token_ids"]
+
+
+def share(cache):
+    """Return which part of a cache the first device has."""
+    arrays = [x for entry in cache for x in entry.values()]
+    parts = {x.addressable_shards[0].data.nbytes / x.nbytes for x in arrays}
+    assert len(parts) == 1
+    return parts.pop()
+
+
+def check_rows():
+    """Rows are filled up to the batch axis, so that each device has its part of the cache."""
+    alone = greedy(make_divisible())
+    wanted = {rows: ids(alone, rows) for rows in (1, 3, 9)}
+    shares, make = [], engine.new_packed_cache
+
+    def watched(*arguments):
+        cache = make(*arguments)
+        shares.append(share(cache))
+        return cache
+
+    for mesh in ((2, 4), (8, 1)):
+        with on(mesh, make_divisible()):
+            lm = greedy(make_divisible())
+        with mock.patch.object(engine, "new_packed_cache", watched):
+            for rows, own in wanted.items():
+                np.testing.assert_array_equal(ids(lm, rows), own)
+        paper = bs.plan(lm.backbone, dict(zip(("batch", "model"), mesh, strict=True)), 3, 16)
+        cache = bs.new_cache(lm.backbone_with_cache, lm.programs.padded(3), 16)
+        held = sum(x.addressable_shards[0].data.nbytes for e in cache for x in e.values())
+        assert paper.cache_bytes == held
+        assert bs.Engine(lm, rows=3, length=48).rows == mesh[0] * -(-3 // mesh[0])
+    assert shares == [1 / 8] * 6, shares
+
+
+def check_axes():
+    """The axis of the rows is read off the weights: whatever its name, scope and thread."""
+    wanted = ids(greedy(make_divisible()), 4)
+    for shape, axes, expected in (
+        ((4, 2), ("model", "rows"), "rows"),
+        ((2, 4), ("data", "model"), "data"),
+        ((8,), ("model",), None),
+    ):
+        lms, shares = [], []
+
+        def make(backbone, lms=lms, shares=shares):
+            lms.append(greedy(backbone))
+            shares.append(share(bs.new_cache(lms[-1].backbone_with_cache, 4, 16)))
+
+        with on(shape, make_divisible(), axes):
+            backbone = make_divisible()
+            make(backbone)
+        make(backbone)
+        thread = threading.Thread(target=make, args=(backbone,))
+        thread.start()
+        thread.join()
+        assert [lm.programs.placement.batch_axis for lm in lms] == [expected] * 3
+        assert shares == [1 / 8] * 3, shares
+        for lm in lms:
+            np.testing.assert_array_equal(ids(lm, 4), wanted)
+
+
+def check_edit_outside():
+    """An edit may be made outside the scope that the weights were made in."""
+    wanted = texts(bs.CachedCausalLM(make_edited(make_divisible())), 3, "greedy")
+    with on((2, 4), make_divisible()):
+        backbone = make_divisible()
+    got = texts(bs.CachedCausalLM(make_edited(backbone)), 3, "greedy")
+    np.testing.assert_array_equal(got[0], wanted[0])
+    for path, value in got[1].items():
+        assert relative(value, wanted[1][path]) <= 1e-4, path
+
+
+def check_predict():
+    """Rows of a plain pass are split over the batch axis, where they divide."""
+    alone, rng = bs.open_backbone(make_divisible()), np.random.default_rng(3)
+    with on((8, 1), make_divisible()):
+        model = bs.open_backbone(make_divisible())
+    for rows, each in ((16, 2), (3, 3)):
+        token_ids = rng.integers(0, 64, (rows, 5), dtype=np.int32)
+        inputs = {"token_ids": token_ids, "padding_mask": np.ones_like(token_ids)}
+        assert relative(predict(model, inputs), predict(alone, inputs)) <= 1e-5
+        run, known = vars(model)["_predict"]
+        seen = []
+        watched = lambda weights, given: seen.append(given) or run(weights, given)  # noqa: E731, B023
+        with mock.patch.dict(vars(model), _predict=(watched, known)):
+            predict(model, inputs)
+        assert seen[0]["token_ids"].addressable_shards[0].data.shape == (each, 5)
+
+
+def check_growing():
+    """A cache that grows stays in its shards, and compiles what it does on one device."""
+    results, shares = [], []
+    for mesh in (None, (2, 4)):
+        with on(mesh, make_divisible()):
+            lm = greedy(make_divisible())
+        grow = lm.programs.grow
+
+        def watched(state, length, grow=grow):
+            state = grow(state, length)
+            shares.append(share(state["cache"]))
+            return state
+
+        object.__setattr__(lm.programs, "grow", watched)
+        with mock.patch.object(engine, "_GROWS_FROM", 16):
+            once = ids(lm, 4, max_new_tokens=40)
+            compiled = dict(lm.programs.compilations)
+            np.testing.assert_array_equal(ids(lm, 4, max_new_tokens=40), once)
+        assert lm.programs.compilations == compiled
+        results.append((once, compiled))
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1] == {"prefill": 1, "decode": 3}
+    assert shares == [1] * 4 + [1 / 8] * 4, shares
+
+
+def check_inserted():
+    """A layer that an edit brings along is on every device, unless the layout map names it."""
+
+    def make():
+        keras.utils.set_random_seed(4)
+        layer = keras.layers.Dense(64, name="extra")
+        return bs.operate(make_divisible(), [bs.Insert("blocks.1.mlp_output", layer)])
+
+    wanted = ids(greedy(make()), 4)
+    for more, expected in (
+        ((), (None, None)),
+        ((("extra/kernel", (None, "model")),), (None, "model")),
+    ):
+        with on((2, 4), make_divisible(), more=more):
+            edited = make()
+        (kernel,) = [v for v in edited.variables if v.path == "extra/kernel"]
+        spec = [*kernel.value.sharding.spec, None, None][:2]
+        assert tuple(spec) == expected
+        assert kernel.value.sharding.device_set == set(jax.devices())
+        np.testing.assert_array_equal(ids(greedy(edited), 4), wanted)
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    for check in (
+        check_rows,
+        check_axes,
+        check_edit_outside,
+        check_predict,
+        check_growing,
+        check_inserted,
+    ):
+        keras.utils.clear_session(free_memory=False)
+        check()
+        print(check.__name__, "passed", flush=True)
