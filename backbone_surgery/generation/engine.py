@@ -13,7 +13,8 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.fingerprint import digest
-from backbone_surgery.generation.programs import Programs, State
+from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import pack_left
 from backbone_surgery.generation.samplers import NO_TOKEN, Strategy
 from backbone_surgery.generation.stopping import Stops

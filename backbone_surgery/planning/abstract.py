@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.engine import Batch, make_arguments
-from backbone_surgery.generation.programs import Programs, State
+from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.meshes.layout_map import Split

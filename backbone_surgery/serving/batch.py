@@ -7,7 +7,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import cut
-from backbone_surgery.generation.programs import State
+from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.samplers import NO_TOKEN
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.prefill import Prefill

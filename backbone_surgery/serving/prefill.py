@@ -13,7 +13,7 @@ import numpy as np
 
 from backbone_surgery.caching.cache import map_cache, new_packed_cache
 from backbone_surgery.generation.captures import cut
-from backbone_surgery.generation.programs import State
+from backbone_surgery.generation.loop import State
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.prefix_cache import Key, PrefixCache, chunk_key

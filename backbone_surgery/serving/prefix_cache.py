@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from backbone_surgery.generation.programs import State
+from backbone_surgery.generation.loop import State
 from backbone_surgery.rewriting import Rewrite
 
 Key = bytes

@@ -15,7 +15,8 @@ import numpy as np
 
 from backbone_surgery.caching.cache import map_cache, new_packed_cache, pack_cache, unpack_cache
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.programs import Programs, State
+from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.serving.logprobs import RecordedSampling
 

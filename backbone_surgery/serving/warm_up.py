@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from backbone_surgery.caching.cache import new_packed_cache
-from backbone_surgery.generation.programs import State
+from backbone_surgery.generation.loop import State
 from backbone_surgery.serving.prefill import tail_size
 from backbone_surgery.serving.row_programs import RowPrograms
 from backbone_surgery.serving.sampling import Sampling
