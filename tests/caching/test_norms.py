@@ -9,9 +9,11 @@ from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
 from tests.helpers import make_gpt2, relative
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("options", [{}, {"center": False}, {"scale": False}, {"epsilon": 0.1}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("bfloat16", {}), ("float32", {"center": False}), ("float32", {"scale": False})],
+)
 def test_it_computes_what_the_layer_computes(rng, platform, options, dtype):
     norm = keras.layers.LayerNormalization(dtype=dtype, **options)
     x = keras.ops.cast(100 + 3 * rng.normal(size=(2, 5, 64)), dtype)

@@ -1,6 +1,8 @@
 """Programs compiled for chips that are not there; where their compilers are installed."""
 
 import json
+import re
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -162,3 +164,13 @@ def test_this_process_is_left_as_it_is(chip):
     compile_for(chip, "tiny_gpt2")
     assert jax.devices() == before
     assert jax.default_backend() == "cpu"
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_runs():
+    needs("h100")
+    text = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names = {}
+    exec(block, names)
+    assert names["decode"].kernels > 20
