@@ -79,7 +79,9 @@ def trace(
     captures = "captures" in model.output
     prefill, donated = programs.prefill_program(strategy, sizes.length, captures)
     state = jax.eval_shape(prefill, weights, cache, arguments)
-    state = {**_by_rows(state, placement), "cache": cache}
+    # Beams are rows of their own.
+    beams = sizes._replace(rows=sizes.rows * strategy.width)
+    state = {**_by_rows(state, placement), "cache": _cache(model, placement, beams)}
     decode, taken = programs.decode_program(strategy)
     until = _everywhere(placement)(np.int32(0))
     platform = {"gpu": "cuda"}.get(programs.platform, programs.platform)

@@ -189,7 +189,7 @@ def plan(
         parameters=sum(math.prod(v.shape) for v in edited.variables),
         weight_bytes=sum(_bytes_of(v, shared, sizes["model"]) for v in edited.variables),
         cache_bytes=sum(_state_bytes(state, rows, length, sizes["model"]) for state in states),
-        **_collectives(edited, shared, sizes, rows),
+        **_collectives(cached, shared, sizes, rows),
         programs=compile_programs(programs, devices, sizes, verbose) if programs else {},
     )
 
@@ -274,7 +274,7 @@ def _state_bytes(state: Any, rows: int, length: int, shares: int) -> int:
 
 
 def _collectives(
-    backbone: keras.Model, shared: Mapping[str, Split], sizes: Mapping[str, int], rows: int
+    cached: BackboneWithCache, shared: Mapping[str, Split], sizes: Mapping[str, int], rows: int
 ) -> dict[str, Any]:
     """Count what is exchanged for each token, as it was counted in compiled programs."""
     model = sizes["model"]
@@ -284,10 +284,11 @@ def _collectives(
     choices = 2 if any(s.vocabulary for s in split) else 0
     test = 1 if sizes["batch"] > 1 else 0
     count = sums + choices + test
-    size = _itemsize(backbone.compute_dtype)
+    states = cached.output["hidden_states"]
+    size = states.shape[-1] * _itemsize(states.dtype)
     return {
         "collectives": {"all-reduce": count} if count else {},
-        "collective_bytes": sums * rows * backbone.hidden_dim * size + choices * rows * 4 + test,
+        "collective_bytes": sums * rows * size + choices * rows * 4 + test,
     }
 
 

@@ -93,7 +93,6 @@ def test_every_family_with_edits(chip, name):
     edits = [
         bs.Condition("asked", direction, threshold=0.2, at="blocks.0"),
         bs.Steer("mood", {1: vector}, when="asked"),
-        bs.LowRank("blocks.1.mlp_output", rank=2),
         bs.Capture("blocks.*"),
     ]
     plan = compile_for(chip, backbone, batch=4, edits=edits)
