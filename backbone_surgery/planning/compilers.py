@@ -227,5 +227,6 @@ def _environment(device: Device) -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_MIN_LOG_LEVEL": "3",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody holds a chip: several may compile at once
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
