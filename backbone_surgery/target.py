@@ -30,7 +30,7 @@ def platform() -> str:
         return "cpu"
     import jax
 
-    return jax.default_backend()
+    return _known(jax.default_backend())
 
 
 @contextlib.contextmanager
@@ -50,8 +50,13 @@ def platform_of(variables: Iterable[keras.Variable]) -> str:
         for variable in variables:
             devices = getattr(variable.value, "devices", None)
             if devices is not None:
-                return next(iter(devices())).platform
+                return _known(next(iter(devices())).platform)
     return platform()
+
+
+def _known(name: str) -> str:
+    """Take a platform that nothing is known of for a CPU."""
+    return name if name in PLATFORMS else "cpu"
 
 
 def least_rows(chosen: str) -> int:

@@ -20,7 +20,7 @@ from backbone_surgery.generation.samplers import NO_TOKEN, Strategy
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.target import least_rows
 
-_SMALLEST = 16
+SHORTEST_PROMPT = 16
 _STOP_IDS = 8
 _GROWS_FROM = 256
 """Slots of a cache that will have to grow: shorter ones are not worth a program of their own."""
@@ -92,9 +92,9 @@ def run_batch(
     """
     count = len(batch.rows)
     padded = programs.padded(bucket(count, least_rows(programs.platform)))
-    prompt = bucket(max(len(r) for r in batch.rows), _SMALLEST)
+    prompt = bucket(max(len(r) for r in batch.rows), SHORTEST_PROMPT)
     last = prompt + int(batch.budget.max())
-    length = bucket(max(last, prompt + 1), 2 * _SMALLEST)
+    length = bucket(max(last, prompt + 1), 2 * SHORTEST_PROMPT)
     arguments = make_arguments(strategy, batch, padded, prompt)
     _agree(programs, strategy, batch, arguments, [length, chunk, batch.captures])
     if last == prompt and not batch.captures:

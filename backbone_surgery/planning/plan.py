@@ -15,6 +15,7 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.buckets import bucket
+from backbone_surgery.generation.engine import SHORTEST_PROMPT
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
@@ -159,12 +160,16 @@ def plan(
     """
     devices = find_devices(device)
     sizes = _read_mesh(mesh, devices)
-    for name, value in (("batch", batch), ("length", length), ("prompt", prompt or 1)):
+    for name, value in (
+        ("batch", batch),
+        ("length", length),
+        ("prompt", 1 if prompt is None else prompt),
+    ):
         if not is_int(value) or value < 1:
             raise SurgeryError(
                 f"plan at '{name}': expected a positive int. Received {shown(value)}. Pass one."
             )
-    prompt = prompt or max(length // 2, 1)
+    prompt = max(length // 2, 1) if prompt is None else prompt
     if compile:
         _check_compilable(devices, sizes, prompt, length)
     with graph.without_values():
@@ -222,8 +227,10 @@ def _trace(
     platform = devices.device.platform
     programs = Programs(cached, cached.source.token_embedding, platform, abstract_placement(mesh))
     rows = programs.padded(bucket(sizes.rows, least_rows(platform)))
+    prompt = bucket(sizes.prompt, SHORTEST_PROMPT)
+    length = bucket(prompt + sizes.length - sizes.prompt, 2 * SHORTEST_PROMPT)
     strategy = make_strategy(keras_hub.samplers.get(sampler))
-    return trace(programs, strategy, shared, sizes._replace(rows=rows))
+    return trace(programs, strategy, shared, Sizes(rows, prompt, length))
 
 
 def _shown(program: CompiledProgram) -> str:

@@ -63,6 +63,7 @@ def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
         ({"mesh": {"rows": 2}}, "axes `batch` and `model`"),
         ({"mesh": {"model": 0}}, "axes `batch` and `model`"),
         ({"batch": 0}, "at 'batch': expected a positive int"),
+        ({"prompt": 0}, "at 'prompt': expected a positive int"),
         ({"length": 1.5}, "at 'length': expected a positive int"),
     ],
 )
