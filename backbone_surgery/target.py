@@ -13,7 +13,10 @@ from typing import Any
 
 import keras
 
+from backbone_surgery.errors import SurgeryError, shown
+
 PLATFORMS = ("cpu", "gpu", "tpu")
+PRECISIONS = ("default", "high", "highest")
 
 _LONGEST_PIECE = 512
 
@@ -81,6 +84,33 @@ def prefill_chunk(chosen: str, prompt: int) -> int:
     if chosen == "cpu" or prompt <= _LONGEST_PIECE:
         return prompt
     return next(n for n in range(_LONGEST_PIECE, 0, -1) if prompt % n == 0)
+
+
+@contextlib.contextmanager
+def precision(name: str | None) -> Iterator[None]:
+    """Have the products of float32 that are made inside be as precise as that.
+
+    By default a GPU rounds what goes into them to TF32, of 10 bits, and a TPU to bfloat16, of 7;
+    a CPU does not. https://docs.jax.dev/en/latest/_autosummary/jax.lax.Precision.html
+
+    Args:
+        name: "default", "high" or "highest"; `None` for what JAX is set to.
+
+    Raises:
+        SurgeryError: it is none of these.
+    """
+    if name not in (None, *PRECISIONS):
+        raise SurgeryError(
+            f"precision: expected {', '.join(map(repr, PRECISIONS))} or None. Received "
+            f"{shown(name)}. Take 'highest' for products in whole float32."
+        )
+    if name is None or keras.config.backend() != "jax":
+        yield
+        return
+    import jax
+
+    with jax.default_matmul_precision(name):
+        yield
 
 
 def row_major(x: Any) -> Any:

@@ -80,7 +80,8 @@ def ours(name, device, rows):
     plan = bs.plan(
         backbone, device=device, batch=rows, length=length, prompt=PROMPT, compile=True, verbose=0
     )
-    return plan.least_bytes, counts(plan["decode"])
+    own = counts(plan["decode"])
+    return plan.least_bytes, {**own, "instructions": dict(plan["decode"].instructions)}
 
 
 def upstream(name, device, rows):

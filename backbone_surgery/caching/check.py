@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery import graph
+from backbone_surgery import graph, target
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
@@ -51,6 +51,7 @@ class CheckReport:
         return "\n".join(lines)
 
 
+@target.precision("highest")
 def check(
     backbone: keras.Model, controls: Mapping[str, Any] | None = None, seed: int = 0
 ) -> CheckReport:
@@ -61,6 +62,9 @@ def check(
     padding. Where a layer keeps state without slots, chunks are also run with padding after them.
     What fails here must not be used to generate: some layer of the graph mixes tokens without
     keeping state, attends to other tokens than its own past, or mixes rows.
+
+    Products of float32 are whole here, whatever they are when tokens are generated, so that a GPU
+    and a TPU are held to what a CPU is.
 
     In half precision the experts of a mixture are chosen as in the uncached pass, since rounding
     alone may choose others. The logits of the routers must agree as the hidden states must.

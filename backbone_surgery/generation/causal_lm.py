@@ -47,6 +47,9 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             cloned from one.
         preprocessor: a `keras_hub.models.CausalLMPreprocessor`, or `None` to pass and get arrays.
         trust: layers of the graph, or their names, to use without a probe; see `rewire`.
+        precision: of products of float32 in `generate` and `stream`: `"highest"` for whole float32,
+            where a GPU and a TPU round what goes into them by default; `"high"`, `"default"`, or
+            `None` for what JAX is set to.
 
     Attributes:
         backbone: the argument, as it was passed.
@@ -67,6 +70,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
         backbone: keras.Model,
         preprocessor: Any = None,
         trust: Iterable[Any] = (),
+        precision: str | None = None,
         **kwargs: Any,
     ) -> None:
         opened = open_backbone(backbone)
@@ -88,7 +92,8 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
         super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
         backbone_with_cache = rewire(opened, trust)
         object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
-        object.__setattr__(self, "programs", Programs(backbone_with_cache, head))
+        programs = Programs(backbone_with_cache, head, precision=precision)
+        object.__setattr__(self, "programs", programs)
         self.max_positions = opened.max_positions
 
     opened: EditedBackbone
@@ -97,7 +102,12 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
 
     @classmethod
     def from_preset(
-        cls, preset: str, load_weights: bool = True, trust: Iterable[Any] = (), **kwargs: Any
+        cls,
+        preset: str,
+        load_weights: bool = True,
+        trust: Iterable[Any] = (),
+        precision: str | None = None,
+        **kwargs: Any,
     ) -> "CachedCausalLM":
         """Load a model: a bundled one by name, or any preset or folder that KerasHub can load.
 
@@ -110,6 +120,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             load_weights: whether to load the weights, or start from random ones.
             trust: names of layers that the edit put in, to use without a probe; see `rewire`. An
                 edit on disk never brings such a promise along.
+            precision: see the class.
             **kwargs: such as `dtype`, for the backbone. By default an edited model gets the dtype
                 that it was edited in.
 
@@ -128,7 +139,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
         if recipe is not None:
             backbone = load_recipe(recipe, backbone)
         chat.load_chat(preprocessor, preset_path(preset))
-        return cls(backbone, preprocessor, trust=trust)
+        return cls(backbone, preprocessor, trust=trust, precision=precision)
 
     def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
         """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
@@ -163,6 +174,23 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             WeightMismatchError: see `EditedBackbone.load_weights`.
         """
         self.opened.load_weights(filepath, **kwargs)
+
+    def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:
+        """Quantise the backbone, as KerasHub's task does; what a rewrite put in stays as it is.
+
+        Args:
+            mode: `"int8"`, `"int4"`, `"gptq"` or `"awq"`; see `keras.Model.quantize`, as for what
+                follows.
+            config: for GPTQ and AWQ `keras.quantizers.GPTQConfig` or `AWQConfig`, with texts and a
+                tokenizer. They are calibrated on the backbone without its edit.
+            **kwargs: `filters`.
+
+        Raises:
+            SurgeryError: KerasHub does not say where the blocks of the backbone are, for GPTQ and
+                AWQ.
+        """
+        self.opened.quantize(mode, config, **kwargs)
+        self.train_function = self.test_function = self.predict_function = None
 
     def compile(
         self, optimizer: Any = "auto", loss: Any = "auto", *, sampler: Any = "auto", **kwargs: Any

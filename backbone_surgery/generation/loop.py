@@ -5,6 +5,7 @@ rows write to one slot at each step, whatever their lengths.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,28 +25,29 @@ _PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
 """What of the state belongs to a candidate row, and follows it."""
 
 
+@dataclass(eq=False)
 class Forward:
     """A cached graph as a function of its inputs, for the devices on which its weights lie.
 
-    Args:
-        backbone_with_cache: what `rewire` returned.
+    Attributes:
+        model: what `rewire` returned.
         head: the layer that makes logits of hidden states.
         platform: what the programs are for; by default where the weights lie.
         placement: where arrays lie on a mesh; by default on that of the weights, if there is one.
+        precision: of products of float32, see `target.precision`.
     """
 
-    def __init__(
-        self,
-        backbone_with_cache: BackboneWithCache,
-        head: keras.layers.Layer,
-        platform: str | None = None,
-        placement: Placement | None = None,
-    ) -> None:
-        self.model = backbone_with_cache
-        self.head = head
-        variables = backbone_with_cache.variables
-        self.platform = platform or target.platform_of(variables)
-        self.placement = placement or placement_of(variables)
+    model: BackboneWithCache
+    head: keras.layers.Layer
+    platform: str = ""
+    placement: Placement | None = None
+    precision: str | None = None
+
+    def __post_init__(self) -> None:
+        with target.precision(self.precision):  # refuses what is none
+            pass
+        self.platform = self.platform or target.platform_of(self.model.variables)
+        self.placement = self.placement or placement_of(self.model.variables)
 
     def padded(self, rows: int) -> int:
         """Return how many rows to run, so that the devices of a mesh share them evenly."""
@@ -66,7 +68,8 @@ class Forward:
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
             made_for = target.made_for(self.platform, on_mesh=self.placement is not None)
-            with keras.StatelessScope(state_mapping=mapping), made_for:
+            scope = keras.StatelessScope(state_mapping=mapping)
+            with scope, made_for, target.precision(self.precision):
                 cache = jax.tree.map(target.row_major, cache)
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]

@@ -13,15 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
-from backbone_surgery.opening.placement import Placement
 
 _READ = ("tokens", "slot", "done", "draws")
 """What of the state is read between two calls."""
@@ -35,25 +32,13 @@ class Programs(Forward):
 
     The programs of the strategies that were used last are kept, and those of others let go.
 
-    Args:
-        backbone_with_cache: what `rewire` returned.
-        head: the layer that makes logits of hidden states.
-        platform: what the programs are for; by default where the weights lie.
-        placement: where arrays lie on a mesh; by default on that of the weights, if there is one.
-
     Attributes:
         compilations: how many programs of each kind were compiled, `{"prefill": n, "decode": n}`,
             and those of an `Engine`. Those that copy a cache into a longer one are not counted.
     """
 
-    def __init__(
-        self,
-        backbone_with_cache: BackboneWithCache,
-        head: keras.layers.Layer,
-        platform: str | None = None,
-        placement: Placement | None = None,
-    ) -> None:
-        super().__init__(backbone_with_cache, head, platform, placement)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.compilations = {"prefill": 0, "decode": 0}
         self._compiled: OrderedDict[Hashable, dict[tuple, Any]] = OrderedDict()
         self._compiling, self._sorting = threading.RLock(), threading.Lock()

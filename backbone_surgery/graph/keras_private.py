@@ -105,6 +105,13 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def drop_kernel(layer: keras.Layer) -> None:
+    """Take from a layer that is built for GPTQ or AWQ the kernel that it would be calibrated on."""
+    del layer._kernel
+    layer.is_gptq_calibrated = layer.quantization_mode == "gptq"
+    layer.is_awq_calibrated = layer.quantization_mode == "awq"
+
+
 def reserve_names(names: Iterable[str]) -> None:
     """Keep Keras from making up any of these names in this thread.
 

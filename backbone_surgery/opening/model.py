@@ -14,6 +14,7 @@ from keras import ops, tree
 from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import reading
+from backbone_surgery.opening import quantizing
 from backbone_surgery.opening.checkpoint import check_checkpoint
 from backbone_surgery.opening.training import TrainsOwnLayers
 
@@ -187,9 +188,9 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             )
         self.owner.enable_lora(rank, **kwargs)
 
-    def quantize(self, mode: str, **kwargs: Any) -> None:
+    def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:
         """Quantise the owning backbone; see `keras.Model.quantize`."""
-        self.owner.quantize(mode, **kwargs)
+        quantizing.quantize(self.owner, mode, config, **kwargs)
 
     def get_config(self) -> dict:
         """Refuse: an edit is kept as data, not as a graph."""

@@ -54,6 +54,7 @@ class CompiledProgram:
         peak_bytes: of both, and of what comes out anew.
         collectives: `{kind: how many}` in the loop over tokens; of prefill, in all.
         kernels: that run for each token; of prefill, in all.
+        instructions: the same by kind and by what they write, `{"fusion bf16[8,768]": how many}`.
         step_bytes: that a token reads from and writes to memory; of prefill, in all.
         copied_bytes: of them, of arrays that are only copied.
         estimated_seconds: of a token, or of prefill, by the compiler's own model of costs; `None`
@@ -68,6 +69,7 @@ class CompiledProgram:
     peak_bytes: int = 0
     collectives: Mapping[str, int] = field(default_factory=dict)
     kernels: int = 0
+    instructions: Mapping[str, int] = field(default_factory=dict, repr=False)
     step_bytes: int = 0
     copied_bytes: int = 0
     estimated_seconds: float | None = None
@@ -165,7 +167,8 @@ def _read(answer: dict[str, Any], hlo: str, step: Step, device: Device) -> Compi
         temporary_bytes=answer["temporary_bytes"],
         peak_bytes=sum(answer[f"{k}_bytes"] for k in ("argument", "temporary", "new")),
         collectives=dict(step.exchanges),
-        kernels=sum(step.kernels.values()),
+        kernels=step.kernels.total(),
+        instructions=dict(step.instructions),
         step_bytes=step.bytes,
         copied_bytes=step.copied_bytes,
         estimated_seconds=estimate,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64}
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\](\{[^}]*\})?")
+_LAYOUT = re.compile(r"\{[^}]*\}")
 _FREE = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"),
     *("opt-barrier", "partition-id", "replica-id"),
@@ -51,6 +52,7 @@ class Step:
 
     Attributes:
         kernels: `{kind of instruction: how many}`.
+        instructions: the same, told apart by what they write: `{"fusion bf16[8,768]": how many}`.
         exchanges: `{kind of collective: how many}`.
         bytes: read from and written to the memory of the device.
         copied_bytes: of arrays that are copied as they are, or turned, within that memory.
@@ -59,6 +61,7 @@ class Step:
     """
 
     kernels: Counter = field(default_factory=Counter)
+    instructions: Counter = field(default_factory=Counter)
     exchanges: Counter = field(default_factory=Counter)
     bytes: int = 0
     copied_bytes: int = 0
@@ -174,6 +177,7 @@ def _count(
     if exchange is not None:
         step.exchanges[exchange] += times
     step.kernels[opcode] += times
+    step.instructions[f"{opcode} {re.sub(_LAYOUT, '', instruction.shape)}"] += times
     written = _written(instruction, lines, module)
     if opcode in ("copy", "transpose") and _read(instruction, lines, module):
         step.copied_bytes += times * written

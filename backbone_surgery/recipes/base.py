@@ -5,7 +5,6 @@ quantisation. Of all other weights it keeps a digest.
 """
 
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,9 @@ import numpy as np
 
 from backbone_surgery.errors import RecipeError
 from backbone_surgery.opening.open import find_family
+from backbone_surgery.recipes.quantization import is_held, quantization, quantize_like
 from backbone_surgery.weights.arrays import of_value, of_variable
-from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora, quantization
+from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora
 from backbone_surgery.weights.paths import is_lora, variable_paths
 from backbone_surgery.weights.tree import digest
 
@@ -31,16 +31,16 @@ def owner_deltas(owner: keras.Model) -> dict[str, keras.Variable]:
     """Return the weights of a backbone that a recipe holds, by path.
 
     These are LoRA factors, with the biases of the same layers, which are trained along with them,
-    and the scales of a quantisation.
+    the scales of a quantisation, and all that was calibrated.
     """
     paths = variable_paths(owner)
-    quantized = quantization(owner) is not None
+    quantized = quantization(owner)
     tuned = {path.rpartition(".")[0] for path in paths if is_lora(path)}
 
     def is_delta(path: str) -> bool:
         layer, _, name = path.rpartition(".")
         own = layer in tuned and name not in ("kernel", "embeddings")
-        return quantized if name.endswith("_scale") else own
+        return own or is_held(path, quantized)
 
     return {path: v for path, v in paths.items() if is_delta(path)}
 
@@ -57,9 +57,7 @@ def fitted_base(
     if base["lora"] or base["quantization"]:
         backbone = copy_backbone(backbone)
         if base["quantization"] != quantization(backbone):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Layer .* does not have a .*quantize")
-                backbone.quantize(base["quantization"])
+            quantize_like(backbone, base["quantization"])
         if base["lora"]:
             names = base["lora"]["layers"]
             backbone.enable_lora(base["lora"]["rank"], target_layer_names=names)
@@ -112,8 +110,10 @@ def _check_facts(backbone: keras.Model, base: Mapping[str, Any]) -> None:
             raise _other_base(f"a backbone with {key}", wanted.get(key), own.get(key))
     if lora(backbone) and not base["lora"]:
         raise _other_base("a backbone", "without LoRA", "one with it")
-    if quantization(backbone) not in (None, base["quantization"]):
-        raise _other_base("a backbone that is quantised to", base["quantization"], "int8")
+    quantized = quantization(backbone)
+    if quantized not in (None, base["quantization"]):
+        modes = (x and x["mode"] for x in (base["quantization"], quantized))
+        raise _other_base("a backbone that is quantised to", *modes)
 
 
 def _other_base(what: str, wanted: Any, received: Any) -> RecipeError:

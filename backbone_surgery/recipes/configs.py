@@ -52,7 +52,7 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
 
 def make_layer(config: Any, where: str) -> keras.layers.Layer:
     """Make a layer of a config, which is checked before; what is malformed raises any error."""
-    _check_config(config, where)
+    check_config(config, where)
     # A copy, since some layers take parts out of the config that they are made of.
     layer = keras.saving.deserialize_keras_object(_unnamed(copy.deepcopy(config)))
     if not isinstance(layer, keras.layers.Layer):
@@ -60,7 +60,7 @@ def make_layer(config: Any, where: str) -> keras.layers.Layer:
     return layer
 
 
-def _check_config(config: Any, where: str) -> None:
+def check_config(config: Any, where: str) -> None:
     """Check that a config names built-in or registered classes alone, and never a function."""
     if isinstance(config, dict) and "class_name" in config and not _allowed(config):
         raise RecipeError(
@@ -71,7 +71,7 @@ def _check_config(config: Any, where: str) -> None:
         )
     inner = config.values() if isinstance(config, dict) else config
     for item in inner if isinstance(config, dict | list) else ():
-        _check_config(item, where)
+        check_config(item, where)
 
 
 def _allowed(config: dict[str, Any]) -> bool:

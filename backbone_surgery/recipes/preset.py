@@ -11,8 +11,9 @@ from backbone_surgery.errors import RecipeError, SurgeryError
 from backbone_surgery.files import as_path, read_json
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.recipes.folder import new_folder
+from backbone_surgery.recipes.quantization import quantization
 from backbone_surgery.recipes.recipe import save_recipe
-from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora, quantization
+from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora
 
 FOLDER = "recipe"
 _OURS = re.compile(
@@ -37,11 +38,13 @@ def save_preset(
     hosts.refuse(edited, "save_to_preset", "Use `save_recipe`, or one process.")
     path, owner = as_path(preset_dir, "save_to_preset"), edited.owner
     check_backbone(owner, "save_to_preset")
-    if quantization(owner):
+    quantized = quantization(owner)
+    if quantized:
         raise SurgeryError(
             f"save_to_preset at '{path}': expected a backbone that is not quantised, since "
-            "KerasHub loads no preset of one that is. Received one quantised to int8. Use "
-            "`save_recipe`, which holds the quantisation as a part of the edit."
+            "KerasHub loads no preset of one that is. Received one quantised to "
+            f"{quantized['mode']}. Use `save_recipe`, which holds the quantisation as a part of "
+            "the edit."
         )
     replaceable = _is_preset(path)
     with new_folder(path, lambda name: replaceable and _OURS.fullmatch(name)) as folder:

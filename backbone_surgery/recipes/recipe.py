@@ -35,8 +35,8 @@ def save_recipe(edited: Any, path: str | Path) -> None:
 
     The rewrites are kept as data, with what they own: vectors, weights of the layers that they put
     in, and the LoRA factors and quantisation scales of the backbone. The weights of the backbone
-    itself are not in it; their digest is. The folder is written whole or not at all, and replaces
-    a recipe that was there.
+    itself are not in it, unless GPTQ or AWQ made them; their digest is. The folder is written whole
+    or not at all, and replaces a recipe that was there.
 
     Args:
         edited: what `operate` made of a keras_hub Backbone, or a task or cached graph over it.

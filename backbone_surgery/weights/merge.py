@@ -19,7 +19,7 @@ from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import Site, block_of, places
 from backbone_surgery.rewriting import Steer
-from backbone_surgery.weights.owner import check_backbone, copy_backbone, quantization
+from backbone_surgery.weights.owner import check_backbone, copy_backbone, is_quantized
 from backbone_surgery.weights.paths import resolve, variable_paths
 
 
@@ -50,7 +50,7 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
     edited = open_backbone(resolve(edited))
     owner = edited.owner
     check_backbone(owner, "merge")
-    if quantization(owner):
+    if is_quantized(owner):
         raise SurgeryError(
             f"merge at '{owner.name}': expected a backbone with floats as weights. Received a "
             "quantised one. Merge before quantising."

@@ -1,4 +1,4 @@
-"""The backbone that owns the weights: a copy of it, its LoRA and its quantisation."""
+"""The backbone that owns the weights: a copy of it, and its LoRA."""
 
 import inspect
 from typing import Any
@@ -49,12 +49,6 @@ def lora(owner: keras.Model) -> dict[str, Any] | None:
     return {"rank": rank, "layers": names}
 
 
-def quantization(owner: keras.Model) -> str | None:
-    """Return how a backbone is quantised; a recipe can hold int8 alone."""
-    modes = {getattr(x, "quantization_mode", None) for x in graph.layers_within(owner)} - {None}
-    if modes - {"int8"}:
-        raise SurgeryError(
-            f"recipe at '{owner.name}': expected a backbone that is not quantised, or to int8. "
-            f"Received one quantised to {', '.join(sorted(map(str, modes)))}. Make it first."
-        )
-    return "int8" if modes else None
+def is_quantized(owner: keras.Model) -> bool:
+    """Tell whether any layer of a backbone is quantised."""
+    return any(x.quantization_mode is not None for x in graph.layers_within(owner))

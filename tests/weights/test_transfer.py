@@ -19,7 +19,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import backbone_surgery as bs
-from backbone_surgery.weights.owner import quantization
 from backbone_surgery.weights.paths import variable_paths
 from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2
 
@@ -999,11 +998,3 @@ def test_a_tree_that_has_a_path_twice_is_refused():
     tree = {"a": {"b": np.ones(2)}, "a.b": np.ones(2)}
     with pytest.raises(bs.SurgeryError, match="expected each path once"):
         bs.transfer_weights(make_gpt2(num_layers=1), tree)
-
-
-@pytest.mark.slow
-def test_only_int8_is_a_part_of_an_edit():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
-    model.quantize("int4")
-    with pytest.raises(bs.SurgeryError, match=r"not quantised, or to int8\. .* to int4"):
-        quantization(model)

@@ -1,0 +1,51 @@
+"""Quantising the backbone under an edit, as KerasHub's own task quantises it."""
+
+import copy
+import types
+from typing import Any
+
+import keras
+import keras_hub
+
+from backbone_surgery.errors import SurgeryError
+
+
+def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -> None:
+    """Quantise all of a backbone, whatever an edit of it leaves out.
+
+    GPTQ and AWQ calibrate each block of the backbone in turn, without the edit, where KerasHub's
+    task for the architecture says that its blocks are.
+
+    Args:
+        owner: of the weights.
+        mode: see `keras.Model.quantize`, as for what follows.
+        config: a quantization config, which says the mode too, and for GPTQ and AWQ the texts.
+        **kwargs: `filters`.
+
+    Raises:
+        SurgeryError: KerasHub does not say where the blocks are.
+    """
+    if getattr(config, "quantization_layer_structure", owner) is not None:
+        owner.quantize(mode, config=config, **kwargs)
+        return
+    config = copy.copy(config)
+    config.quantization_layer_structure = _structure(owner, config.mode)
+    try:
+        owner.quantize(mode, config=config, **kwargs)
+    finally:
+        config.quantization_layer_structure = None  # the layers keep this config
+
+
+def _structure(owner: keras.Model, mode: str) -> dict[str, Any]:
+    """Return the layers before the blocks, and the blocks, as KerasHub's task has them."""
+    for task in vars(keras_hub.models).values():
+        if getattr(task, "backbone_cls", None) is type(owner) and hasattr(task, "generate"):
+            view = types.SimpleNamespace(backbone=owner)
+            structure = task.get_quantization_layer_structure(view, mode)
+            if structure is not None:
+                return structure
+    raise SurgeryError(
+        f"quantize at '{owner.name}': expected a backbone whose blocks KerasHub can calibrate one "
+        f"by one. Received a {type(owner).__name__}. Name them in `quantization_layer_structure` "
+        "of the config, or take int8 or int4."
+    )

@@ -1,0 +1,96 @@
+"""How a backbone is quantised, as a recipe says it, and the same done to another backbone."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from backbone_surgery import graph
+from backbone_surgery.errors import RecipeError, SurgeryError
+from backbone_surgery.recipes.configs import check_config
+from backbone_surgery.weights.paths import variable_paths
+
+_COMPUTED = ("int8", "int4")
+_CALIBRATED = {"gptq": keras.quantizers.GPTQConfig, "awq": keras.quantizers.AWQConfig}
+
+
+def quantization(owner: keras.Model) -> dict[str, Any] | None:
+    """Return mode, config and layers of a backbone's quantisation; `None` if it has none.
+
+    Raises:
+        SurgeryError: it has several, or one that a recipe cannot hold.
+    """
+    layers = {path: x for path, x in _layers(owner).items() if x.quantization_mode is not None}
+    if not layers:
+        return None
+    modes = {_mode(x) for x in layers.values()}
+    mode = next(iter(modes))
+    kind = mode.partition("/")[0]
+    configs = [None if kind in _CALIBRATED else _config(x) for x in layers.values()]
+    one = len(modes) == 1 and all(config == configs[0] for config in configs)
+    if not one or kind not in (*_COMPUTED, *_CALIBRATED):
+        raise SurgeryError(
+            f"recipe at '{owner.name}': expected a backbone that is not quantised, or in one way, "
+            f"to int8, int4, GPTQ or AWQ. Received one quantised to {', '.join(sorted(modes))}, "
+            f"{'in one way' if one else 'in several ways'}. Quantise all of it alike."
+        )
+    return {"mode": mode, "config": configs[0], "layers": sorted(layers)}
+
+
+def is_held(path: str, described: Mapping[str, Any] | None) -> bool:
+    """Tell whether a weight belongs to a quantisation, so that a recipe holds it.
+
+    int8 and int4 can be computed again, all but their scales, to the last bit. What was calibrated
+    can't.
+    """
+    if described is None:
+        return False
+    layer, _, name = path.rpartition(".")
+    calibrated = described["mode"].partition("/")[0] in _CALIBRATED
+    return layer in described["layers"] if calibrated else name.endswith("_scale")
+
+
+def quantize_like(backbone: keras.Model, described: Mapping[str, Any]) -> None:
+    """Quantise a backbone as a recipe says; what was calibrated has no values yet."""
+    kind, *numbers = described["mode"].split("/")
+    if kind in _CALIBRATED:
+        bits, group = (int(number) for number in numbers)
+        config = _CALIBRATED[kind](None, None, weight_bits=bits, group_size=group)
+    else:
+        check_config(described["config"], "base.quantization")
+        config = keras.saving.deserialize_keras_object(described["config"])
+    layers = _layers(backbone)
+    for path in described["layers"]:
+        if path not in layers:
+            raise RecipeError(
+                f"load_recipe at 'base.quantization': expected layers of the backbone. Received "
+                f"'{str(path)[:80]}'. The recipe was made on another model, or is damaged."
+            )
+        layers[path].quantize(kind, config=config)
+        if kind in _CALIBRATED:
+            graph.drop_kernel(layers[path])
+
+
+def _layers(owner: keras.Model) -> dict[str, keras.layers.Layer]:
+    """Return the layers that hold weights themselves, by path."""
+    paths = {id(v): path for path, v in variable_paths(owner).items()}
+    layers = {}
+    for layer in graph.layers_within(owner):
+        own = [paths[id(v)] for v in graph.own_weights(layer) if id(v) in paths]
+        if own:
+            layers[own[0].rpartition(".")[0]] = layer
+    return layers
+
+
+def _config(layer: keras.layers.Layer) -> Any:
+    """Return how a layer was quantised, as JSON."""
+    return json.loads(json.dumps(keras.saving.serialize_keras_object(layer.quantization_config)))
+
+
+def _mode(layer: keras.layers.Layer) -> str:
+    """Return how a layer is quantised, as Keras writes it: `int8`, `int4/128`, `gptq/4/128`."""
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path]
+    return policy.get_config()["mode"]

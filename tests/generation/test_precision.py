@@ -1,0 +1,50 @@
+"""Products of float32 are as precise as was asked for."""
+
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from backbone_surgery import target
+from tests.helpers import make_gpt2
+
+INPUTS = {"token_ids": np.array([[1, 2, 3]]), "padding_mask": np.ones((1, 3), bool)}
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_it_is_asked_for_in_the_programs(monkeypatch, precision):
+    import jax
+
+    texts = []
+    compile_it = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda x: texts.append(x.as_text()) or compile_it(x)
+    )
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1), precision=precision)
+    lm.compile(sampler="greedy")
+    lm.generate(INPUTS, max_new_tokens=2, stop_token_ids=None)
+    assert len(texts) == 2
+    for text in texts:
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert len(products) > 4
+        assert all(("HIGHEST" in line) == (precision == "highest") for line in products)
+
+
+def test_check_asks_for_the_highest(monkeypatch):
+    import jax
+
+    seen = set()
+    predict = bs.caching.check.predict
+    monkeypatch.setattr(
+        bs.caching.check,
+        "predict",
+        lambda *args: seen.add(jax.config.jax_default_matmul_precision) or predict(*args),
+    )
+    bs.check(make_gpt2(num_layers=1))
+    assert seen == {"highest"}
+
+
+def test_what_is_none_is_refused():
+    with pytest.raises(bs.SurgeryError, match="expected 'default', 'high', 'highest' or None"):
+        bs.CachedCausalLM(make_gpt2(num_layers=1), precision="double")
+    with pytest.raises(bs.SurgeryError, match="Received 3"), target.precision(3):
+        pass
