@@ -36,6 +36,11 @@ def platform() -> str:
     return _known(jax.default_backend())
 
 
+def program_of() -> str | None:
+    """Return what the program of a generation that is being made is for; `None` outside of one."""
+    return _chosen.get()
+
+
 @contextlib.contextmanager
 def made_for(chosen: str, on_mesh: bool = False) -> Iterator[None]:
     """Have what is made inside be for a platform, and for one device or a mesh of them."""

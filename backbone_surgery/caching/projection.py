@@ -46,14 +46,23 @@ class HeadProjection(keras.layers.Layer):
         dense = self.dense
         if dense.lora_enabled or dense.quantization_mode is not None:
             return dense(inputs)
-        project = _to_heads if _form(dense.equation) == _SPLIT else _from_heads
-        y = project(inputs, ops.convert_to_tensor(dense.kernel))
+        y = product(dense, inputs, ops.convert_to_tensor(dense.kernel))
         y = y if dense.bias is None else y + dense.bias
         return y if dense.activation is None else dense.activation(y)
 
     def compute_output_spec(self, inputs, training=None):
         """Return what the layer says of itself."""
         return self.dense.compute_output_spec(inputs)
+
+
+def product(dense: Any, x: Any, kernel: Any) -> Any:
+    """Return the product that a `Dense` or an `EinsumDense` takes, the kernel read as it lies."""
+    if isinstance(dense, keras.layers.Dense):
+        return ops.matmul(x, kernel)
+    form = _form(dense.equation)
+    if form in (_SPLIT, _JOIN):
+        return (_to_heads if form == _SPLIT else _from_heads)(x, kernel)
+    return ops.einsum(dense.equation, x, kernel)
 
 
 def _to_heads(x, kernel):

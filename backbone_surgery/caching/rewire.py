@@ -9,6 +9,7 @@ from keras import tree
 from backbone_surgery import graph
 from backbone_surgery.caching.experts import ChosenExperts, most_chosen
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
@@ -135,10 +136,12 @@ class _Rewirer:
         top_k = most_chosen(args[1]) if type(layer) is MixedExperts else None
         if top_k is not None:
             return self._once(ChosenExperts, layer, top_k)(*args)
-        if projects_heads(layer, self.compute_dtype):
-            return self._once(HeadProjection, layer)(*args, **kwargs)
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
+        if projects_heads(layer, self.compute_dtype):
+            return self._once(HeadProjection, layer)(*args, **kwargs)
+        if is_narrow(layer):
+            return self._once(NarrowProjection, layer)(*args, **kwargs)
         if is_layer_norm(layer):
             return self._once(WholeNorm, layer)(*args, **kwargs)
         return graph.KEEP

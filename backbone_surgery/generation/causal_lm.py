@@ -90,12 +90,20 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
         object.__setattr__(self, "opened", opened)
         object.__setattr__(self, "trained_layers", opened.trained_layers)
         super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
-        backbone_with_cache = rewire(opened, trust)
-        object.__setattr__(self, "backbone_with_cache", backbone_with_cache)
-        programs = Programs(backbone_with_cache, head, precision=precision)
-        object.__setattr__(self, "programs", programs)
         self.max_positions = opened.max_positions
+        trust = list(trust) if isinstance(trust, Iterator) else trust
+        object.__setattr__(self, "_rewired_by", (trust, precision))
+        self._rewire()
 
+    def _rewire(self) -> None:
+        """Derive the cached graph from the graph as it is, and programs over it."""
+        trust, precision = self._rewired_by
+        cached = rewire(self.opened, trust)
+        programs = Programs(cached, self.opened.token_embedding, precision=precision)
+        object.__setattr__(self, "backbone_with_cache", cached)
+        object.__setattr__(self, "programs", programs)
+
+    _rewired_by: tuple[Iterable[Any], str | None]
     opened: EditedBackbone
     backbone_with_cache: BackboneWithCache
     programs: Programs
@@ -190,6 +198,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
                 AWQ.
         """
         self.opened.quantize(mode, config, **kwargs)
+        self._rewire()
         self.train_function = self.test_function = self.predict_function = None
 
     def compile(

@@ -28,6 +28,7 @@ from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.target import least_rows
 
 AXES = ("batch", "model")
+_UNPACKED = "each token unpacks the {} weights first, and moves more than bfloat16; int8 does not"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Plan:
         cache_bytes: of the cache that a device holds, at that length.
         collectives: `{kind: how many for each token}`.
         collective_bytes: that a device hands over for each token, at least.
+        unpacked: how weights are quantised that each token unpacks first, such as "int4".
         programs: `{name: CompiledProgram}`, if they were compiled.
     """
 
@@ -60,6 +62,7 @@ class Plan:
     cache_bytes: int
     collectives: Mapping[str, int]
     collective_bytes: int
+    unpacked: str | None = None
     programs: Mapping[str, CompiledProgram] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> CompiledProgram:
@@ -105,6 +108,7 @@ class Plan:
             "fits": "yes" if self.fits else f"no: {_size(self.device_bytes)} of {room:.0f} GiB",
             "collectives a token": f"{collectives}; {self.collective_bytes:,} bytes",
             "bound by memory": f"{self.tokens_per_second:,.0f} tokens/s, all rows together",
+            **({"beware": _UNPACKED.format(self.unpacked)} if self.unpacked else {}),
             **{f"compiled {name}": _shown(p) for name, p in self.programs.items()},
         }
         width = max(map(len, rows))
@@ -195,6 +199,7 @@ def plan(
         weight_bytes=sum(_bytes_of(v, shared, sizes["model"]) for v in edited.variables),
         cache_bytes=sum(_state_bytes(state, rows, length, sizes["model"]) for state in states),
         **_collectives(cached, shared, sizes, rows),
+        unpacked=_unpacked(edited),
         programs=compile_programs(programs, devices, sizes, verbose) if programs else {},
     )
 
@@ -297,6 +302,11 @@ def _collectives(
         "collectives": {"all-reduce": count} if count else {},
         "collective_bytes": sums * rows * size + choices * rows * 4 + test,
     }
+
+
+def _unpacked(model: keras.Model) -> str | None:
+    modes = {layer.quantization_mode for layer in graph.layers_within(model)}
+    return next((mode for mode in ("int4", "gptq", "awq") if mode in modes), None)
 
 
 def _itemsize(dtype: str) -> int:

@@ -50,7 +50,19 @@ def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "top_k", "beam"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "mixtral"])
+def test_int8(name, rng, no_collecting):
+    lm = make_lm(name)
+    lm.quantize("int8")
+    kinds = [type(x).__name__ for x in lm.backbone_with_cache._flatten_layers()]
+    assert kinds.count("NarrowProjection") >= 4 * lm.opened.owner.num_layers
+    compare(lm, "gpu", ragged(rng, [11, 5], 11))
+
+
+@pytest.mark.parametrize(
+    "sampler", ["greedy", pytest.param("top_k", marks=pytest.mark.slow), "beam"]
+)
 def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
     monkeypatch.setattr(target, "_LONGEST_PIECE", 6)
     lm = make_lm(family, sampler)

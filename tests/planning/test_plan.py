@@ -70,3 +70,12 @@ def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
 def test_bad_arguments_are_refused(settings, words):
     with pytest.raises(bs.SurgeryError, match=words):
         bs.plan("tiny_gpt2", **settings)
+
+
+def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
+    backbone = ROWS["gpt2"].make()
+    assert "beware" not in str(bs.plan(backbone))
+    backbone.quantize("int4")
+    plan = bs.plan(backbone)
+    assert plan.unpacked == "int4"
+    assert "each token unpacks the int4 weights first" in str(plan)

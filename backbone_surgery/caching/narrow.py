@@ -1,0 +1,69 @@
+"""`NarrowProjection`: a layer quantised to int8, whose kernel a GPU reads as it lies."""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from backbone_surgery import target
+from backbone_surgery.caching.projection import product
+
+
+def is_narrow(layer: Any) -> bool:
+    """Tell whether a layer can be run by a `NarrowProjection`: it scales each token by itself."""
+    if type(layer) not in (keras.layers.Dense, keras.layers.EinsumDense):
+        return False
+    if layer.quantization_mode != "int8" or not layer.autocast:
+        return False
+    if type(layer) is keras.layers.Dense:
+        return True
+    x, kernel, y = layer.equation.replace("->", ",").split(",")
+    by_token = x[:2] == y[:2] and not set(x[:2]) & set(kernel)
+    return by_token and set(x[2:]) <= set(kernel) - set(y)
+
+
+class NarrowProjection(keras.layers.Layer):
+    """Compute what a layer quantised to int8 computes, which stays the owner of the weights.
+
+    For products of int8, XLA on a GPU wants the inputs of a kernel next to each other, and keeps a
+    second copy of nearly all weights that way. Here the same whole numbers are multiplied as
+    floats, which hold them exactly, and the kernel is widened on its way into the product. What is
+    not a program of a GPU calls the layer itself.
+
+    Args:
+        dense: the layer, built. Once it has LoRA, or is quantised in another way, it is called.
+
+    Call arguments:
+        inputs: float[batch, time, ...].
+    """
+
+    def __init__(self, dense: Any, **kwargs: Any) -> None:
+        is_mixed = dense.variable_dtype != dense.compute_dtype
+        dtype = f"mixed_{dense.compute_dtype}" if is_mixed else dense.compute_dtype
+        super().__init__(dtype=dtype, name=dense.name, **kwargs)
+        self.dense = dense
+        self.supports_masking = dense.supports_masking
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        """Project the inputs; `training` is what the layer takes too, and changes nothing."""
+        dense = self.dense
+        is_int8 = dense.quantization_mode == "int8" and not dense.lora_enabled
+        if target.program_of() != "gpu" or not is_int8:
+            return dense(inputs)
+        by_token = None
+        if dense.inputs_quantizer:
+            axes = tuple(range(2, len(inputs.shape)))
+            inputs, by_token = dense.inputs_quantizer(inputs, axis=axes)
+        kernel = ops.cast(ops.convert_to_tensor(dense.kernel), self.compute_dtype)
+        y = product(dense, ops.cast(inputs, self.compute_dtype), kernel)
+        scale = ops.convert_to_tensor(dense.kernel_scale)
+        if by_token is not None:
+            ones = (1,) * (len(y.shape) - 2)
+            scale = scale * ops.reshape(by_token, (*ops.shape(y)[:2], *ones))
+        y = y / scale
+        y = y if dense.bias is None else y + dense.bias
+        return y if dense.activation is None else dense.activation(y)
+
+    def compute_output_spec(self, inputs: Any, training: Any = None) -> Any:
+        """Return what the layer says of itself."""
+        return self.dense.compute_output_spec(inputs)
