@@ -2,7 +2,8 @@
 
 Real shapes, without weights; nothing runs. With --write, docs/accelerators.json is what it printed.
 
-    pip install -e ".[plan-tpu,plan-gpu]" && python scripts/measure_accelerators.py
+    pip install -e ".[plan-tpu,plan-gpu]"
+    KERAS_BACKEND=jax JAX_PLATFORMS=cpu python scripts/measure_accelerators.py
 """
 
 import argparse

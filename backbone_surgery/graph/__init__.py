@@ -3,6 +3,7 @@
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
+    array_of,
     as_stored,
     autocasting,
     drop_kernel,
@@ -42,6 +43,7 @@ __all__ = [
     "LISTS_OF_LAYERS",
     "CloneFn",
     "all_nodes",
+    "array_of",
     "as_functional",
     "as_stored",
     "autocasting",

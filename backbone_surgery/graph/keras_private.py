@@ -105,6 +105,11 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def array_of(variable: keras.Variable) -> Any:
+    """Return the array of a variable; `None` if it has none, where `value` would make one."""
+    return variable._value
+
+
 def drop_kernel(layer: keras.Layer) -> None:
     """Take from a layer that is built for GPTQ or AWQ the kernel that it would be calibrated on."""
     del layer._kernel

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from backbone_surgery import graph
 from backbone_surgery.opening.state import StateSpec
 
 _BATCH_AXES = ("batch", "data")
@@ -107,7 +108,7 @@ def placement_of(variables: Iterable[keras.Variable]) -> Placement | None:
     """Return where the arrays of a model with these variables lie; `None` on one device."""
     if keras.config.backend() != "jax":
         return None
-    shardings = [getattr(variable.value, "sharding", None) for variable in variables]
+    shardings = [getattr(graph.array_of(variable), "sharding", None) for variable in variables]
     meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
     mesh = next((mesh for mesh in meshes if mesh is not None and mesh.size > 1), None)
     return None if mesh is None else Placement(mesh, _batch_axis(mesh, shardings))

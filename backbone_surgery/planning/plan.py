@@ -206,6 +206,11 @@ def plan(
 
 def _check_compilable(devices: Devices, sizes: Mapping[str, int], prompt: int, length: int) -> None:
     """Refuse what can't be compiled, before anything is made."""
+    if keras.config.backend() != "jax":
+        raise SurgeryError(
+            "plan with `compile=True`: expected the JAX backend of Keras. Received "
+            f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax before Keras is imported."
+        )
     check_compiler(devices.device)
     count = math.prod(sizes.values())
     if prompt >= length:

@@ -2,11 +2,15 @@
 
 import json
 import math
+import sys
 
+import jax
+import keras
 import keras_hub
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import graph
 from tests.families import ROWS
 
 
@@ -79,3 +83,26 @@ def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
     plan = bs.plan(backbone)
     assert plan.unpacked == "int4"
     assert "each token unpacks the int4 weights first" in str(plan)
+
+
+def test_weights_get_no_values_while_programs_are_traced(monkeypatch):
+    planning = sys.modules["backbone_surgery.planning.plan"]
+    traced = {}
+    monkeypatch.setattr(planning, "check_compiler", lambda device: None)
+    monkeypatch.setattr(planning, "compile_programs", lambda programs, *_: traced.update(programs))
+    with graph.without_values():
+        backbone = ROWS["llama"].make()
+
+    def watched(make):
+        def initialize(self, *args, **kwargs):
+            value = make(self, *args, **kwargs)
+            assert isinstance(value, jax.core.Tracer), "a weight got a value"
+            return value
+
+        return initialize
+
+    for name in ("RandomNormal", "VarianceScaling", "Ones", "Zeros"):
+        kind = getattr(keras.initializers, name)
+        monkeypatch.setattr(kind, "__call__", watched(kind.__call__))
+    bs.plan(backbone, length=32, compile=True)
+    assert set(traced) == {"prefill", "decode"}
