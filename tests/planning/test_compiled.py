@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import graph
 from backbone_surgery.planning import compilers
 from backbone_surgery.planning.compilers import check_compiler
 from backbone_surgery.planning.devices import find_devices
@@ -148,3 +150,27 @@ def test_the_example_of_the_guide_runs():
     names = {}
     exec(block, names)
     assert names["decode"].kernels > 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_model_that_does_not_fit_says_what_takes_the_room(chip):
+    """No weight of it has a value. XLA tells for a TPU alone that it cannot compile it."""
+    wide = {"v5e": 4, "h100": 20}[chip]
+    with graph.without_values():
+        backbone = keras_hub.models.LlamaBackbone(
+            vocabulary_size=128256,
+            num_layers=4,
+            num_query_heads=32,
+            num_key_value_heads=8,
+            hidden_dim=4096,
+            intermediate_dim=49152 * wide,
+        )
+    plan = compile_for(chip, backbone, batch=8)
+    assert not plan.fits
+    assert plan.weight_bytes > plan.device.memory
+    assert "fits                 no: " in str(plan)
+    assert (plan["decode"].error is not None) == (chip == "v5e")
+    if chip == "v5e":
+        assert "compiled decode      does not compile: RESOURCE_EXHAUSTED" in str(plan)

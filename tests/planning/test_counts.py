@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import keras
 import pytest
 
 from tests.planning.test_compiled import needs
@@ -23,16 +22,10 @@ def load_script():
     return module
 
 
-@pytest.fixture
-def half_precision():
-    keras.config.set_dtype_policy("bfloat16")
-    yield
-    keras.config.set_dtype_policy("float32")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("known", CASES, ids=[line["model"] for line in CASES])
-def test_counts_do_not_grow(half_precision, known):
+@pytest.mark.usefixtures("half_precision")
+def test_counts_do_not_grow(known):
     needs(known["device"])
     least, now = load_script().ours(known["model"], known["device"], known["rows"])
     before = known["ours"]
