@@ -24,6 +24,8 @@ def prepare_command_line(arguments: list[str]) -> None:
     if os.environ.setdefault("KERAS_BACKEND", "jax") != "tensorflow":
         for name in ("tensorflow", "tensorflow_text"):
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    if arguments[1:2] == ["plan"]:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers that are installed look for chips
     run_loops_as_graphs()
 
 

@@ -7,6 +7,12 @@ import pytest
 from backbone_surgery import startup
 
 
+@pytest.fixture(autouse=True)
+def _keep_modules(monkeypatch):
+    """Else TensorFlow would be kept out of the tests that follow."""
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+
+
 @pytest.mark.parametrize(
     ("is_there", "before", "after"),
     [
@@ -24,6 +30,14 @@ def test_a_gpu_runs_the_loop_as_one_graph(monkeypatch, tmp_path, is_there, befor
         gpu.touch()
     startup.run_loops_as_graphs()
     assert os.environ["XLA_FLAGS"] == after
+
+
+def test_a_plan_looks_for_no_chips(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    startup.prepare_command_line(["/usr/bin/backbone-surgery", "generate"])
+    assert "JAX_PLATFORMS" not in os.environ
+    startup.prepare_command_line(["/usr/bin/backbone-surgery", "plan", "tiny_gpt2"])
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 def test_a_library_sets_nothing(monkeypatch, tmp_path):

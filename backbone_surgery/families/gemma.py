@@ -96,9 +96,9 @@ def _scale(block: Any) -> float:
     layer = block.attention
     if layer.query_head_dim_normalize and not block.query_head_dim_normalize:
         warnings.warn(
-            f"open at '{block.name}': the backbone was made with `query_head_dim_normalize=False`, "
-            f"but its attention scales queries by the head size {layer.head_dim} all the same "
-            f"(KerasHub does not pass the setting on). The opened graph does as the backbone does.",
+            "open: the backbone was made with `query_head_dim_normalize=False`, but its attention "
+            f"scales queries by the head size {layer.head_dim} all the same (KerasHub does not "
+            "pass the setting on). The opened graph does as the backbone does.",
             stacklevel=2,
         )
     width = layer.hidden_dim // layer.num_query_heads
