@@ -18,7 +18,8 @@ from backbone_surgery.errors import SurgeryError, shown
 PLATFORMS = ("cpu", "gpu", "tpu")
 PRECISIONS = ("default", "high", "highest")
 
-_LONGEST_PIECE = 512
+_TOKENS_AT_ONCE = 2048
+"""Of all rows: enough to keep a chip busy."""
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _on_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("on_mesh", default=False)
@@ -76,19 +77,20 @@ def least_rows(chosen: str) -> int:
     return 1 if chosen == "cpu" else 2
 
 
-def prefill_chunk(chosen: str, prompt: int) -> int:
-    """Return how many tokens of a prompt to run at once; it divides the length of the prompt.
+def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
+    """Return how many tokens of each prompt to run at once; it divides the length of the prompt.
 
     Attention needs memory for each pair of a token that runs and one that it may see: in pieces,
     that grows with the prompt, and not with its square.
 
     Examples:
-        >>> prefill_chunk("gpu", 128), prefill_chunk("gpu", 768), prefill_chunk("tpu", 4096)
-        (128, 384, 512)
+        >>> [prefill_chunk("gpu", rows, 4096) for rows in (1, 2, 8)], prefill_chunk("tpu", 8, 384)
+        ([2048, 1024, 256], 192)
     """
-    if chosen == "cpu" or prompt <= _LONGEST_PIECE:
+    most = max(_TOKENS_AT_ONCE // rows, 1)
+    if chosen == "cpu" or prompt <= most:
         return prompt
-    return next(n for n in range(_LONGEST_PIECE, 0, -1) if prompt % n == 0)
+    return next(n for n in range(most, 0, -1) if prompt % n == 0)
 
 
 @contextlib.contextmanager
@@ -122,10 +124,10 @@ def row_major(x: Any) -> Any:
     """Have an array lie in the order of its axes, on a GPU or a TPU; inside a program.
 
     Else their compilers choose an order for each array of a loop, and copy what comes in another.
-    Not on a mesh of GPUs, where XLA would gather what has an order that was asked for.
+    Not on a mesh: XLA would gather on GPUs what has an order that was asked for, and a TPU pads an
+    array of few heads.
     """
-    chosen = platform()
-    if chosen == "cpu" or (chosen == "gpu" and _on_mesh.get()) or keras.config.backend() != "jax":
+    if platform() == "cpu" or _on_mesh.get() or keras.config.backend() != "jax":
         return x
     from jax.experimental.layout import Layout, with_layout_constraint
 

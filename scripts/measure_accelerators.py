@@ -109,7 +109,10 @@ def upstream(name, device, rows):
         program = export.export(jax.jit(generate), platforms=[platform])(values, inputs)
     count = len(program.in_avals)
     traced = Traced(bytes(program.serialize()), [[]] * count, ())
-    compiled = compile_programs({"decode": traced}, devices, {"batch": 1, "model": 1}, 0)
+    try:
+        compiled = compile_programs({"decode": traced}, devices, {"batch": 1, "model": 1}, 0)
+    except bs.SurgeryError as error:  # its compiler broke
+        return {"error": str(error)[:200]}
     return counts(compiled["decode"])
 
 
@@ -155,6 +158,14 @@ def show(lines):
     Console(width=100).print(table)
 
 
+def write(line):
+    """Put a line in the place of what was known of its case."""
+    known = json.loads(FILE.read_text()) if FILE.exists() else []
+    keys = ("model", "device", "rows")
+    kept = [x for x in known if any(x[k] != line[k] for k in keys)]
+    FILE.write_text(json.dumps([*kept, line], indent=1) + "\n")
+
+
 def main():
     """Measure, show and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -169,13 +180,9 @@ def main():
     for line in measure(args.models.split(","), args.devices.split(","), rows):
         lines.append(line)
         show([line])
+        if args.write:
+            write(line)
     show(lines)
-    if args.write:
-        known = json.loads(FILE.read_text()) if FILE.exists() else []
-        keys = ("model", "device", "rows")
-        fresh = {tuple(line[k] for k in keys) for line in lines}
-        kept = [line for line in known if tuple(line[k] for k in keys) not in fresh]
-        FILE.write_text(json.dumps([*kept, *lines], indent=1) + "\n")
 
 
 if __name__ == "__main__":

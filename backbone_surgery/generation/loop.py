@@ -127,7 +127,7 @@ def prefill(
         "cache_mask": cache_mask,
         **arguments["controls"],
     }
-    size = target.prefill_chunk(model.platform, prompt)
+    size = target.prefill_chunk(model.platform, rows, prompt)
     if size == prompt:
         logits, cache, captured = model.forward(weights)(inputs)
     else:

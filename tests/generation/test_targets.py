@@ -46,7 +46,7 @@ def compare(lm, platform, prompts):
 @pytest.mark.parametrize("name", list(ROWS))
 def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     """Two prompts, run in pieces of four tokens."""
-    monkeypatch.setattr(target, "_LONGEST_PIECE", 4)
+    monkeypatch.setattr(target, "_TOKENS_AT_ONCE", 8)
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
 
 
@@ -64,7 +64,7 @@ def test_int8(name, rng, no_collecting):
     "sampler", ["greedy", pytest.param("top_k", marks=pytest.mark.slow), "beam"]
 )
 def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
-    monkeypatch.setattr(target, "_LONGEST_PIECE", 6)
+    monkeypatch.setattr(target, "_TOKENS_AT_ONCE", 12)
     lm = make_lm(family, sampler)
     compare(lm, "gpu", ragged(rng, [7], 7))
     (decode,) = lm.programs.compiled("decode")
@@ -75,7 +75,7 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
 
 
 def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
-    monkeypatch.setattr(target, "_LONGEST_PIECE", 4)
+    monkeypatch.setattr(target, "_TOKENS_AT_ONCE", 8)
     backbone = ROWS["gemma2"].make()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Capture("blocks.*.attention_pattern")]))
     lm.compile(sampler="greedy")
@@ -83,11 +83,17 @@ def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "prompt", "piece"),
-    [("cpu", 4096, 4096), ("gpu", 512, 512), ("tpu", 1536, 512), ("gpu", 768, 384)],
+    ("platform", "rows", "prompt", "piece"),
+    [
+        ("cpu", 8, 4096, 4096),
+        ("gpu", 2, 1024, 1024),
+        ("tpu", 2, 1536, 768),
+        ("gpu", 8, 384, 192),
+        ("tpu", 4096, 16, 1),
+    ],
 )
-def test_pieces_divide_the_prompt(platform, prompt, piece):
-    assert target.prefill_chunk(platform, prompt) == piece
+def test_pieces_divide_the_prompt(platform, rows, prompt, piece):
+    assert target.prefill_chunk(platform, rows, prompt) == piece
 
 
 def test_what_is_made_for_a_platform_is_known_inside_alone():
