@@ -45,6 +45,7 @@ class Plan:
         length: tokens of a row.
         parameters: of the whole model.
         weight_bytes: of the weights that a device holds.
+        looked_up_bytes: of them, of tables of which a token reads one entry.
         cache_bytes: of the cache that a device holds, at that length.
         collectives: `{kind: how many for each token}`.
         collective_bytes: that a device hands over for each token, at least.
@@ -59,6 +60,7 @@ class Plan:
     length: int
     parameters: int
     weight_bytes: int
+    looked_up_bytes: int
     cache_bytes: int
     collectives: Mapping[str, int]
     collective_bytes: int
@@ -75,13 +77,14 @@ class Plan:
 
     @property
     def least_bytes(self) -> int:
-        """What a token reads at least: weights and cache of a device, once."""
-        return self.weight_bytes + self.cache_bytes
+        """What a token reads at least: weights and cache of a device, once, but no whole table."""
+        return self.weight_bytes - self.looked_up_bytes + self.cache_bytes
 
     @property
     def device_bytes(self) -> int:
         """What a device holds: weights and cache, or the most that a compiled program takes."""
-        return max([self.least_bytes, *(p.peak_bytes for p in self.programs.values())])
+        held = self.weight_bytes + self.cache_bytes
+        return max([held, *(p.peak_bytes for p in self.programs.values())])
 
     @property
     def fits(self) -> bool:
@@ -197,6 +200,7 @@ def plan(
         length=length,
         parameters=sum(math.prod(v.shape) for v in edited.variables),
         weight_bytes=sum(_bytes_of(v, shared, sizes["model"]) for v in edited.variables),
+        looked_up_bytes=sum(_bytes_of(v, shared, sizes["model"]) for v in _looked_up(edited)),
         cache_bytes=sum(_state_bytes(state, rows, length, sizes["model"]) for state in states),
         **_collectives(cached, shared, sizes, rows),
         unpacked=_unpacked(edited),
@@ -307,6 +311,14 @@ def _collectives(
         "collectives": {"all-reduce": count} if count else {},
         "collective_bytes": sums * rows * size + choices * rows * 4 + test,
     }
+
+
+def _looked_up(model: keras.Model) -> list[keras.Variable]:
+    """Return the tables that a token takes an entry of; not those that logits are made with too."""
+    tables = (keras.layers.Embedding, keras_hub.layers.PositionEmbedding)
+    layers = [x for x in graph.layers_within(model) if isinstance(x, tables)]
+    own = [v for x in layers if not getattr(x, "tie_weights", False) for v in graph.own_weights(x)]
+    return [v for v in own if v.name in ("embeddings", "position_embeddings")]
 
 
 def _unpacked(model: keras.Model) -> str | None:

@@ -106,3 +106,14 @@ def test_weights_get_no_values_while_programs_are_traced(monkeypatch):
         monkeypatch.setattr(kind, "__call__", watched(kind.__call__))
     bs.plan(backbone, length=32, compile=True)
     assert set(traced) == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize(("name", "of"), [("gpt2", "position"), ("llama", "token"), ("gemma2", "")])
+def test_a_table_is_not_read_whole(name, of):
+    """GPT-2 has one of positions, Llama one of tokens, and Gemma takes its logits from it."""
+    backbone = ROWS[name].make()
+    tables = [v for v in backbone.variables if of and of in v.path and "reverse" not in v.path]
+    paper = bs.plan(backbone, batch=3, length=20)
+    assert paper.looked_up_bytes == sum(v.value.nbytes for v in tables)
+    assert paper.least_bytes == paper.weight_bytes + paper.cache_bytes - paper.looked_up_bytes
+    assert paper.device_bytes == paper.weight_bytes + paper.cache_bytes
