@@ -37,6 +37,8 @@ ATTRIBUTES = {
     "_flatten_layers",
     "_trainable_variables",
     "_non_trainable_variables",
+    "_kernel",
+    "_value",
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
 
@@ -287,6 +289,25 @@ def test_own_variables():
     for name, count in (("_trainable_variables", 2), ("_non_trainable_variables", 2)):
         assert len(getattr(layer, name, ())) == count, moved(f"Layer.{name}")
         assert getattr(keras.Sequential([layer]), name) == [], moved(f"Layer.{name}")
+
+
+def test_the_array_of_a_variable():
+    with keras.StatelessScope(initialize_variables=False):
+        layer = keras.layers.Dense(2)
+        layer.build((None, 3))
+    assert layer.kernel._value is None, moved("Variable._value")
+    variable = keras.Variable([1.0])
+    assert variable._value is variable.value, moved("Variable._value")
+
+
+def test_the_kernel_of_a_layer_that_is_built_for_gptq():
+    layer = keras.layers.Dense(4)
+    layer.build((None, 8))
+    config = keras.quantizers.GPTQConfig(None, None, weight_bits=4, group_size=4)
+    layer.quantize("gptq", config=config)
+    assert layer._kernel in layer.variables, moved("Dense._kernel")
+    del layer._kernel
+    assert [v.name for v in layer.variables if "kernel" == v.name] == ["kernel"]
 
 
 def test_autocast_scope():
