@@ -93,6 +93,15 @@ def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
     return next(n for n in range(most, 0, -1) if prompt % n == 0)
 
 
+def check_precision(name: Any) -> None:
+    """Refuse what `precision` does not know."""
+    if name not in (None, *PRECISIONS):
+        raise SurgeryError(
+            f"precision: expected {', '.join(map(repr, PRECISIONS))} or None. Received "
+            f"{shown(name)}. Take 'highest' for products in whole float32."
+        )
+
+
 @contextlib.contextmanager
 def precision(name: str | None) -> Iterator[None]:
     """Have the products of float32 that are made inside be as precise as that.
@@ -106,11 +115,7 @@ def precision(name: str | None) -> Iterator[None]:
     Raises:
         SurgeryError: it is none of these.
     """
-    if name not in (None, *PRECISIONS):
-        raise SurgeryError(
-            f"precision: expected {', '.join(map(repr, PRECISIONS))} or None. Received "
-            f"{shown(name)}. Take 'highest' for products in whole float32."
-        )
+    check_precision(name)
     if name is None or keras.config.backend() != "jax":
         yield
         return

@@ -50,16 +50,18 @@ class NarrowProjection(keras.layers.Layer):
         is_int8 = dense.quantization_mode == "int8" and not dense.lora_enabled
         if target.program_of() != "gpu" or not is_int8:
             return dense(inputs)
-        by_token = None
+        is_einsum = type(dense) is keras.layers.EinsumDense
+        scale = ops.convert_to_tensor(dense.kernel_scale)
+        own_scale = None
         if dense.inputs_quantizer:
-            axes = tuple(range(2, len(inputs.shape)))
-            inputs, by_token = dense.inputs_quantizer(inputs, axis=axes)
+            axis = tuple(range(2, len(inputs.shape))) if is_einsum else -1
+            inputs, own_scale = dense.inputs_quantizer(inputs, axis=axis)
         kernel = ops.cast(ops.convert_to_tensor(dense.kernel), self.compute_dtype)
         y = product(dense, ops.cast(inputs, self.compute_dtype), kernel)
-        scale = ops.convert_to_tensor(dense.kernel_scale)
-        if by_token is not None:
-            ones = (1,) * (len(y.shape) - 2)
-            scale = scale * ops.reshape(by_token, (*ops.shape(y)[:2], *ones))
+        if own_scale is not None:
+            if is_einsum:  # one of each token, where a `Dense` has one of each vector
+                own_scale = ops.reshape(own_scale, (*ops.shape(y)[:2], *[1] * (len(y.shape) - 2)))
+            scale = scale * own_scale
         y = y / scale
         y = y if dense.bias is None else y + dense.bias
         return y if dense.activation is None else dense.activation(y)

@@ -44,8 +44,7 @@ class Forward:
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        with target.precision(self.precision):  # refuses what is none
-            pass
+        target.check_precision(self.precision)
         self.platform = self.platform or target.platform_of(self.model.variables)
         self.placement = self.placement or placement_of(self.model.variables)
 

@@ -11,15 +11,16 @@ from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 TO_HEADS = ("btd,ndh->btnh", (None, 4, 8), (3, 5, 16))
 FROM_HEADS = ("btnh,nhd->btd", (None, 16), (3, 5, 4, 8))
 TO_SPLIT = ("abc,cde->abde", (None, 4, 8), (3, 5, 16))
+BY_VECTOR = (3, 5, 2, 16)
 PLAIN = ("btd,df->btf", (None, 8), (3, 5, 16))
 
 pytestmark = pytest.mark.usefixtures("no_collecting")
 
 
 def make(case, rng, quantise=True, **options):
-    """Build a layer of a case, quantised; `None` is a `Dense`."""
-    if case is None:
-        layer, shape = keras.layers.Dense(8, activation="gelu", **options), (3, 5, 16)
+    """Build a layer of a case, quantised; of a shape alone it is a `Dense`."""
+    if not isinstance(case[0], str):
+        layer, shape = keras.layers.Dense(8, activation="gelu", **options), case
     else:
         equation, outputs, shape = case
         bias = equation[-1]
@@ -31,7 +32,7 @@ def make(case, rng, quantise=True, **options):
     return layer, rng.normal(size=shape).astype("float32")
 
 
-@pytest.mark.parametrize("case", [TO_HEADS, FROM_HEADS, TO_SPLIT, PLAIN, None])
+@pytest.mark.parametrize("case", [TO_HEADS, FROM_HEADS, TO_SPLIT, PLAIN, PLAIN[2], BY_VECTOR])
 @pytest.mark.parametrize(
     "dtype",
     ["float32", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfloat16", "mixed_bfloat16"))],
