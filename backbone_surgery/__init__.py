@@ -51,6 +51,7 @@ from backbone_surgery.rewriting import (
     Insert,
     LowRank,
     Patch,
+    Reft,
     Remove,
     Reorder,
     Repeat,
@@ -70,7 +71,7 @@ from backbone_surgery.serving.logprobs import TokenLogprobs
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.scheduler import EngineStats, QueueFullError
 from backbone_surgery.serving.serve import serve
-from backbone_surgery.vectors import ControlVector, contrast_pairs
+from backbone_surgery.vectors import ControlVector, contrast_pairs, score_detection
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.merge import merge
 from backbone_surgery.weights.report import TransferReport
@@ -103,6 +104,7 @@ __all__ = [
     "Plan",
     "QueueFullError",
     "RecipeError",
+    "Reft",
     "Remove",
     "Reorder",
     "Repeat",
@@ -151,6 +153,7 @@ __all__ = [
     "rewire",
     "rewrite_nested",
     "save_recipe",
+    "score_detection",
     "serve",
     "sites",
     "sweep",

@@ -121,6 +121,21 @@ def low_rank(rng, backbone):
     return Edit(first, lambda model: model.blocks[1].at("query", hook))
 
 
+def reft(rng, backbone):
+    first = bs.operate(backbone, [bs.Reft("tone", rank=3, at="blocks.1")]).rewrites[0]
+    (layer,) = first.interventions.values()
+    layer.towards.assign(rng.normal(size=layer.towards.shape))
+    layer.bias.assign(rng.normal(size=3))
+    along, towards, bias = weights_of(layer)
+    strength = np.array([1.5, -0.5], "float32")
+
+    def hook(h, _):
+        change = h @ towards.T + bias - h @ along.T
+        return h + strength[:, None, None] * (change @ along)
+
+    return Edit(first, lambda model: model.blocks[1].at("block", hook), tone_strength=strength)
+
+
 def wrap(rng, _):
     def in_numpy(model):
         model.blocks[1].wrap(lambda x, block: x + np.tanh(block(0.5 * x)))
@@ -189,6 +204,7 @@ EDITS = {
         insert,
         replace,
         low_rank,
+        reft,
         wrap,
         repeat,
         reorder,

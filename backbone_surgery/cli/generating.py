@@ -27,6 +27,10 @@ def generate(
     seed: Seed = None,
     mesh: Mesh = None,
     stream: Annotated[bool, typer.Option("--stream", help="Show text as it comes.")] = False,
+    lookup: Annotated[
+        int | None,
+        typer.Option(help="Tokens to guess at once from the text so far, one prompt at a time."),
+    ] = None,
     vector: Vectors = [],  # noqa: B006 - typer copies it
     control: Annotated[
         list[str],
@@ -43,11 +47,13 @@ def generate(
     vectors = {name: name for name in controls} | attempt(parse_vectors, vector)
     lm = load(model, vectors, sampler, mesh=mesh)
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "controls": controls}
+    options["lookup"] = lookup
     if stream:
         for prompt in prompts:
             for piece in attempt(lm.stream, prompt, **options):
                 write(piece, end="")
             write("")
         return
-    for text in attempt(lm.generate, prompts, **options):
+    one_by_one = {} if lookup is None else {"batch_size": 1}
+    for text in attempt(lm.generate, prompts, **options, **one_by_one):
         write(text)

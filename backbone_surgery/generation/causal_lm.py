@@ -1,7 +1,6 @@
 """`CachedCausalLM`: a KerasHub causal LM task over any backbone graph, edited or not."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,30 +12,28 @@ from backbone_surgery import graph
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation import cached_call, chat, request, scoring
+from backbone_surgery.generation import cached_call, request, scoring
 from backbone_surgery.generation.captures import pack
 from backbone_surgery.generation.chats import Chats
 from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.engine import Batch, Row, run_batch
+from backbone_surgery.generation.lookup import look_up
+from backbone_surgery.generation.presets import Presets
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, pack_right, text_alone
-from backbone_surgery.generation.samplers import get_sampler, make_strategy
+from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
 from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.training import TrainsOwnLayers
-from backbone_surgery.presets import load_preset, preset_path
-from backbone_surgery.recipes.preset import recipe_in, save_preset
-from backbone_surgery.recipes.recipe import load_recipe
-from backbone_surgery.recipes.store import read_document
 
 _SEQUENCE_CHECK = 16
 """Steps between two looks at the text, where there are stop sequences."""
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
+class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM):
     """A causal language model that generates from the graph of its backbone, with a cache.
 
     It is a KerasHub task: `fit`, `evaluate`, `compile` and the rest behave as upstream. Unlike
@@ -108,81 +105,6 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
     backbone_with_cache: BackboneWithCache
     programs: Programs
 
-    @classmethod
-    def from_preset(
-        cls,
-        preset: str,
-        load_weights: bool = True,
-        trust: Iterable[Any] = (),
-        precision: str | None = None,
-        **kwargs: Any,
-    ) -> "CachedCausalLM":
-        """Load a model: a bundled one by name, or any preset or folder that KerasHub can load.
-
-        A folder that `save_to_preset` wrote holds the edit too, and the model comes back edited.
-
-        Args:
-            preset: `tiny_gpt2` or `tiny_gemma`; a KerasHub preset name or URL; or a folder in
-                KerasHub or Hugging Face layout. A folder without a tokenizer gives a model
-                without a preprocessor.
-            load_weights: whether to load the weights, or start from random ones.
-            trust: names of layers that the edit put in, to use without a probe; see `rewire`. An
-                edit on disk never brings such a promise along.
-            precision: see the class.
-            **kwargs: such as `dtype`, for the backbone. By default an edited model gets the dtype
-                that it was edited in.
-
-        Raises:
-            SurgeryError: there is no such folder, or its edit does not fit what was asked for.
-        """
-        recipe = recipe_in(Path(preset_path(preset)))
-        if recipe is not None and not load_weights:
-            raise SurgeryError(
-                f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
-                "an edit of these very weights. Received False. Load the base with KerasHub."
-            )
-        if recipe is not None and kwargs.get("dtype") is None:
-            kwargs["dtype"] = read_document(recipe)["base"]["dtype"]
-        backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
-        if recipe is not None:
-            backbone = load_recipe(recipe, backbone)
-        chat.load_chat(preprocessor, preset_path(preset))
-        return cls(backbone, preprocessor, trust=trust, precision=precision)
-
-    def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
-        """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
-
-        The chat template is saved beside them, in `chat_template.jinja`. The folder is written
-        whole or not at all. KerasHub itself loads the base from it, as it is without the edit;
-        `from_preset` of this class loads both.
-
-        Args:
-            preset_dir: path of the folder.
-            max_shard_size: see KerasHub.
-
-        Raises:
-            SurgeryError: the edit has no description, see `save_recipe`, the backbone is
-                quantised, or the folder holds something else.
-        """
-        save_preset(self.opened, self._save_text, preset_dir, max_shard_size)
-
-    def _save_text(self, folder: Path) -> None:
-        if self.preprocessor is not None:
-            self.preprocessor.save_to_preset(str(folder))
-            chat.save_chat(self.preprocessor, folder)
-
-    def save_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """Save the weights of the backbone, in its own format, whatever was edited."""
-        self.backbone.save_weights(filepath, **kwargs)
-
-    def load_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """Load a checkpoint of the backbone, whatever was edited.
-
-        Raises:
-            WeightMismatchError: see `EditedBackbone.load_weights`.
-        """
-        self.opened.load_weights(filepath, **kwargs)
-
     def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:
         """Quantise the backbone, as KerasHub's task does; what a rewrite put in stays as it is.
 
@@ -236,6 +158,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
         batch_size: int | None = None,
         verbose: int = 0,
         return_captures: bool = False,
+        lookup: int | None = None,
     ) -> Any:
         """Generate from prompts, by the sampler that the model was compiled with.
 
@@ -257,6 +180,10 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             batch_size: how many rows to run at once; all by default.
             verbose: 1 shows a progress bar.
             return_captures: whether to return what the graph captures too, see `Capture`.
+            lookup: how many tokens to guess at once from what followed the same tokens earlier in
+                the text. One pass checks them, so texts that repeat themselves come faster. The
+                text stays the same, but for what rounds otherwise in a pass of several tokens. One
+                prompt at a time; no beams.
 
         Returns:
             Text for text, a list for a list; for arrays a dict of right-padded `token_ids`
@@ -282,7 +209,8 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             seed,
             bool(return_captures),
         )
-        strategy = make_strategy(self.sampler)
+        at_once = min(len(prompts.rows), batch_size or len(prompts.rows))
+        strategy = self._strategy(lookup, at_once)
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
@@ -303,6 +231,11 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             return result
         return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in rows])
 
+    def _strategy(self, lookup: int | None, rows: int) -> Strategy:
+        """Return how tokens are chosen for some rows at once."""
+        strategy = make_strategy(self.sampler)
+        return look_up(strategy, lookup, rows, self.backbone_with_cache.states)
+
     def stream(
         self,
         inputs: Any,
@@ -314,6 +247,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
         controls: Mapping[str, Any] | None = None,
         seed: Any = None,
         chunk_size: int = 8,
+        lookup: int | None = None,
     ) -> Iterator[Any]:
         """Generate, and yield text as it comes: the pieces join to what `generate` returns.
 
@@ -327,6 +261,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             controls: see `generate`.
             seed: see `generate`.
             chunk_size: tokens between two pieces.
+            lookup: see `generate`.
 
         Yields:
             The next piece of text. The first holds the prompt, unless it is stripped. A character
@@ -350,7 +285,7 @@ class CachedCausalLM(TrainsOwnLayers, Chats, keras_hub.models.CausalLM):
             controls,
             seed,
         )
-        strategy = make_strategy(self.sampler)
+        strategy = self._strategy(lookup, len(prompts.rows))
         return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
 
     def _stream(

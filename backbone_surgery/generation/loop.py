@@ -16,10 +16,12 @@ from backbone_surgery import target
 from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.captures import time_axis
+from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.opening.placement import Placement, placement_of
 
 State = dict[str, Any]
+Loop = tuple[State, list[jax.Array]]
 
 _PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
 """What of the state belongs to a candidate row, and follows it."""
@@ -52,7 +54,9 @@ class Forward:
         """Return how many rows to run, so that the devices of a mesh share them evenly."""
         return rows if self.placement is None else self.placement.padded(rows)
 
-    def forward(self, weights: list[jax.Array], token: Any = None) -> Callable[..., Any]:
+    def forward(
+        self, weights: list[jax.Array], token: Any = None, every: bool = False
+    ) -> Callable[..., Any]:
         """Return the model as a function of its inputs, with these values as its weights.
 
         The cache goes in and comes out packed.
@@ -60,6 +64,7 @@ class Forward:
         Args:
             weights: the values of all variables.
             token: int32[], which of the tokens to take the logits of; the last one by default.
+            every: whether to take those of every token, float[rows, time, vocabulary].
         """
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
@@ -72,13 +77,14 @@ class Forward:
                 cache = jax.tree.map(target.row_major, cache)
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]
-                if token is None:
+                if token is None and not every:
                     states = states[:, -1:]
-                else:
+                elif not every:
                     states = jax.lax.dynamic_slice_in_dim(states, token, 1, axis=1)
                 logits = self.head(states, reverse=True)
             cache = pack_cache(self.pin_cache(outputs["cache"]), self.model)
-            return logits[:, 0], cache, outputs.get("captures", {})
+            logits = logits if every else logits[:, 0]
+            return logits, cache, outputs.get("captures", {})
 
         return forward
 
@@ -219,36 +225,76 @@ def decode(
     if strategy.width > 1:
         controls = jax.tree.map(lambda x: jnp.repeat(x, strategy.width, axis=0), controls)
 
-    def go_on(loop: tuple[State, list[jax.Array]]) -> jax.Array:
+    inputs = {**arguments, "controls": controls}
+
+    def go_on(loop: Loop) -> jax.Array:
         state, _ = loop
         return (state["slot"] < until) & ~state["done"].all()
 
-    def ended(done: jax.Array) -> jax.Array:
-        # A beam that met its stop token competes on, so it runs on, until its row has ended.
-        width = strategy.width
-        return done if width == 1 else jnp.repeat(done.reshape(-1, width).all(axis=1), width)
-
-    def step(loop: tuple[State, list[jax.Array]]) -> tuple[State, list[jax.Array]]:
+    def step(loop: Loop) -> Loop:
         state, weights = loop
-        slot = state["slot"] - 1
-        token_ids = jax.lax.dynamic_slice_in_dim(state["tokens"], slot, 1, axis=1)
-        positions = jnp.where(ended(state["done"]), 0, state["lengths"] + slot - state["start"])
-        logits, cache, captured = model.forward(weights)(
-            {
-                "token_ids": token_ids,
-                "cache": state["cache"],
-                "cache_update_index": slot,
-                "positions": positions[:, None],
-                "cache_mask": state["cache_mask"],
-                **controls,
-            }
-        )
-        state = {**state, "cache": cache}
-        if "captures" in state:
-            state["captures"] = {
-                k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], slot, time_axis(k))
-                for k, buffer in state["captures"].items()
-            }
+        logits, state = _run_last(model, weights, strategy, state, inputs)
         return model.pin_state(_choose(strategy, logits, state, arguments)), weights
 
-    return jax.lax.while_loop(go_on, step, (state, weights))[0]
+    if not isinstance(strategy, LookUp):
+        return jax.lax.while_loop(go_on, step, (state, weights))[0]
+
+    def guessed_step(loop: Loop) -> Loop:
+        state, weights = loop
+        guesses, _ = strategy.guess(state)
+        logits, state = _run_last(model, weights, strategy, state, inputs, guesses)
+        return model.pin_state(strategy.choose_all(logits, guesses, state, arguments)), weights
+
+    def guesses(loop: Loop) -> jax.Array:
+        return strategy.guess(loop[0])[1]
+
+    def in_turns(loop: Loop) -> Loop:  # a loop each: they write to caches in place
+        loop = jax.lax.while_loop(lambda x: go_on(x) & ~guesses(x), step, loop)
+        return jax.lax.while_loop(lambda x: go_on(x) & guesses(x), guessed_step, loop)
+
+    return jax.lax.while_loop(go_on, in_turns, (state, weights))[0]
+
+
+def _run_last(
+    model: Forward,
+    weights: list[jax.Array],
+    strategy: Strategy,
+    state: State,
+    arguments: State,
+    guesses: jax.Array | None = None,
+) -> tuple[jax.Array, State]:
+    """Run the last token of each row, and guesses of what follows, int32[guesses]."""
+    slot = state["slot"] - 1
+    token_ids = jax.lax.dynamic_slice_in_dim(state["tokens"], slot, 1, axis=1)
+    positions = jnp.where(
+        _ended(strategy, state["done"]), 0, state["lengths"] + slot - state["start"]
+    )
+    positions = positions[:, None]
+    if guesses is not None:
+        token_ids = jnp.concatenate([token_ids, jnp.tile(guesses, (len(token_ids), 1))], axis=1)
+        # The model may have learned no more positions than the row may have.
+        last = state["lengths"] + jnp.maximum(arguments["budget"], 1) - 1
+        positions = jnp.minimum(positions + jnp.arange(token_ids.shape[1]), last[:, None])
+    logits, cache, captured = model.forward(weights, every=guesses is not None)(
+        {
+            "token_ids": token_ids,
+            "cache": state["cache"],
+            "cache_update_index": slot,
+            "positions": positions,
+            "cache_mask": state["cache_mask"],
+            **arguments["controls"],
+        }
+    )
+    state = {**state, "cache": cache}
+    if "captures" in state:
+        state["captures"] = {
+            k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], slot, time_axis(k))
+            for k, buffer in state["captures"].items()
+        }
+    return logits, state
+
+
+def _ended(strategy: Strategy, done: jax.Array) -> jax.Array:
+    """Tell which rows have ended: a beam that met its stop token runs on until its row has."""
+    width = strategy.width
+    return done if width == 1 else jnp.repeat(done.reshape(-1, width).all(axis=1), width)

@@ -8,6 +8,7 @@ from backbone_surgery.rewriting.depth import Remove, Reorder, Repeat, Skip
 from backbone_surgery.rewriting.insert import Insert, Replace
 from backbone_surgery.rewriting.low_rank import LowRank
 from backbone_surgery.rewriting.patch import Patch
+from backbone_surgery.rewriting.reft import Reft
 from backbone_surgery.rewriting.rewrite import Rewrite, Rows, SiteRewrite, Surgery
 from backbone_surgery.rewriting.sparse_autoencoder import SparseAutoencoder
 from backbone_surgery.rewriting.steer import Steer
@@ -21,6 +22,7 @@ __all__ = [
     "Insert",
     "LowRank",
     "Patch",
+    "Reft",
     "Remove",
     "Reorder",
     "Repeat",

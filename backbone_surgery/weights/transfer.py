@@ -63,6 +63,7 @@ def transfer_weights(
     """
     plan = _Plan(destination, source, only, rename, cast)
     report = plan.report()
+    hosts.agree(plan.model, "transfer_weights", {"weights to copy": plan.to_compare(report)})
     where = f"transfer_weights at '{plan.model.name}'"
     if report.differences and strict:
         table = "\n".join(report.table())
@@ -130,6 +131,11 @@ class _Plan:
                 differences.append(Difference(kind, path, str(own), received))
         differences += self._unexpected()
         return TransferReport(tuple(copied), tuple(zeroed), tuple(left), tuple(differences))
+
+    def to_compare(self, report: TransferReport) -> list[str]:
+        """Return in words what is written and what differs, for hosts to compare."""
+        written = [f"{path} {array}" for path, array in self.writes.items()]
+        return [*written, *map(str, report.differences)]
 
     def _mismatch(self, own: Array, array: Array) -> str | None:
         if own.shape != array.shape:

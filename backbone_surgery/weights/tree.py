@@ -11,7 +11,7 @@ from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.files import STORABLE
 from backbone_surgery.weights.arrays import Array, of_value, of_variable
-from backbone_surgery.weights.paths import variable_paths
+from backbone_surgery.weights.paths import resolve, variable_paths
 
 
 def weight_tree(model: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def weight_tree(model: Any) -> dict[str, Any]:
         (8, 2, 4)
     """
     tree: dict[str, Any] = {}
-    for path, variable in variable_paths(model).items():
+    for path, variable in _agreed(model, "weight_tree").items():
         *scopes, name = path.split(".")
         inner = tree
         for scope in scopes:
@@ -52,7 +52,15 @@ def weights_digest(model: Any) -> str:
     Args:
         model: whatever `weight_tree` takes.
     """
-    return digest(variable_paths(model))
+    return digest(_agreed(model, "weights_digest"))
+
+
+def _agreed(model: Any, operation: str) -> dict[str, keras.Variable]:
+    """Return the variables of a model by path, the same in all processes that hold it."""
+    variables = variable_paths(model)
+    shapes = [f"{path} {of_variable(variable)}" for path, variable in variables.items()]
+    hosts.agree(resolve(model), operation, {"weights": shapes})
+    return variables
 
 
 def digest(variables: Mapping[str, keras.Variable]) -> str:

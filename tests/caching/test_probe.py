@@ -340,6 +340,7 @@ def test_backbones_and_rewrites_need_no_probe(gpt2, monkeypatch):
         bs.Steer("mood", {1: np.ones(16)}, when="topic"),
         bs.Ablate("blocks.0.head_outputs", heads=[0]),
         bs.LowRank("blocks.*.query", rank=2),
+        bs.Reft("tone", rank=2, at="blocks.*"),
         bs.Skip("blocks.1"),
         bs.Capture("blocks.*.attention_pattern"),
         bs.Insert("blocks.0.mlp_output", layers.Dense(16)),

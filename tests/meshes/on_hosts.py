@@ -36,6 +36,8 @@ def disagree(folder, process):
     lms = [lm, make(bs.Remove("blocks.2"))]
     lines = [folder / f"{i}.jsonl" for i in (0, 1)]
     lines[process].write_text('{"prompt": [1, 2]}')
+    low = bs.operate(backbone, [bs.LowRank("blocks.1.query", rank=2)])
+    zeros, one = bs.weight_tree(lm), f"blocks.{1 + process}"
     own = folder / str(process)  # a folder that the other does not see as its own
     own.mkdir()
     (own / "in.jsonl").write_text('{"prompt": [1, 2]}')
@@ -55,6 +57,8 @@ def disagree(folder, process):
         "path": lambda: bs.save_recipe(lm, folder / f"{process}.recipe"),
         "files of output": lambda: bs.generate_dataset(lm, lines[process], folder / "out"),
         "manifest": lambda: bs.generate_dataset(lm, own / "in.jsonl", own / "out", verbose=0),
+        "weights": lambda: bs.weights_digest((lm, low)[process]),
+        "weights to copy": lambda: bs.transfer_weights(lm, zeros, strict=False, only=one),
         "call": lambda: generate(lm) if process else bs.save_recipe(lm, folder / "a.recipe"),
     }
     for what, ask in cases.items():

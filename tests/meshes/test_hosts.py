@@ -59,7 +59,7 @@ def test_processes_that_disagree_are_told_so(tmp_path):
         assert status == 0, errors[-3000:]
         lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
         answers = dict(line.split(": ", 1) for line in lines)
-        assert len(answers) == 15
+        assert len(answers) == 17
         for what, answer in answers.items():
             assert f"expected the same {what}" in answer, what
             assert "in every process. Received another in process" in answer, what

@@ -53,6 +53,7 @@ GOOD = {
     bs.Insert: {"at": lambda: "blocks.0", "layer": lambda: keras.layers.Dense(8)},
     bs.LowRank: {"at": lambda: "blocks.0.query", "rank": lambda: 2},
     bs.Patch: {"at": lambda: "blocks.0"},
+    bs.Reft: {"name": lambda: "tone", "rank": lambda: 2, "at": lambda: "blocks.0"},
     bs.Remove: {"at": lambda: "blocks.0"},
     bs.Reorder: {"blocks": lambda: [1, 0]},
     bs.Repeat: {"at": lambda: "blocks.0"},

@@ -1,0 +1,172 @@
+"""Prompt lookup: guess the next tokens from the text itself, and run them in one pass.
+
+A text that repeats itself, such as a story, a summary or code, often goes on as it did after the
+same tokens earlier. What followed them there is run together with the last token. Of these guesses
+those are kept that the model would have chosen itself, and its own choice follows them. So the text
+is the one that it makes token by token.
+
+Source: prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding;
+guesses are checked as in Leviathan et al. 2023, arXiv:2211.17192.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.samplers import Arrays, Strategy
+from backbone_surgery.numbers import is_int
+from backbone_surgery.opening.state import StateSpec
+
+MOST = 16
+"""Guesses: with the last token they fit into the shortest cache."""
+
+_LONGEST, _SHORTEST = 4, 2
+"""Tokens that are compared with those before, and that must be equal."""
+
+_TRUST, _REGAIN = 2.0, 1 / 64
+"""Trust at first and at most, in right guesses, and what each step of one token gives back."""
+
+
+def look_up(
+    strategy: Strategy,
+    tokens: int | None,
+    rows: int,
+    states: Iterable[Mapping[str, StateSpec]],
+) -> Strategy:
+    """Have a strategy choose for guesses too.
+
+    Args:
+        strategy: how tokens are chosen.
+        tokens: how many to guess at once; `None` leaves the strategy as it is.
+        rows: how many are run at once.
+        states: of the graph, see `BackboneWithCache`.
+
+    Raises:
+        SurgeryError: these cannot be run with guesses.
+    """
+    if tokens is None:
+        return strategy
+    if not is_int(tokens) or not 1 <= tokens <= MOST:
+        raise SurgeryError(
+            f"generate at 'lookup': expected an int from 1 to {MOST}, or None. Received "
+            f"{shown(tokens)}. Pass how many tokens to guess at once, such as 4."
+        )
+    if rows != 1:
+        raise SurgeryError(
+            f"generate at 'lookup': expected one prompt at a time. Received {rows}. Pass "
+            "`batch_size=1`, or leave `lookup` out: rows that run together share the reading of "
+            "the weights already."
+        )
+    if strategy.width > 1:
+        raise SurgeryError(
+            "generate at 'lookup': expected a sampler that keeps one text. Received beam search. "
+            "Compile with another sampler, such as 'greedy', or leave `lookup` out."
+        )
+    fixed = [s.name for specs in states for s in specs.values() if s.slot_axis is None]
+    if fixed:
+        raise SurgeryError(
+            "generate at 'lookup': expected layers whose state has an entry for each token, so "
+            f"that wrong guesses can be taken back. Received one that keeps '{fixed[0]}', one "
+            "array for the whole text. Leave `lookup` out."
+        )
+    return LookUp(strategy, tokens)
+
+
+class LookUp:
+    """Choose by another strategy, for guesses too. For one row: the first one decides.
+
+    Guesses that turn out wrong use up trust, and right ones give it back. Without trust there are
+    none, until enough steps were taken: a text that does not repeat itself loses little.
+
+    Args:
+        strategy: how tokens are chosen; of width one.
+        tokens: how many tokens to guess.
+    """
+
+    width = 1
+
+    def __init__(self, strategy: Strategy, tokens: int) -> None:
+        self.strategy, self.tokens = strategy, tokens
+        self.key = (LookUp, tokens, strategy.key)
+        self._price = 0.5 + tokens / 16  # what a pass over them costs more, in steps; on a CPU
+
+    def settings(self) -> Arrays:
+        """Return the traced settings."""
+        return self.strategy.settings()
+
+    def start(self, seeds: np.ndarray) -> Arrays:
+        """Return the state before the first token."""
+        return {"of": self.strategy.start(seeds), "trust": jnp.float32(_TRUST)}
+
+    def choose(
+        self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays
+    ) -> tuple[jax.Array, jax.Array | None, Arrays]:
+        """Choose one token for each row."""
+        tokens, parents, own = self.strategy.choose(logits, done, state["of"], settings)
+        trust = jnp.minimum(state["trust"] + _REGAIN, _TRUST)
+        return tokens, parents, {"of": own, "trust": trust}
+
+    def guess(self, state: Arrays) -> tuple[jax.Array, jax.Array]:
+        """Guess what follows the last tokens: what followed the same ones when they came last.
+
+        Args:
+            state: of a generation.
+
+        Returns:
+            int32[tokens], and bool[], whether to run them.
+        """
+        tokens, known = state["tokens"][0], state["cache_mask"][0]
+        length, last = len(tokens), state["slot"] - 1
+        slots = jnp.arange(length, dtype=jnp.int32)
+        alike, equal = slots < last, jnp.zeros(length, jnp.int32)
+        for back in range(min(_LONGEST, length)):
+            there = (slots >= back) & jnp.roll(known, back) & known[last - back]
+            alike = alike & there & (jnp.roll(tokens, back) == tokens[last - back])
+            equal = equal + alike
+        found = jnp.argmax(equal * length + slots).astype(jnp.int32)
+        # What followed may not be long enough: then the text goes round.
+        following = found + 1 + jnp.arange(self.tokens) % jnp.maximum(last - found, 1)
+        room = state["slot"] + self.tokens < length
+        is_worth_it = (equal[found] >= _SHORTEST) & room & (state["draws"]["trust"] > 0)
+        return tokens[following], is_worth_it
+
+    def choose_all(
+        self, logits: jax.Array, guesses: jax.Array, state: Arrays, arguments: Arrays
+    ) -> Arrays:
+        """Choose after the last token and after each guess, and keep what is right.
+
+        Args:
+            logits: float[rows, 1 + guesses, vocabulary].
+            guesses: int32[guesses].
+            state: of the generation.
+            arguments: of the generation.
+
+        Returns:
+            The state, with one token more than guesses were right. Where the row ends earlier, by a
+            stop token or its budget, it has those up to there.
+        """
+        slot, done, own = state["slot"], state["done"], state["draws"]["of"]
+        chosen, after = [], []
+        for i in range(1 + self.tokens):
+            tokens, _, own = self.strategy.choose(logits[:, i], done, own, arguments["settings"])
+            chosen.append(tokens)
+            after.append(own)
+        tokens = jnp.stack(chosen, axis=1)
+        right = jnp.cumprod(tokens[0, :-1] == guesses).sum(dtype=jnp.int32)
+        stops = (tokens[0, :, None] == arguments["stop_ids"]).any(axis=1)
+        left = arguments["budget"][0] - (slot - state["start"])
+        first_stop = jnp.where(stops.any(), jnp.argmax(stops), self.tokens).astype(jnp.int32)
+        kept = jnp.minimum(jnp.minimum(right, first_stop) + 1, left)
+        ended = (kept > first_stop) & stops.any() | (kept == left)
+        trust = jnp.minimum(state["draws"]["trust"] + right - self._price, _TRUST)
+        own = jax.tree.map(lambda *x: jnp.stack(x)[kept - 1], *after)
+        return {
+            **state,
+            "tokens": jax.lax.dynamic_update_slice(state["tokens"], tokens, (0, slot)),
+            "done": done | ended,
+            "slot": slot + kept,
+            "draws": {"of": own, "trust": trust},
+        }

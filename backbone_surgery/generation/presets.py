@@ -1,0 +1,98 @@
+"""What a task has for files: presets with its edit inside, and checkpoints of its backbone."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation import chat
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.presets import load_preset, preset_path
+from backbone_surgery.recipes.preset import recipe_in, save_preset
+from backbone_surgery.recipes.recipe import load_recipe
+from backbone_surgery.recipes.store import read_document
+
+
+class Presets:
+    """A base of tasks over a backbone that may be edited."""
+
+    backbone: keras.Model
+    opened: EditedBackbone
+    preprocessor: Any
+
+    @classmethod
+    def from_preset(
+        cls,
+        preset: str,
+        load_weights: bool = True,
+        trust: Iterable[Any] = (),
+        precision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model: a bundled one by name, or any preset or folder that KerasHub can load.
+
+        A folder that `save_to_preset` wrote holds the edit too, and the model comes back edited.
+
+        Args:
+            preset: `tiny_gpt2` or `tiny_gemma`; a KerasHub preset name or URL; or a folder in
+                KerasHub or Hugging Face layout. A folder without a tokenizer gives a model
+                without a preprocessor.
+            load_weights: whether to load the weights, or start from random ones.
+            trust: names of layers that the edit put in, to use without a probe; see `rewire`. An
+                edit on disk never brings such a promise along.
+            precision: see the class.
+            **kwargs: such as `dtype`, for the backbone. By default an edited model gets the dtype
+                that it was edited in.
+
+        Raises:
+            SurgeryError: there is no such folder, or its edit does not fit what was asked for.
+        """
+        recipe = recipe_in(Path(preset_path(preset)))
+        if recipe is not None and not load_weights:
+            raise SurgeryError(
+                f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
+                "an edit of these very weights. Received False. Load the base with KerasHub."
+            )
+        if recipe is not None and kwargs.get("dtype") is None:
+            kwargs["dtype"] = read_document(recipe)["base"]["dtype"]
+        backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
+        if recipe is not None:
+            backbone = load_recipe(recipe, backbone)
+        chat.load_chat(preprocessor, preset_path(preset))
+        return cls(backbone, preprocessor, trust=trust, precision=precision)  # type: ignore[call-arg]
+
+    def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
+        """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
+
+        The chat template is saved beside them, in `chat_template.jinja`. The folder is written
+        whole or not at all. KerasHub itself loads the base from it, as it is without the edit;
+        `from_preset` of this class loads both.
+
+        Args:
+            preset_dir: path of the folder.
+            max_shard_size: see KerasHub.
+
+        Raises:
+            SurgeryError: the edit has no description, see `save_recipe`, the backbone is
+                quantised, or the folder holds something else.
+        """
+        save_preset(self.opened, self._save_text, preset_dir, max_shard_size)
+
+    def _save_text(self, folder: Path) -> None:
+        if self.preprocessor is not None:
+            self.preprocessor.save_to_preset(str(folder))
+            chat.save_chat(self.preprocessor, folder)
+
+    def save_weights(self, filepath: Any, **kwargs: Any) -> None:
+        """Save the weights of the backbone, in its own format, whatever was edited."""
+        self.backbone.save_weights(filepath, **kwargs)
+
+    def load_weights(self, filepath: Any, **kwargs: Any) -> None:
+        """Load a checkpoint of the backbone, whatever was edited.
+
+        Raises:
+            WeightMismatchError: see `EditedBackbone.load_weights`.
+        """
+        self.opened.load_weights(filepath, **kwargs)

@@ -1,0 +1,122 @@
+"""Detection: how well a control vector tells two kinds of texts apart, block by block."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.opening.site import places
+from backbone_surgery.vectors.activations import check_batch_size, measure, read_texts
+from backbone_surgery.vectors.vector import ControlVector
+
+
+class LargestProjections(keras.layers.Layer):
+    """Give how far the hidden states of a row go along some directions, at most, in float32.
+
+    The first token is left out: it stands for no text, and its hidden state is often far larger.
+
+    Args:
+        directions: float32[directions, hidden_dim].
+
+    Call arguments:
+        x: float[batch, time, hidden_dim].
+        positions: int32[batch, time].
+        padding_mask: int or bool[batch, time].
+        token: int32[batch]; not used.
+
+    Returns:
+        float32[batch, directions].
+    """
+
+    def __init__(self, directions: np.ndarray, **kwargs: Any) -> None:
+        super().__init__(autocast=False, **kwargs)
+        self.directions = directions
+
+    def call(self, x, positions, padding_mask, token):
+        """Take the largest over the tokens that count."""
+        counted = ops.logical_and(ops.cast(padding_mask, "bool"), positions > 0)[..., None]
+        along = ops.matmul(ops.cast(x, "float32"), np.transpose(self.directions))
+        return ops.max(ops.where(counted, along, -np.inf), axis=1)
+
+    def compute_output_spec(self, x, positions, padding_mask, token):
+        """One number for each row and direction."""
+        return keras.KerasTensor((x.shape[0], len(self.directions)), "float32")
+
+
+def score_detection(
+    lm: Any,
+    vector: ControlVector,
+    positives: Iterable[Any],
+    negatives: Iterable[Any],
+    batch_size: int = 32,
+    controls: Mapping[str, Any] | None = None,
+) -> dict[int, float]:
+    """Score how well a vector tells texts that have an attribute from texts that lack it.
+
+    A text counts as far as its hidden states go along the direction, at the token where they go
+    furthest, the first token left out. The score is the area under the ROC curve (AUROC): the
+    chance that a text with the attribute counts more than one without; 0.5 is guessing.
+
+    Source: the detection task of AxBench, Wu et al. 2025, arXiv:2501.17148.
+
+    Args:
+        lm: a `CachedCausalLM`.
+        vector: the control vector.
+        positives: texts that have the attribute; sequences of token ids for a model without a
+            preprocessor.
+        negatives: texts that lack it.
+        batch_size: how many texts to run at once.
+        controls: values for the controls of the model, as of `generate`.
+
+    Returns:
+        `{block: AUROC}` for each block that the vector has a direction for.
+
+    Raises:
+        SurgeryError: no texts, texts of one token, or a vector for another model.
+    """
+    check_batch_size(batch_size, "score_detection")
+    if not isinstance(vector, ControlVector):
+        raise SurgeryError(
+            f"score_detection: expected a ControlVector. Received {shown(vector)}. Train one by "
+            "`ControlVector.train`, or load one."
+        )
+    sides = [read_texts(lm, texts, "score_detection") for texts in (positives, negatives)]
+    if min(len(row) for rows in sides for row in rows) < 2:
+        raise SurgeryError(
+            "score_detection: expected texts of at least two tokens, since the first is not "
+            "counted. Received a shorter one. Pass longer texts."
+        )
+    _check_fits(lm, vector)
+    directions = np.stack(list(vector.directions.values()))
+    measured = measure(
+        lm,
+        [row for rows in sides for row in rows],
+        lambda: LargestProjections(directions),
+        batch_size=batch_size,
+        controls=controls,
+    )
+    scores = {}
+    for i, block in enumerate(vector.directions):
+        along = measured[f"blocks.{block}"][:, i]
+        scores[block] = _auroc(along[: len(sides[0])], along[len(sides[0]) :])
+    return scores
+
+
+def _check_fits(lm: Any, vector: ControlVector) -> None:
+    blocks = len({place.block for place in places(lm.opened)} - {None})
+    size = lm.opened.token_embedding.output_dim
+    if vector.hidden_dim != size or not set(vector.directions) <= set(range(blocks)):
+        raise SurgeryError(
+            f"score_detection: expected a vector of size {size} for blocks 0 to {blocks - 1}. "
+            f"Received one of size {vector.hidden_dim} for blocks {list(vector.directions)}. Use "
+            "the model that it was made for."
+        )
+
+
+def _auroc(positive: np.ndarray, negative: np.ndarray) -> float:
+    larger = positive[:, None] > negative
+    equal = positive[:, None] == negative
+    return float(larger.mean() + equal.mean() / 2)
