@@ -71,6 +71,7 @@ from backbone_surgery.serving.logprobs import TokenLogprobs
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.scheduler import EngineStats, QueueFullError
 from backbone_surgery.serving.serve import serve
+from backbone_surgery.tuning import Trial, Tuning, tune
 from backbone_surgery.vectors import ControlVector, contrast_pairs, score_detection
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.merge import merge
@@ -124,6 +125,8 @@ __all__ = [
     "Sweep",
     "TokenLogprobs",
     "TransferReport",
+    "Trial",
+    "Tuning",
     "UnknownArchitectureError",
     "WeightMismatchError",
     "Wrap",
@@ -159,6 +162,7 @@ __all__ = [
     "sweep",
     "to_mermaid",
     "transfer_weights",
+    "tune",
     "weight_tree",
     "weights_digest",
 ]

@@ -30,6 +30,7 @@ ORDER = [
     "generation",
     "vectors",
     "analysis",
+    "tuning",
     "planning",
     "datasets",
     "drawing",

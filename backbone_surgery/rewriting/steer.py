@@ -48,6 +48,7 @@ class Steer(ControlledRewrite):
         when: name of a `Condition` before it in the list. A row is steered from the token at which
             its condition is met.
         trainable: whether the directions are learned.
+        max_norm: how long a learned direction may become; not limited by default.
         learned: the layer that holds learned directions, to continue with instead of starting at
             `vector`.
 
@@ -68,6 +69,7 @@ class Steer(ControlledRewrite):
     strength: float = 1.0
     when: str | None = None
     trainable: bool = False
+    max_norm: float | None = None
     learned: SteeringDirections | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Steer(ControlledRewrite):
         fields.flag("trainable")
         advice = "A Schedule, or one for each row, goes into `generate(controls=...)`."
         fields.number("strength", advice=advice)
+        fields.number("max_norm", optional=True)
         fields.name("when", optional=True)
         described = "`learned` to be the layer of a trainable Steer"
         fields.instance("learned", SteeringDirections, described, optional=True)
@@ -175,7 +178,9 @@ class Steer(ControlledRewrite):
         """Return the layer that holds the directions, and declare it to be trained."""
         start = np.stack(list(self.directions.values()))
         name = f"learned_{self.name}"
-        layer = self.learned or SteeringDirections([*self.directions], start.shape[1], name=name)
+        layer = self.learned or SteeringDirections(
+            [*self.directions], start.shape[1], self.max_norm, name=name
+        )
         if not layer.built:
             layer.build(None)
             layer.directions.assign(start)
@@ -194,6 +199,11 @@ class Steer(ControlledRewrite):
             raise SurgeryError(
                 f"{where}: expected `learned` of a trainable Steer of blocks {list(directions)}. "
                 f"Received one of blocks {self.learned.blocks}. Leave `learned` out to start anew."
+            )
+        if self.max_norm is not None and (not self.trainable or self.max_norm <= 0):
+            raise SurgeryError(
+                f"{where}: expected `max_norm` above 0, of a trainable Steer. Received "
+                f"{self.max_norm!r}. Leave it out, or pass how long a direction may become."
             )
         flat = [block for block, direction in directions.items() if not direction.any()]
         if self.trainable and (self.strength == 0 or (self.mode == "ablate" and flat)):

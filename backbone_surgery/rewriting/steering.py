@@ -13,6 +13,7 @@ class SteeringDirections(keras.layers.Layer):
     Args:
         blocks: the steered blocks, in order.
         hidden_dim: size of a direction.
+        max_norm: how long a direction may become; not limited by default.
 
     Call arguments:
         strength: float32[batch, sites], for the number of rows.
@@ -21,15 +22,18 @@ class SteeringDirections(keras.layers.Layer):
         float32[batch, sites, hidden_dim], the same for every row.
     """
 
-    def __init__(self, blocks: list[int], hidden_dim: int, **kwargs) -> None:
+    def __init__(
+        self, blocks: list[int], hidden_dim: int, max_norm: float | None = None, **kwargs
+    ) -> None:
         super().__init__(autocast=False, **kwargs)
-        self.blocks, self.hidden_dim = list(blocks), hidden_dim
+        self.blocks, self.hidden_dim, self.max_norm = list(blocks), hidden_dim, max_norm
 
     def build(self, strength_shape):
         """Create the directions, zero at first."""
         shape = (len(self.blocks), self.hidden_dim)
+        limit = None if self.max_norm is None else keras.constraints.MaxNorm(self.max_norm, axis=1)
         self.directions = self.add_weight(
-            shape=shape, initializer="zeros", dtype="float32", name="directions"
+            shape=shape, initializer="zeros", dtype="float32", constraint=limit, name="directions"
         )
 
     def call(self, strength):
@@ -43,7 +47,8 @@ class SteeringDirections(keras.layers.Layer):
 
     def get_config(self):
         """Return the blocks and the size."""
-        return {**super().get_config(), "blocks": self.blocks, "hidden_dim": self.hidden_dim}
+        own = {"blocks": self.blocks, "hidden_dim": self.hidden_dim, "max_norm": self.max_norm}
+        return {**super().get_config(), **own}
 
 
 class SteeringScale(keras.layers.Layer):

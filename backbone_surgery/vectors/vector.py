@@ -227,6 +227,33 @@ class ControlVector:
         scaled = {block: d / norms[block] for block, d in self.directions.items()}
         return ControlVector(scaled, {**self.info, "normalization": "unit"})
 
+    def orthogonal_to(self, *others: ControlVector) -> ControlVector:
+        """Return the part at right angles to other vectors, block by block.
+
+        Args:
+            *others: vectors with a direction for each block of this one.
+
+        Raises:
+            SurgeryError: a vector lacks a block, or nothing is left of a direction.
+        """
+        directions = {}
+        for block, own in self.directions.items():
+            if any(block not in other.directions for other in others):
+                raise SurgeryError(
+                    f"orthogonal_to: expected vectors with a direction for block {block}. Received "
+                    "one without. Train them all at the same blocks."
+                )
+            shared = [o.directions[block] for o in others]
+            basis, _ = np.linalg.qr(np.stack([*shared, own], axis=1).astype("float64"))
+            along = basis[:, len(shared)] @ own
+            if abs(along) <= 1e-6 * np.linalg.norm(own):
+                raise SurgeryError(
+                    f"orthogonal_to at block {block}: expected a direction that the others do not "
+                    "span. Received one of which nothing is left. Leave one of the others out."
+                )
+            directions[block] = along * basis[:, len(shared)]
+        return ControlVector(directions, {**self.info, "normalization": "none"})
+
     def relative_to(
         self, lm: Any, texts: Iterable[Any] | None = None, batch_size: int = 32
     ) -> ControlVector:
@@ -241,18 +268,7 @@ class ControlVector:
                 without a preprocessor, by default.
             batch_size: how many texts to run at once.
         """
-        check_task(lm, "relative_to")
-        check_batch_size(batch_size, "relative_to")
-        if texts is None:
-            texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
-        rows = read_texts(lm, texts, "relative_to")
-        if min(len(row) for row in rows) < 2:
-            raise SurgeryError(
-                "relative_to: expected texts of at least two tokens, since the first is not "
-                "counted. Received a shorter one. Pass longer texts."
-            )
-        norms = measure(lm, rows, TokenNorms, batch_size=batch_size)
-        sizes = {block: float(x.mean()) for block, x in _by_block(norms, "blocks.*").items()}
+        sizes = residual_norms(lm, texts, batch_size)
         unit = self.normalized()
         missing = sorted(set(unit.directions) - set(sizes))
         if missing:
@@ -326,6 +342,24 @@ class ControlVector:
         }
         shared = {k: v for k, v in self.info.items() if other.info.get(k) == v}
         return ControlVector(combined, {**shared, "normalization": "none"})
+
+
+def residual_norms(
+    lm: Any, texts: Iterable[Any] | None = None, batch_size: int = 32
+) -> dict[int, float]:
+    """Measure how long the hidden states after each block are on average, `{block: norm}`."""
+    check_task(lm, "relative_to")
+    check_batch_size(batch_size, "relative_to")
+    if texts is None:
+        texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
+    rows = read_texts(lm, texts, "relative_to")
+    if min(len(row) for row in rows) < 2:
+        raise SurgeryError(
+            "relative_to: expected texts of at least two tokens, since the first is not "
+            "counted. Received a shorter one. Pass longer texts."
+        )
+    norms = measure(lm, rows, TokenNorms, batch_size=batch_size)
+    return {block: float(x.mean()) for block, x in _by_block(norms, "blocks.*").items()}
 
 
 def _is_factor(value: Any) -> bool:

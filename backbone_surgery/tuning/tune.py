@@ -1,0 +1,262 @@
+"""Tune: find which method, which blocks and which strength steer best, by the user's own judge."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from backbone_surgery import hosts
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.files import as_path
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import is_int
+from backbone_surgery.tuning.candidates import (
+    NAMES,
+    STEERING,
+    UNEDITED,
+    Candidate,
+    Interventions,
+    Steering,
+    learned_vector,
+)
+from backbone_surgery.tuning.judging import Judge, Perplexity, ask
+from backbone_surgery.tuning.record import Measured, Record
+from backbone_surgery.tuning.result import Trial, Tuning
+from backbone_surgery.vectors.activations import check_batch_size, check_task
+from backbone_surgery.vectors.pairs import check_pairs
+from backbone_surgery.vectors.vector import ControlVector, residual_norms
+from backbone_surgery.weights.tree import weights_digest
+
+_KEPT = 3
+"""One of so many candidates goes on to the next round."""
+
+
+def tune(
+    lm: CachedCausalLM,
+    pairs: Iterable[tuple[Any, Any]],
+    judge: Judge,
+    prompts: Sequence[str],
+    methods: Sequence[str] = ("mean_diff", "pca_diff", "logistic", "learned", "reft"),
+    budget: int = 1200,
+    seed: int = 0,
+    verbose: int = 1,
+    *,
+    name: str = "tuned",
+    fluency: Judge | None = None,
+    max_new_tokens: int = 60,
+    batch_size: int = 64,
+    rank: int = 4,
+    steps: int = 80,
+    orthogonal_to: Sequence[ControlVector] = (),
+    file: str | Path | None = None,
+) -> Tuning:
+    """Find an edit that moves what is written both ways, and keeps it fluent.
+
+    Each method is tried at each block, at runs of blocks, and at several strengths. All of it are
+    rows of few batches. The worse two thirds are dropped, and the rest tried on more prompts, until
+    few are left (successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943). What is best
+    on one half of the prompts is reported on the other. A candidate counts by the harmonic mean of
+    the judge at strength 1, one less the judge at -1, and the fluency, as AxBench (Wu et al. 2025,
+    arXiv:2501.17148) joins its ratings.
+
+    Args:
+        lm: the model, compiled with the sampler to judge it by.
+        pairs: `[(positive text, negative text), ...]`, as of `ControlVector.train`.
+        judge: a function of a list of texts, without their prompts, that returns a number for each,
+            from 0 for the negative to 1 for the positive side.
+        prompts: at least two; half of them are searched on.
+        methods: those of `ControlVector.train`; `"learned"`, a direction for each block that makes
+            the texts of the pairs likely, up to half as long as the hidden states there; `"reft"`,
+            a `Reft` of one block that does.
+        budget: how many texts to write in the search, for each method. The report writes two more
+            for each prompt, and each method.
+        seed: of the search; the same seed gives the same result.
+        verbose: 1 shows a progress bar.
+        name: of the control of the edits.
+        fluency: a function as `judge` is, from 0 to 1 for texts that are as they should be. By
+            default the perplexity of the text under the unedited model, next to what it writes
+            itself: 1 at the same or less, and in inverse proportion beyond.
+        max_new_tokens: of each text.
+        batch_size: texts to write at once.
+        rank: of `"reft"`.
+        steps: how many steps the methods that learn take, of 16 texts.
+        orthogonal_to: vectors that directions are made orthogonal to, so that what these steer
+            stays. `"reft"` has no direction: leave it out.
+        file: where to keep what was measured: a search that was killed goes on from it.
+
+    Returns:
+        The result: `best` is an edit for `operate`.
+
+    Raises:
+        SurgeryError: bad texts, methods or settings, a judge that returns anything but numbers from
+            0 to 1, or the file of another search.
+    """
+    check_task(lm, "tune")
+    listed, texts = check_pairs(pairs), _check_prompts(lm, prompts)
+    _check_methods(methods, orthogonal_to)
+    check_batch_size(batch_size, "tune")
+    for what, value in {"budget": budget, "rank": rank, "steps": steps}.items():
+        if not is_int(value) or value < 1:
+            raise SurgeryError(
+                f"tune at '{what}': expected an integer of 1 or more. Received {shown(value)}. "
+                "Leave it out for the usual."
+            )
+    Random(seed).shuffle(texts)
+    half = len(texts) // 2
+    size = residual_norms(lm)
+    settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, vars(lm.sampler)]
+    others = [dict(v.directions) for v in orthogonal_to]
+    facts = [weights_digest(lm.opened), listed, texts, [*methods], others, repr(settings)]
+    path = None if file is None else as_path(file, "tune")
+    search = _Search(
+        texts=texts,
+        judge=judge,
+        fluency=fluency,
+        options={"max_new_tokens": max_new_tokens, "batch_size": batch_size},
+        seed=seed,
+        record=Record(path, hosts.digest(facts).hex()),
+        perplexity=None if fluency is not None else Perplexity(lm, batch_size),
+    )
+    learning = {"steps": steps, "seed": seed}
+    steering = Steering(lm, name, size)
+    found: dict[str, tuple[Any, Candidate]] = {}
+    with Progress(disable=not verbose) as progress:
+        bar = progress.add_task("tuning", total=len(methods))
+        search.measure(steering, [UNEDITED], 0, half)
+        search.measure(steering, [UNEDITED], half, len(texts))
+        for method in methods:
+            progress.update(bar, description=method)
+            runner: Any = steering
+            if method == "reft":
+                runner = Interventions(lm, name, rank, listed, learning)
+            else:
+                vector = _vector(lm, method, listed, size, learning)
+                if orthogonal_to:
+                    vector = vector.orthogonal_to(*orthogonal_to)
+                steering.add(method, vector)
+            best = search.halve(runner, runner.candidates(method), half, budget)
+            search.measure(runner, [best], half, len(texts))
+            found[method] = runner, best
+            progress.advance(bar)
+    report = [search.trial(best, half, len(texts)) for _, best in found.values()]
+    tried = {key[0] for key in search.record.known} - {UNEDITED}
+    return Tuning(
+        name,
+        search.trial(UNEDITED, half, len(texts)),
+        tuple(sorted(report, key=lambda t: -t.score)),
+        {method: runner.edit(best) for method, (runner, best) in found.items()},
+        tuple(search.trial(c, 0, half) for c in sorted(tried, key=repr)),
+    )
+
+
+@dataclass
+class _Search:
+    """Measures candidates on prompts, once each."""
+
+    texts: list[str]
+    judge: Judge
+    fluency: Judge | None
+    options: dict[str, Any]
+    seed: int
+    record: Record
+    perplexity: Perplexity | None
+
+    def halve(self, runner: Any, candidates: list[Candidate], half: int, budget: int) -> Candidate:
+        """Return the best of some candidates, dropping the worse ones round by round."""
+        rounds = max(int(np.ceil(np.log(len(candidates)) / np.log(_KEPT))), 1)
+        stop = 0
+        for _ in range(rounds):
+            start, count = stop, len(candidates)
+            stop = min(max(budget // rounds // (2 * count), start + 2), half)
+            if stop > start:
+                self.measure(runner, candidates, start, stop)
+            trials = [self.trial(candidate, 0, half) for candidate in candidates]
+            trials.sort(key=lambda t: -t.score)
+            candidates = [t.candidate for t in trials if t.candidate][: -(-count // _KEPT)]
+        return candidates[0]
+
+    def measure(self, runner: Any, candidates: list[Candidate], start: int, stop: int) -> None:
+        """Have candidates write from some prompts, and judge it."""
+        new = [c for c in candidates if self.record.get(c, start, stop) is None]
+        if not new:
+            return
+        signs, index = (1, -1), range(start, stop)
+        rows = [(c, i, sign) for c in new for i in index for sign in signs]
+        prompts = [self.texts[i] for _, i, _ in rows]
+        written = runner.lm.generate(
+            prompts,
+            controls=runner.controls([(c, sign) for c, _, sign in rows]),
+            seed=[(self.seed + i) % 2**32 for _, i, _ in rows],
+            strip_prompt=True,
+            **self.options,
+        )
+        judged = ask(self.judge, written, "judge")
+        if self.fluency is not None:
+            fluent = ask(self.fluency, written, "fluency")
+        else:
+            fluent = self.perplexity.losses(prompts, written)
+        values = np.stack([judged, fluent], axis=-1).reshape(len(new), len(index), 2, 2)
+        self.record.add(new, start, stop, [*values])
+
+    def trial(self, candidate: Candidate, start: int, stop: int) -> Trial:
+        """Return what came of a candidate on the prompts of a range, as far as it was tried."""
+        measured: Measured = self.record.all_of(candidate, start, stop)
+        judged, fluent = measured[..., 0].mean(axis=0), measured[..., 1].mean(axis=0)
+        if self.fluency is None:
+            alone = self.record.all_of(UNEDITED, 0, len(self.texts))[..., 1].mean()
+            fluent = np.minimum(np.exp(alone - fluent), 1)
+        own = None if candidate == UNEDITED else candidate
+        return Trial(own, float(judged[0]), float(judged[1]), float(fluent.min()), len(measured))
+
+
+def _vector(
+    lm: CachedCausalLM, method: str, pairs: Any, size: Any, learning: dict[str, Any]
+) -> ControlVector:
+    if method == "learned":
+        return learned_vector(lm, pairs, size, learning)
+    return ControlVector.train(lm, pairs, method=method, verbose=0)
+
+
+def _check_prompts(lm: CachedCausalLM, prompts: Any) -> list[str]:
+    texts = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else []
+    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        raise SurgeryError(
+            "tune at 'prompts': expected a list of two strings or more, half of them to search on. "
+            f"Received {shown(prompts)}. Pass some, better 50 or more."
+        )
+    if lm.preprocessor is None:
+        raise SurgeryError(
+            "tune: expected a preprocessor, to make text for the judge. Received a model without "
+            "one. Attach a preprocessor."
+        )
+    return texts
+
+
+def _check_methods(methods: Any, orthogonal_to: Any) -> None:
+    listed = list(methods) if isinstance(methods, list | tuple) else [methods]
+    for method in listed:
+        if not isinstance(method, str) or method not in NAMES:
+            raise SurgeryError(
+                f"tune at 'methods': expected names of methods. Received {shown(method)}. "
+                f"{closest(method if isinstance(method, str) else '', NAMES)} Choose some of these."
+            )
+    if not listed or len(set(listed)) < len(listed):
+        raise SurgeryError(
+            f"tune at 'methods': expected each method once. Received {shown(methods)}. Name at "
+            f"least one of {', '.join(NAMES)}."
+        )
+    if not all(isinstance(vector, ControlVector) for vector in orthogonal_to):
+        raise SurgeryError(
+            f"tune at 'orthogonal_to': expected a list of ControlVectors. Received "
+            f"{shown(orthogonal_to)}. Pass such a list."
+        )
+    without = [method for method in listed if method not in STEERING]
+    if orthogonal_to and without:
+        raise SurgeryError(
+            f"tune at 'orthogonal_to': expected methods that find a direction. Received "
+            f"'{without[0]}' among them. Leave it out of `methods`."
+        )
