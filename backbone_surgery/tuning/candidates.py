@@ -50,7 +50,7 @@ def block_sets(count: int) -> list[tuple[int, ...]]:
         >>> block_sets(4)
         [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 3)]
     """
-    sets = [(i,) for i in range(count)]
+    sets: list[tuple[int, ...]] = [(i,) for i in range(count)]
     for size in sorted({max(round(count / 4), 2), max(round(count / 2), 2)}):
         step = max(size // 2, 1)
         sets += [tuple(range(i, i + size)) for i in range(0, count - size + 1, step)]
@@ -160,10 +160,10 @@ def learned_vector(
 
 def blocks_of(lm: CachedCausalLM) -> list[int]:
     """Return the numbers of the blocks of a model."""
-    return sorted({p.block for p in places(lm.opened)} - {None})
+    return sorted({p.block for p in places(lm.opened) if p.block is not None})
 
 
-def _edited(lm: CachedCausalLM, rewrites: list[Rewrite]) -> CachedCausalLM:
+def _edited(lm: CachedCausalLM, rewrites: Sequence[Rewrite]) -> CachedCausalLM:
     edited = CachedCausalLM(operate(lm.backbone, rewrites), lm.preprocessor)
     edited.compile(sampler=lm.sampler)
     return edited

@@ -1,6 +1,6 @@
 """Tune: find which method, which blocks and which strength steer best, by the user's own judge."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,6 +13,8 @@ from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.files import as_path
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.fingerprint import digest
+from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.numbers import is_int
 from backbone_surgery.tuning.candidates import (
     NAMES,
@@ -106,72 +108,101 @@ def tune(
                 "Leave it out for the usual."
             )
     Random(seed).shuffle(texts)
-    half = len(texts) // 2
-    size = residual_norms(lm)
-    settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, vars(lm.sampler)]
-    others = [dict(v.directions) for v in orthogonal_to]
-    facts = [weights_digest(lm.opened), listed, texts, [*methods], others, repr(settings)]
+    strategy = make_strategy(lm.sampler)
+    settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, strategy.settings()]
+    others = [dict(vector.directions) for vector in orthogonal_to]
+    facts = [weights_digest(lm.opened), listed, texts, [*methods], others, settings]
+    facts.append(digest(strategy.key))
     path = None if file is None else as_path(file, "tune")
     search = _Search(
         texts=texts,
         judge=judge,
         fluency=fluency,
+        perplexity=Perplexity(lm, batch_size),
         options={"max_new_tokens": max_new_tokens, "batch_size": batch_size},
         seed=seed,
+        budget=budget,
         record=Record(path, hosts.digest(facts).hex()),
-        perplexity=None if fluency is not None else Perplexity(lm, batch_size),
     )
+    steering = Steering(lm, name, residual_norms(lm))
     learning = {"steps": steps, "seed": seed}
-    steering = Steering(lm, name, size)
-    found: dict[str, tuple[Any, Candidate]] = {}
-    with Progress(disable=not verbose) as progress:
-        bar = progress.add_task("tuning", total=len(methods))
-        search.measure(steering, [UNEDITED], 0, half)
-        search.measure(steering, [UNEDITED], half, len(texts))
-        for method in methods:
-            progress.update(bar, description=method)
-            runner: Any = steering
-            if method == "reft":
-                runner = Interventions(lm, name, rank, listed, learning)
-            else:
-                vector = _vector(lm, method, listed, size, learning)
-                if orthogonal_to:
-                    vector = vector.orthogonal_to(*orthogonal_to)
-                steering.add(method, vector)
-            best = search.halve(runner, runner.candidates(method), half, budget)
-            search.measure(runner, [best], half, len(texts))
-            found[method] = runner, best
-            progress.advance(bar)
-    report = [search.trial(best, half, len(texts)) for _, best in found.values()]
-    tried = {key[0] for key in search.record.known} - {UNEDITED}
-    return Tuning(
-        name,
-        search.trial(UNEDITED, half, len(texts)),
-        tuple(sorted(report, key=lambda t: -t.score)),
-        {method: runner.edit(best) for method, (runner, best) in found.items()},
-        tuple(search.trial(c, 0, half) for c in sorted(tried, key=repr)),
-    )
+
+    def prepare(method: str) -> Any:
+        if method == "reft":
+            return Interventions(lm, name, rank, listed, learning)
+        if method == "learned":
+            vector = learned_vector(lm, listed, steering.size, learning)
+        else:
+            vector = ControlVector.train(lm, listed, method=method, verbose=0)
+        steering.add(method, vector.orthogonal_to(*orthogonal_to) if orthogonal_to else vector)
+        return steering
+
+    return search.run(name, methods, steering, prepare, verbose)
 
 
 @dataclass
 class _Search:
-    """Measures candidates on prompts, once each."""
+    """Measures candidates on prompts, once each: the first half to choose by, the other to report.
+
+    Attributes:
+        texts: the prompts.
+        judge: see `tune`.
+        fluency: see `tune`.
+        perplexity: for texts without `fluency`.
+        options: for `generate`.
+        seed: of the first prompt; the next ones count up.
+        budget: see `tune`.
+        record: of what was measured.
+    """
 
     texts: list[str]
     judge: Judge
     fluency: Judge | None
+    perplexity: Perplexity
     options: dict[str, Any]
     seed: int
+    budget: int
     record: Record
-    perplexity: Perplexity | None
 
-    def halve(self, runner: Any, candidates: list[Candidate], half: int, budget: int) -> Candidate:
+    def run(
+        self,
+        name: str,
+        methods: Sequence[str],
+        steering: Steering,
+        prepare: Callable[[str], Any],
+        verbose: int,
+    ) -> Tuning:
+        """Try each method, and report its best."""
+        half, end = len(self.texts) // 2, len(self.texts)
+        found: dict[str, tuple[Any, Candidate]] = {}
+        with Progress(disable=not verbose) as progress:
+            bar = progress.add_task("tuning", total=len(methods))
+            self.measure(steering, [UNEDITED], 0, half)
+            self.measure(steering, [UNEDITED], half, end)
+            for method in methods:
+                progress.update(bar, description=method)
+                runner = prepare(method)
+                best = self.halve(runner, runner.candidates(method), half)
+                self.measure(runner, [best], half, end)
+                found[method] = runner, best
+                progress.advance(bar)
+        report = [self.trial(best, half, end) for _, best in found.values()]
+        tried = {key[0] for key in self.record.known} - {UNEDITED}
+        return Tuning(
+            name,
+            self.trial(UNEDITED, half, end),
+            tuple(sorted(report, key=lambda t: -t.score)),
+            {method: runner.edit(best) for method, (runner, best) in found.items()},
+            tuple(self.trial(c, 0, half) for c in sorted(tried, key=repr)),
+        )
+
+    def halve(self, runner: Any, candidates: list[Candidate], half: int) -> Candidate:
         """Return the best of some candidates, dropping the worse ones round by round."""
         rounds = max(int(np.ceil(np.log(len(candidates)) / np.log(_KEPT))), 1)
         stop = 0
         for _ in range(rounds):
             start, count = stop, len(candidates)
-            stop = min(max(budget // rounds // (2 * count), start + 2), half)
+            stop = min(max(self.budget // rounds // (2 * count), start + 2), half)
             if stop > start:
                 self.measure(runner, candidates, start, stop)
             trials = [self.trial(candidate, 0, half) for candidate in candidates]
@@ -211,14 +242,6 @@ class _Search:
             fluent = np.minimum(np.exp(alone - fluent), 1)
         own = None if candidate == UNEDITED else candidate
         return Trial(own, float(judged[0]), float(judged[1]), float(fluent.min()), len(measured))
-
-
-def _vector(
-    lm: CachedCausalLM, method: str, pairs: Any, size: Any, learning: dict[str, Any]
-) -> ControlVector:
-    if method == "learned":
-        return learned_vector(lm, pairs, size, learning)
-    return ControlVector.train(lm, pairs, method=method, verbose=0)
 
 
 def _check_prompts(lm: CachedCausalLM, prompts: Any) -> list[str]:

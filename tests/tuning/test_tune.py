@@ -1,0 +1,183 @@
+"""The search: what it reports is what its edits do, and a search that was killed goes on."""
+
+import json
+from random import Random
+
+import keras_hub
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+
+PAIRS = [
+    ("Lily was happy. Lily smiled. So Lily", "Lily was sad. Lily cried. So Lily"),
+    ("Tom was glad. Tom laughed. Then Tom", "Tom was unhappy. Tom wept. Then Tom"),
+    ("Ben felt cheerful. Ben sang. Ben", "Ben felt gloomy. Ben sighed. Ben"),
+    ("Mia was merry and she", "Mia was upset and she"),
+]
+PROMPTS = ["Once there was a girl named Mia.", "Tom had a red ball.", "Zoe came home.", "Ben sat."]
+OPTIONS = {
+    "budget": 120,
+    "steps": 2,
+    "max_new_tokens": 8,
+    "verbose": 0,
+    "rank": 2,
+    "batch_size": 32,
+}
+
+
+def letters(texts):
+    """Judge by something that any text has."""
+    return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    model = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    model.compile(sampler=keras_hub.samplers.RandomSampler(temperature=0.8))
+    return model
+
+
+@pytest.fixture(scope="module")
+def found(lm):
+    methods = ("mean_diff", "learned", "reft")
+    return bs.tune(lm, PAIRS, letters, PROMPTS, methods, seed=3, **OPTIONS)
+
+
+def report_prompts(seed):
+    """Return the half that is reported on, and its seeds."""
+    texts = list(PROMPTS)
+    Random(seed).shuffle(texts)
+    return texts[2:], [seed + 2, seed + 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mean_diff", "learned", "reft"])
+def test_an_edit_does_what_is_reported(method, lm, found):
+    edit = found.edits[method]
+    edited = bs.CachedCausalLM(bs.operate(lm.backbone, [edit]), lm.preprocessor)
+    edited.compile(sampler=lm.sampler)
+    prompts, seeds = report_prompts(3)
+    (trial,) = [t for t in found.trials if t.candidate.method == method]
+    options = {"seed": seeds, "strip_prompt": True, "max_new_tokens": 8}
+    up = edited.generate(prompts, controls={"tuned": edit.strength}, **options)
+    down = edited.generate(prompts, controls={"tuned": -edit.strength}, **options)
+    assert up == edited.generate(prompts, **options)  # by default it acts as it was chosen
+    assert trial.up == pytest.approx(np.mean(letters(up)))
+    assert trial.down == pytest.approx(np.mean(letters(down)))
+    alone = lm.generate(prompts, **options)
+    assert found.unedited.up == pytest.approx(np.mean(letters(alone)))
+    assert method == "reft" or up != alone  # two steps teach little
+
+
+@pytest.mark.slow
+def test_the_best_is_chosen_where_it_is_not_reported(found):
+    finals = {t.candidate: t for t in found.tried if t.candidate}
+    best = max((finals[t.candidate] for t in found.trials), key=lambda t: t.score)
+    assert found.chosen == best.candidate.method
+    assert found.best is found.edits[best.candidate.method]
+    assert [t.score for t in found.trials] == sorted((t.score for t in found.trials), reverse=True)
+    assert "2 prompts not searched on" in str(found)
+    assert f"{found.chosen} (chosen)" in str(found)
+
+
+@pytest.mark.slow
+def test_it_is_drawn_and_saved(found, lm, tmp_path):
+    pytest.importorskip("matplotlib")
+    axes = found.plot(tmp_path / "tuned.png")
+    assert [t.get_text() for t in axes.get_yticklabels()][::-1] == [
+        t.candidate.method for t in found.trials
+    ]
+    assert (tmp_path / "tuned.png").stat().st_size > 5000
+    steering = bs.Tuning(
+        found.control,
+        found.unedited,
+        tuple(t for t in found.trials if t.candidate.method == "mean_diff"),
+        found.edits,
+        found.tried,
+    )
+    steering.save(tmp_path / "mood.safetensors")
+    vector = bs.ControlVector.load(tmp_path / "mood.safetensors", lm=lm)
+    assert vector == found.edits["mean_diff"].vector
+    reft = bs.Tuning(
+        found.control,
+        found.unedited,
+        tuple(t for t in found.trials if t.candidate.method == "reft"),
+        found.edits,
+        found.tried,
+    )
+    with pytest.raises(bs.SurgeryError, match="expected an edit that adds a direction"):
+        reft.save(tmp_path / "mood.gguf")
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_from_its_file(lm, tmp_path):
+    calls = []
+
+    def dies(texts):
+        calls.append(len(texts))
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return letters(texts)
+
+    options = {**OPTIONS, "methods": ("mean_diff", "pca_diff"), "seed": 1, "fluency": letters}
+    whole = bs.tune(lm, PAIRS, letters, PROMPTS, **options)
+    file = tmp_path / "search.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        bs.tune(lm, PAIRS, dies, PROMPTS, file=file, **options)
+    known = len(file.read_text().splitlines())
+    seen = []
+    again = bs.tune(
+        lm, PAIRS, lambda t: seen.append(len(t)) or letters(t), PROMPTS, file=file, **options
+    )
+    assert known > 10
+    assert again.trials == whole.trials
+    assert again.tried == whole.tried
+    everything = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    texts = 2 * sum(line["stop"] - line["start"] for line in everything)
+    assert sum(seen) < texts  # what the first one measured was not written again
+    with pytest.raises(bs.SurgeryError, match="expected the file of this search"):
+        bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **{**options, "seed": 2})
+    file.write_text("rubbish")
+    with pytest.raises(bs.SurgeryError, match="a file of `tune`"):
+        bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
+
+
+@pytest.mark.slow
+def test_directions_apart_from_others(lm):
+    other = bs.ControlVector.from_preset("tiny_gpt2", "place")
+    full = bs.ControlVector.train(lm, PAIRS, method="mean_diff", verbose=0)
+    others = bs.ControlVector(
+        {b: other.directions.get(b, d * 0 + 1) for b, d in full.directions.items()}
+    )
+    result = bs.tune(lm, PAIRS, letters, PROMPTS, ("mean_diff",), orthogonal_to=[others], **OPTIONS)
+    for block, direction in result.best.vector.directions.items():
+        cosine = direction @ others.directions[block] / np.linalg.norm(direction)
+        assert abs(cosine) <= 1e-5 * np.linalg.norm(others.directions[block])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ("mean",)}, "expected names of methods.*Did you mean|expected names"),
+        ({"methods": ()}, "expected each method once"),
+        ({"methods": ("reft", "reft")}, "expected each method once"),
+        ({"prompts": ["one"]}, "a list of two strings or more"),
+        ({"prompts": "one"}, "a list of two strings or more"),
+        ({"judge": lambda texts: [2.0] * len(texts)}, "a number from 0 to 1 for each"),
+        ({"judge": lambda texts: [0.5]}, "a number from 0 to 1 for each"),
+        ({"fluency": lambda texts: None}, "'fluency': expected a function"),
+        ({"budget": 0}, "'budget': expected an integer of 1 or more"),
+        ({"steps": 1.5}, "'steps': expected an integer of 1 or more"),
+        ({"orthogonal_to": [1]}, "expected a list of ControlVectors"),
+        (
+            {"methods": ("reft",), "orthogonal_to": [bs.ControlVector({0: np.ones(128)})]},
+            "expected methods that find a direction",
+        ),
+        ({"pairs": []}, "pairs"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(change, message, lm):
+    given = {"pairs": PAIRS, "judge": letters, "prompts": PROMPTS, "methods": ("mean_diff",)}
+    with pytest.raises(bs.SurgeryError, match=message):
+        bs.tune(lm, **{**given, **OPTIONS, **change})
