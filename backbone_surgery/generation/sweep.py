@@ -116,7 +116,7 @@ class Sweep:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=100).print(self.table())
+        Console(file=text, width=100, force_jupyter=False, color_system=None).print(self.table())
         return text.getvalue()
 
 

@@ -117,6 +117,7 @@ class Tuning:
         axes.set_yticks(range(len(names)), names)
         axes.axvline(self.unedited.up, color="0.6", linestyle=":", zorder=0)
         axes.set_xlim(-0.02, 1.02)
+        axes.set_ylim(-0.5, len(names) - 0.5)
         axes.set_xlabel("judge at -1 (blue), unedited (dotted), at 1 (red); fluency (bar)")
         axes.spines[["top", "right"]].set_visible(False)
         if to_file is not None:
@@ -139,5 +140,5 @@ class Tuning:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=100).print(self.table)
+        Console(file=text, width=100, force_jupyter=False, color_system=None).print(self.table)
         return text.getvalue()
