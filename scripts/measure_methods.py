@@ -12,6 +12,7 @@ says the attribute in the prompt, in a sentence of the grammar, instead of steer
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 import keras_hub
 import numpy as np
 import typer
-from measure_steering import TEMPERATURE, held_out_prompts
+from measure_steering import PROMPT_SEED, TEMPERATURE, held_out_prompts
 from rich.console import Console
 from rich.table import Table
 from story_grammar import (
@@ -56,18 +57,17 @@ def formed(texts: list[str]) -> list[float]:
     return [good / max(total, 1) for good, total in map(well_formed, texts)]
 
 
-def said_in_prompts(attribute: str, prompts: list[str]) -> list[list[str]]:
-    """Put a sentence that sets the attribute up behind each prompt: for -1 and for 1.
+def said_in_prompts(attribute: str, count: int) -> list[list[str]]:
+    """Write openings of stories that end with a sentence on the attribute: for -1, and for 1.
 
-    The sentences are those in which two stories of one opening differ first.
+    The sentence is the first in which two stories of one opening differ.
     """
-    pairs = contrast_pairs(attribute, Random(SEARCH_SEED), len(prompts))
     sides: list[list[str]] = [[], []]
-    for texts in pairs:
+    for texts in contrast_pairs(attribute, Random(PROMPT_SEED), count):
         sentences = [split_sentences(text) for text in texts]
         first = next(k for k, (a, b) in enumerate(zip(*sentences, strict=True)) if a != b)
         for side, own in zip(sides, sentences, strict=True):
-            side.append("".join(own[: first + 1]).strip())
+            side.append(" ".join(own[: first + 1]))
     return [sides[1], sides[0]]
 
 
@@ -100,15 +100,15 @@ def measure_case(model: str, attribute: str, count: int, tokens: int) -> dict[st
     lm = bs.CachedCausalLM.from_preset(model)
     lm.compile(sampler=keras_hub.samplers.RandomSampler(temperature=TEMPERATURE))
     pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
-    rng = Random(SEARCH_SEED)
-    searched = [generate_story(rng).prompt for _ in range(SEARCHED)]
+    prompts, rng = held_out_prompts(count), Random(SEARCH_SEED)
+    stories = (generate_story(rng).prompt for _ in itertools.count())
+    searched = list(itertools.islice((s for s in stories if s not in prompts), SEARCHED))
     start = time.perf_counter()
     result = bs.tune(
         lm, pairs, judge_of(attribute), searched, METHODS, fluency=formed, max_new_tokens=100
     )
     seconds = time.perf_counter() - start
     console.print(f"{model} {attribute}: {seconds:.0f} s", result.table)
-    prompts = held_out_prompts(count)
     options = {
         "max_new_tokens": tokens,
         "strip_prompt": True,
@@ -130,7 +130,7 @@ def measure_case(model: str, attribute: str, count: int, tokens: int) -> dict[st
         vector = getattr(edit, "vector", None)
         if vector is not None:
             rows[method]["AUROC"] = max(bs.score_detection(lm, vector, *kinds).values())
-    down, up = said_in_prompts(attribute, prompts)
+    down, up = said_in_prompts(attribute, count)
     said = {-1: lm.generate(down, **options), 0: alone, 1: lm.generate(up, **options)}
     rows["said in the prompt"] = measure(said, attribute)
     return {"seconds": seconds, "chosen": result.chosen, "methods": rows}

@@ -51,6 +51,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
     Attributes:
         backbone: the argument, as it was passed.
         backbone_with_cache: the cached graph, see `rewire`.
+        rewired_by: `trust` and `precision`, as they were passed.
         max_positions: how many positions the model has learned; `None` if it is not limited.
 
     Examples:
@@ -89,18 +90,18 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
         self.max_positions = opened.max_positions
         trust = list(trust) if isinstance(trust, Iterator) else trust
-        object.__setattr__(self, "_rewired_by", (trust, precision))
+        object.__setattr__(self, "rewired_by", (trust, precision))
         self._rewire()
 
     def _rewire(self) -> None:
         """Derive the cached graph from the graph as it is, and programs over it."""
-        trust, precision = self._rewired_by
+        trust, precision = self.rewired_by
         cached = rewire(self.opened, trust)
         programs = Programs(cached, self.opened.token_embedding, precision=precision)
         object.__setattr__(self, "backbone_with_cache", cached)
         object.__setattr__(self, "programs", programs)
 
-    _rewired_by: tuple[Iterable[Any], str | None]
+    rewired_by: tuple[Iterable[Any], str | None]
     opened: EditedBackbone
     backbone_with_cache: BackboneWithCache
     programs: Programs

@@ -56,9 +56,9 @@ def look_up(
         )
     if rows != 1:
         raise SurgeryError(
-            f"generate at 'lookup': expected one prompt at a time. Received {rows}. Pass "
-            "`batch_size=1`, or leave `lookup` out: rows that run together share the reading of "
-            "the weights already."
+            f"generate at 'lookup': expected one prompt at a time. Received {rows}. Pass one, or "
+            "`batch_size=1` to `generate`. Or leave `lookup` out: rows that run together share "
+            "the reading of the weights already."
         )
     if strategy.width > 1:
         raise SurgeryError(

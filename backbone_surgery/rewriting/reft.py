@@ -39,7 +39,8 @@ class Reft(ControlledRewrite):
         rank: how many directions each site has, fewer than `hidden_dim`.
         at: selector of sites of hidden states.
         tokens: which tokens are edited, as of `Steer`.
-        strength: the default of the control.
+        strength: the default of the control. `fit` trains at it: at 0 there is no gradient.
+        seed: of R at first.
         interventions: `{site path: layer}` to use instead of new ones.
 
     Examples:
@@ -55,6 +56,7 @@ class Reft(ControlledRewrite):
     at: str
     tokens: Tokens = "all"
     strength: float = 1.0
+    seed: int = 0
     interventions: Mapping[str, keras.layers.Layer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,7 @@ class Reft(ControlledRewrite):
         fields.selector()
         fields.integer("rank", smallest=1)
         fields.number("strength")
+        fields.integer("seed", smallest=0)
         fields.keep("tokens", read_tokens(self.tokens, fields.where))
         own = self.interventions.values() if isinstance(self.interventions, Mapping) else [None]
         if not all(isinstance(layer, Intervention) for layer in own):
@@ -99,7 +102,7 @@ class Reft(ControlledRewrite):
                 "such as 'blocks.3', and a rank such as 4."
             )
         layer = self.interventions.get(place.path)
-        layer = layer or Intervention(self.rank, name=self.layer_name(place))
+        layer = layer or Intervention(self.rank, self.seed, name=self.layer_name(place))
         if layer.built and layer.towards.shape != (self.rank, size):
             raise SurgeryError(
                 f"{self._where}: expected an intervention of shape {(self.rank, size)} for "
@@ -131,6 +134,7 @@ class Intervention(SiteLayer):
 
     Args:
         rank: how many directions.
+        seed: of R at first.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
@@ -139,16 +143,16 @@ class Intervention(SiteLayer):
         tokens: int32[batch, 3], as of `SteeringScale`.
     """
 
-    def __init__(self, rank: int, **kwargs: Any) -> None:
+    def __init__(self, rank: int, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.rank = rank
+        self.rank, self.seed = rank, seed
 
     def build(self, x_shape, *others):
         """Create R, W and b, so that nothing changes at first."""
         shape, options = (self.rank, x_shape[-1]), {"dtype": "float32"}
         self.along = self.add_weight(
             shape=shape,
-            initializer=keras.initializers.Orthogonal(),
+            initializer=keras.initializers.Orthogonal(seed=self.seed),
             constraint=OrthonormalRows(),
             name="along",
             **options,
@@ -166,8 +170,8 @@ class Intervention(SiteLayer):
         return ops.where(ops.not_equal(scale, 0), ops.cast(edited, x.dtype), x)
 
     def get_config(self):
-        """Return the rank."""
-        return {**super().get_config(), "rank": self.rank}
+        """Return rank and seed."""
+        return {**super().get_config(), "rank": self.rank, "seed": self.seed}
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")

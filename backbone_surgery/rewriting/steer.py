@@ -200,6 +200,11 @@ class Steer(ControlledRewrite):
                 f"{where}: expected `learned` of a trainable Steer of blocks {list(directions)}. "
                 f"Received one of blocks {self.learned.blocks}. Leave `learned` out to start anew."
             )
+        if self.learned is not None and self.learned.max_norm != self.max_norm:
+            raise SurgeryError(
+                f"{where}: expected the `max_norm` of `learned`, {self.learned.max_norm}. Received "
+                f"{self.max_norm!r}. Leave `learned` out to start anew."
+            )
         if self.max_norm is not None and (not self.trainable or self.max_norm <= 0):
             raise SurgeryError(
                 f"{where}: expected `max_norm` above 0, of a trainable Steer. Received "

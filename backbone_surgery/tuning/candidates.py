@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
 import numpy as np
 
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -120,11 +121,12 @@ class Interventions:
     ) -> None:
         self.name, self.blocks = name, blocks_of(lm)
         names = {b: f"{name}_{b}" for b in self.blocks}
-        refts = [Reft(names[b], rank, f"blocks.{b}", strength=0.0) for b in self.blocks]
+        seed = int(options["seed"])
+        refts = [Reft(n, rank, f"blocks.{b}", strength=0.0, seed=seed) for b, n in names.items()]
         self.lm = _edited(lm, refts)
         apart = np.eye(len(names), dtype="float32")
         strengths = {f"{n}_strength": apart[:, i] for i, n in enumerate(names.values())}
-        learn(self.lm, pairs, strengths, **options)
+        learn(self.lm, _new_layers(self.lm, lm), pairs, strengths, **options)
 
     def candidates(self, method: str) -> list[Candidate]:
         """Return what to try."""
@@ -141,7 +143,8 @@ class Interventions:
         """Return the rewrite that a candidate is, at the strength that was found by default."""
         (block,) = candidate.blocks
         name = f"{self.name}_{block}"
-        trained = next(r for r in self.lm.opened.rewrites if r.control == name)
+        own = [r for r in self.lm.opened.rewrites if isinstance(r, Reft)]
+        trained = next(r for r in own if r.name == name)
         return replace(trained, name=self.name, strength=candidate.strength)
 
 
@@ -154,7 +157,7 @@ def learned_vector(
     edited = _edited(lm, [steer])
     # At the strength of the residual norm, directions are in units of it.
     apart = np.diag(np.array(list(size.values()), "float32"))
-    learn(edited, pairs, {"learned_strength": apart}, **options)
+    learn(edited, _new_layers(edited, lm), pairs, {"learned_strength": apart}, **options)
     return ControlVector(edited.opened.rewrites[-1].directions)
 
 
@@ -164,6 +167,13 @@ def blocks_of(lm: CachedCausalLM) -> list[int]:
 
 
 def _edited(lm: CachedCausalLM, rewrites: Sequence[Rewrite]) -> CachedCausalLM:
-    edited = CachedCausalLM(operate(lm.backbone, rewrites), lm.preprocessor)
+    trust, precision = lm.rewired_by
+    graph = operate(lm.backbone, rewrites)
+    edited = CachedCausalLM(graph, lm.preprocessor, trust=trust, precision=precision)
     edited.compile(sampler=lm.sampler)
     return edited
+
+
+def _new_layers(edited: CachedCausalLM, lm: CachedCausalLM) -> list[keras.layers.Layer]:
+    """Return the trained layers that an edit added; those of the model's own edits stay."""
+    return [x for x in edited.opened.trained_layers if x not in lm.opened.trained_layers]

@@ -9,7 +9,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import read_finite
 from backbone_surgery.opening.predict import predict
-from backbone_surgery.tuning.learning import losses_of, pack_texts
+from backbone_surgery.tuning.learning import losses_of, pack_texts, width_of
 from backbone_surgery.vectors.activations import read_texts
 
 Judge = Callable[[list[str]], Sequence[float]]
@@ -42,20 +42,26 @@ class Perplexity:
 
     def __init__(self, lm: CachedCausalLM, batch_size: int) -> None:
         self.lm, self.batch_size = lm, batch_size
-        self.model = losses_of(lm, ())
+        self.model = losses_of(lm)
 
     def losses(self, prompts: list[str], texts: list[str]) -> np.ndarray:
-        """Return the mean loss of the tokens of each text after its prompt, in nats."""
+        """Return the mean loss of the tokens of each text after its prompt, in nats.
+
+        An empty text counts as one of random tokens.
+        """
         starts = [len(row) for row in read_texts(self.lm, prompts, "tune")]
         whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
-        rows = [row[: self.lm.max_positions] for row in read_texts(self.lm, whole, "tune")]
-        inputs = pack_texts(rows)
+        rows = read_texts(self.lm, whole, "tune", most=self.lm.max_positions)
+        inputs = pack_texts(rows, width_of(self.lm, rows))
         losses = []
         for start in range(0, len(rows), self.batch_size):
             index = np.arange(start, start + self.batch_size) % len(rows)
             part: Any = predict(self.model, {k: x[index] for k, x in inputs.items()})
             losses.append(np.asarray(part))
         joined = np.concatenate(losses)[: len(rows)]
-        ends = [max(len(row) - 1, 1) for row in rows]
-        spans = zip(joined, starts, ends, strict=True)
-        return np.array([x[min(a - 1, b - 1) : b].mean() for x, a, b in spans], "float64")
+        spans = [(a - 1, len(row) - 1) for a, row in zip(starts, rows, strict=True)]
+        random = np.log(self.lm.opened.token_embedding.input_dim)
+        means = [
+            x[a:b].mean() if a < b else random for x, (a, b) in zip(joined, spans, strict=True)
+        ]
+        return np.array(means, "float64")

@@ -11,6 +11,7 @@ from backbone_surgery import graph
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
+from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.training import TrainsOwnLayers
 from backbone_surgery.vectors.activations import read_texts
@@ -36,16 +37,23 @@ class TokenLosses(keras.layers.Layer):
 
 
 class _Losses(TrainsOwnLayers, keras.Model):
-    """The loss of each token of an edited graph; what its rewrites bring along is trained."""
+    """The loss of each token of an edited graph, without dropout; only some layers are trained."""
+
+    def call(self, inputs, training=None, mask=None):
+        """Run as in generation."""
+        return super().call(inputs, training=False, mask=mask)
 
 
 @graph.building()
-def losses_of(lm: CachedCausalLM, controls: Sequence[str]) -> keras.Model:
+def losses_of(
+    lm: CachedCausalLM, controls: Sequence[str] = (), trained: Sequence[keras.layers.Layer] = ()
+) -> keras.Model:
     """Derive the model that gives the loss of each next token.
 
     Args:
         lm: a model.
         controls: names of inputs of its graph that stay inputs; the others take their defaults.
+        trained: the layers that `fit` of the model trains.
 
     Returns:
         A model of `token_ids`, `padding_mask`, `targets` int32[batch, time] and the controls, to
@@ -63,19 +71,25 @@ def losses_of(lm: CachedCausalLM, controls: Sequence[str]) -> keras.Model:
     states = opened.hidden_states(opened({**inputs, **constants}))
     losses = TokenLosses(name="losses")(opened.token_embedding(states, reverse=True), targets)
     model = _Losses({**inputs, "targets": targets}, losses)
-    object.__setattr__(model, "trained_layers", opened.trained_layers)
+    object.__setattr__(model, "trained_layers", tuple(trained))
     return model
 
 
-def pack_texts(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+def width_of(lm: CachedCausalLM, rows: list[np.ndarray]) -> int:
+    """Return how wide to pack rows, so that few programs are compiled."""
+    return min(bucket(max(map(len, rows)), 16), lm.max_positions or LONGEST)
+
+
+def pack_texts(rows: list[np.ndarray], width: int) -> dict[str, np.ndarray]:
     """Pack token ids for `losses_of`, all but the last of each row, and those that follow."""
-    packed = pack_right(rows, bucket(max(map(len, rows)), 16), 0)
+    packed = pack_right(rows, width, 0)
     ids, mask = packed["token_ids"], np.asarray(packed["padding_mask"]).astype("int32")
     return {"token_ids": ids[:, :-1], "padding_mask": mask[:, :-1], "targets": ids[:, 1:]}
 
 
 def learn(
     lm: CachedCausalLM,
+    trained: Sequence[keras.layers.Layer],
     pairs: Sequence[tuple[Any, Any]],
     strengths: Mapping[str, np.ndarray],
     *,
@@ -84,7 +98,7 @@ def learn(
     learning_rate: float = 0.01,
     seed: int = 0,
 ) -> None:
-    """Train the layers that rewrites of a model bring along, the backbone frozen.
+    """Train some layers that rewrites of a model brought along, and nothing else.
 
     The first text of a pair is learned at a strength, and the second at its negative: what is
     learned is the way from one to the other. Only tokens from the first on in which the two differ
@@ -92,7 +106,8 @@ def learn(
     strengths: so one program learns several edits, each by itself.
 
     Args:
-        lm: a model with rewrites that are trained.
+        lm: a model with such rewrites.
+        trained: the layers.
         pairs: `[(text for a strength, text for its negative), ...]`.
         strengths: `{input name: float32[strengths, ...]}`, the strengths to learn at.
         steps: how many steps to take.
@@ -101,8 +116,9 @@ def learn(
         seed: of the order.
     """
     rows = read_texts(lm, [text for pair in pairs for text in pair], "tune")
-    inputs, counted = pack_texts(rows), _counted(rows)
-    model = losses_of(lm, list(strengths))
+    width = width_of(lm, rows)
+    inputs, counted = pack_texts(rows, width), _counted(rows, width)
+    model = losses_of(lm, list(strengths), trained)
     count = len(next(iter(strengths.values())))
     chosen = np.random.default_rng(seed).permutation(len(rows) * count)
     chosen = np.resize(chosen, steps * batch_size)
@@ -121,9 +137,8 @@ def _mean_over_rows(counted: Any, losses: Any) -> Any:
     return ops.sum(losses * counted, axis=-1) / ops.maximum(ops.sum(counted, axis=-1), 1)
 
 
-def _counted(rows: list[np.ndarray]) -> np.ndarray:
+def _counted(rows: list[np.ndarray], width: int) -> np.ndarray:
     """Return which of the next tokens count, float32[rows, time]: those of the text that differ."""
-    width = bucket(max(map(len, rows)), 16)
     counted = np.zeros((len(rows), width - 1), "float32")
     for i in range(0, len(rows), 2):
         a, b = rows[i], rows[i + 1]

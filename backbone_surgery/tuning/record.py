@@ -29,13 +29,22 @@ class Record:
     def __init__(self, file: Path | None, search: str) -> None:
         self.file = file
         self.known: dict[tuple[Candidate, int, int], Measured] = {}
-        if file is None:
+        self.header = json.dumps({"search": search}) + "\n"
+        if file is not None and not file.parent.is_dir():
+            raise SurgeryError(
+                f"tune at '{file}': expected a file in a folder that exists. Received one in "
+                f"'{file.parent}'. Make the folder first."
+            )
+        if file is None or not file.exists():
             return
-        if not file.exists():
-            file.write_text(json.dumps({"search": search}) + "\n")
+        text = file.read_text()
+        if not text.endswith("\n"):  # killed while it wrote a line
+            text = text[: text.rfind("\n") + 1]
+            file.write_text(text)
+        if not text:
             return
         with reading(file, "tune", "a file of `tune`"):
-            first, *lines = file.read_text().splitlines()
+            first, *lines = text.splitlines()
             found = json.loads(first)["search"]
             for line in lines:
                 self._take(json.loads(line))
@@ -64,7 +73,7 @@ class Record:
             lines.append(json.dumps({**vars(candidate), **place}) + "\n")
         if self.file is not None:
             with self.file.open("a") as stream:
-                stream.writelines(lines)
+                stream.write(("" if stream.tell() else self.header) + "".join(lines))
 
     def all_of(self, candidate: Candidate, start: int, stop: int) -> Measured:
         """Return all that was measured of a candidate on prompts of a range, joined."""

@@ -22,8 +22,8 @@ class Trial:
 
     Attributes:
         candidate: the edit; `None` for the model as it is.
-        up: mean of the judge at strength 1.
-        down: mean of the judge at strength -1.
+        up: mean of the judge at the strength of the candidate.
+        down: mean of the judge at its negative.
         fluency: the lower of the two strengths' fluencies, from 0 to 1.
         prompts: on how many prompts.
     """
@@ -49,7 +49,8 @@ class Tuning:
         control: name of the control of each edit.
         unedited: the model as it is, on the prompts that nothing was chosen by.
         trials: the best candidate of each method, on these prompts, the best first.
-        edits: `{method: rewrite}`, ready for `operate`; strength 1 is what was chosen.
+        edits: `{method: rewrite}`, ready for `operate`. Its default strength is what was chosen: 1
+            for a direction, which has its length, and for `"reft"` that of the candidate.
         tried: all that was tried, on the prompts of the search.
     """
 

@@ -29,6 +29,7 @@ from backbone_surgery.tuning.judging import Judge, Perplexity, ask
 from backbone_surgery.tuning.record import Measured, Record
 from backbone_surgery.tuning.result import Trial, Tuning
 from backbone_surgery.vectors.activations import check_batch_size, check_task
+from backbone_surgery.vectors.directions import METHODS, check_method
 from backbone_surgery.vectors.pairs import check_pairs
 from backbone_surgery.vectors.vector import ControlVector, residual_norms
 from backbone_surgery.weights.tree import weights_digest
@@ -72,10 +73,10 @@ def tune(
             from 0 for the negative to 1 for the positive side.
         prompts: at least two; half of them are searched on.
         methods: those of `ControlVector.train`; `"learned"`, a direction for each block that makes
-            the texts of the pairs likely, up to half as long as the hidden states there; `"reft"`,
-            a `Reft` of one block that does.
-        budget: how many texts to write in the search, for each method. The report writes two more
-            for each prompt, and each method.
+            the texts of the pairs likely, learned at up to half the length of the hidden states
+            there, and tried at any; `"reft"`, a `Reft` of one block that does.
+        budget: about how many texts to write in the search, for each method: at least two prompts
+            for each candidate and round. The report writes two more for each of its prompts.
         seed: of the search; the same seed gives the same result.
         verbose: 1 shows a progress bar.
         name: of the control of the edits.
@@ -88,7 +89,8 @@ def tune(
         steps: how many steps the methods that learn take, of 16 texts.
         orthogonal_to: vectors that directions are made orthogonal to, so that what these steer
             stays. `"reft"` has no direction: leave it out.
-        file: where to keep what was measured: a search that was killed goes on from it.
+        file: where to keep what was measured: a search that was killed goes on from it. It does not
+            know `judge` and `fluency`: for others take another file.
 
     Returns:
         The result: `best` is an edit for `operate`.
@@ -99,20 +101,23 @@ def tune(
     """
     check_task(lm, "tune")
     listed, texts = check_pairs(pairs), _check_prompts(lm, prompts)
-    _check_methods(methods, orthogonal_to)
+    others = _check_methods(methods, orthogonal_to)
     check_batch_size(batch_size, "tune")
-    for what, value in {"budget": budget, "rank": rank, "steps": steps}.items():
-        if not is_int(value) or value < 1:
+    numbers = {"budget": budget, "rank": rank, "steps": steps, "max_new_tokens": max_new_tokens}
+    _check_numbers(lm, numbers, seed)
+    for what, function in {"judge": judge, "fluency": fluency}.items():
+        if not callable(function) and (function is not None or what == "judge"):
             raise SurgeryError(
-                f"tune at '{what}': expected an integer of 1 or more. Received {shown(value)}. "
-                "Leave it out for the usual."
+                f"tune at '{what}': expected a function of a list of texts. Received "
+                f"{shown(function)}. Pass one that returns a number from 0 to 1 for each."
             )
+    seed = int(seed)
     Random(seed).shuffle(texts)
     strategy = make_strategy(lm.sampler)
     settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, strategy.settings()]
-    others = [dict(vector.directions) for vector in orthogonal_to]
-    facts = [weights_digest(lm.opened), listed, texts, [*methods], others, settings]
-    facts.append(digest(strategy.key))
+    apart = [dict(vector.directions) for vector in others]
+    model = [weights_digest(lm.opened), lm.programs.outline, dict(lm.opened.defaults)]
+    facts = [model, listed, texts, [*methods], apart, settings, digest(strategy.key)]
     path = None if file is None else as_path(file, "tune")
     search = _Search(
         texts=texts,
@@ -134,7 +139,7 @@ def tune(
             vector = learned_vector(lm, listed, steering.size, learning)
         else:
             vector = ControlVector.train(lm, listed, method=method, verbose=0)
-        steering.add(method, vector.orthogonal_to(*orthogonal_to) if orthogonal_to else vector)
+        steering.add(method, vector.orthogonal_to(*others) if others else vector)
         return steering
 
     return search.run(name, methods, steering, prepare, verbose)
@@ -259,27 +264,52 @@ def _check_prompts(lm: CachedCausalLM, prompts: Any) -> list[str]:
     return texts
 
 
-def _check_methods(methods: Any, orthogonal_to: Any) -> None:
-    listed = list(methods) if isinstance(methods, list | tuple) else [methods]
+def _check_numbers(lm: CachedCausalLM, numbers: dict[str, Any], seed: Any) -> None:
+    for what, value in numbers.items():
+        if not is_int(value) or value < 1:
+            raise SurgeryError(
+                f"tune at '{what}': expected an integer of 1 or more. Received {shown(value)}. "
+                "Leave it out for the usual."
+            )
+    if not is_int(seed) or not 0 <= seed < 2**31:
+        raise SurgeryError(
+            f"tune at 'seed': expected an integer from 0 to {2**31 - 1}. Received {shown(seed)}. "
+            "Leave it out for 0."
+        )
+    size = lm.opened.token_embedding.output_dim
+    if numbers["rank"] >= size:
+        raise SurgeryError(
+            f"tune at 'rank': expected fewer than {size}, the size of the hidden states. Received "
+            f"{numbers['rank']}. Ranks such as 4 are usual."
+        )
+
+
+def _check_methods(methods: Any, orthogonal_to: Any) -> list[ControlVector]:
+    """Check the names of methods, and return the vectors to stay apart from."""
+    listed = list(methods) if isinstance(methods, list | tuple) else []
+    if not listed or len(set(map(str, listed))) < len(listed):
+        raise SurgeryError(
+            f"tune at 'methods': expected a list with each method once. Received {shown(methods)}. "
+            f"Name at least one of {', '.join(NAMES)}."
+        )
     for method in listed:
         if not isinstance(method, str) or method not in NAMES:
             raise SurgeryError(
                 f"tune at 'methods': expected names of methods. Received {shown(method)}. "
                 f"{closest(method if isinstance(method, str) else '', NAMES)} Choose some of these."
             )
-    if not listed or len(set(listed)) < len(listed):
-        raise SurgeryError(
-            f"tune at 'methods': expected each method once. Received {shown(methods)}. Name at "
-            f"least one of {', '.join(NAMES)}."
-        )
-    if not all(isinstance(vector, ControlVector) for vector in orthogonal_to):
+        if method in METHODS:
+            check_method(method)
+    others: list[Any] = list(orthogonal_to) if isinstance(orthogonal_to, list | tuple) else [None]
+    if not all(isinstance(vector, ControlVector) for vector in others):
         raise SurgeryError(
             f"tune at 'orthogonal_to': expected a list of ControlVectors. Received "
             f"{shown(orthogonal_to)}. Pass such a list."
         )
     without = [method for method in listed if method not in STEERING]
-    if orthogonal_to and without:
+    if others and without:
         raise SurgeryError(
             f"tune at 'orthogonal_to': expected methods that find a direction. Received "
             f"'{without[0]}' among them. Leave it out of `methods`."
         )
+    return others

@@ -231,27 +231,35 @@ class ControlVector:
         """Return the part at right angles to other vectors, block by block.
 
         Args:
-            *others: vectors with a direction for each block of this one.
+            *others: vectors of one size with this, with a direction for each of its blocks.
 
         Raises:
-            SurgeryError: a vector lacks a block, or nothing is left of a direction.
+            SurgeryError: a vector does not fit, or nothing is left of a direction.
         """
         directions = {}
         for block, own in self.directions.items():
-            if any(block not in other.directions for other in others):
+            fits = [
+                isinstance(other, ControlVector)
+                and block in other.directions
+                and other.hidden_dim == self.hidden_dim
+                for other in others
+            ]
+            if not all(fits):
                 raise SurgeryError(
-                    f"orthogonal_to: expected vectors with a direction for block {block}. Received "
-                    "one without. Train them all at the same blocks."
+                    f"orthogonal_to: expected control vectors of size {self.hidden_dim} with a "
+                    f"direction for block {block}. Received {shown(others[fits.index(False)])}. "
+                    "Train them all on one model, at the same blocks."
                 )
-            shared = [o.directions[block] for o in others]
-            basis, _ = np.linalg.qr(np.stack([*shared, own], axis=1).astype("float64"))
-            along = basis[:, len(shared)] @ own
-            if abs(along) <= 1e-6 * np.linalg.norm(own):
+            shared = np.array([o.directions[block] for o in others], "float64")
+            _, sizes, rows = np.linalg.svd(shared.reshape(len(others), -1), full_matrices=False)
+            basis = rows[sizes > 1e-6 * max(sizes, default=0)]  # of dependent ones, what they span
+            left = own - basis.T @ (basis @ own)
+            if np.linalg.norm(left) <= 1e-6 * np.linalg.norm(own):
                 raise SurgeryError(
                     f"orthogonal_to at block {block}: expected a direction that the others do not "
                     "span. Received one of which nothing is left. Leave one of the others out."
                 )
-            directions[block] = along * basis[:, len(shared)]
+            directions[block] = left
         return ControlVector(directions, {**self.info, "normalization": "none"})
 
     def relative_to(
@@ -359,7 +367,8 @@ def residual_norms(
             "counted. Received a shorter one. Pass longer texts."
         )
     norms = measure(lm, rows, TokenNorms, batch_size=batch_size)
-    return {block: float(x.mean()) for block, x in _by_block(norms, "blocks.*").items()}
+    by_block = _by_block(norms, "blocks.*")
+    return {block: float(by_block[block].mean()) for block in sorted(by_block)}
 
 
 def _is_factor(value: Any) -> bool:

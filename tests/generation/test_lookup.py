@@ -118,7 +118,19 @@ def test_texts_of_a_bundled_model_stay(name):
         assert [lm.generate(STORY, lookup=k, **options) for k in (1, 4)] == [wanted] * 2
     pieces = list(lm.stream(STORY, max_new_tokens=60, chunk_size=1, lookup=4))
     assert "".join(pieces) == lm.generate(STORY, max_new_tokens=60)
-    assert len(pieces) < 60  # several tokens came at once
+    one_by_one = list(lm.stream(STORY, max_new_tokens=60, chunk_size=1))
+    assert len(pieces) < len(one_by_one)  # several tokens came at once
+
+
+@pytest.mark.slow
+def test_a_second_row_that_fills_up_changes_nothing(rng, monkeypatch):
+    """As a program for a GPU has it."""
+    lm = bs.CachedCausalLM(make_gpt2())
+    lm.compile(sampler="greedy")
+    inputs = ragged(rng, (5,), 60)
+    wanted = lm.generate(inputs, stop_token_ids=None)["token_ids"]
+    monkeypatch.setattr(engine, "least_rows", lambda platform: 2)
+    assert np.array_equal(lm.generate(inputs, stop_token_ids=None, lookup=4)["token_ids"], wanted)
 
 
 @pytest.mark.slow

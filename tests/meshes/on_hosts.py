@@ -40,6 +40,7 @@ def disagree(folder, process):
     zeros, one = bs.weight_tree(lm), f"blocks.{1 + process}"
     own = folder / str(process)  # a folder that the other does not see as its own
     own.mkdir()
+    short = {"max_new_tokens": 4, "stop_token_ids": None, "verbose": 0}
     (own / "in.jsonl").write_text('{"prompt": [1, 2]}')
     k = keras_hub.samplers.TopKSampler(k=5 + process)
     cases = {
@@ -56,7 +57,7 @@ def disagree(folder, process):
         "model or target": lambda: bs.attribution(lm, [1, 2, 3], lambda x: x[:, 7 + process]),
         "path": lambda: bs.save_recipe(lm, folder / f"{process}.recipe"),
         "files of output": lambda: bs.generate_dataset(lm, lines[process], folder / "out"),
-        "manifest": lambda: bs.generate_dataset(lm, own / "in.jsonl", own / "out", verbose=0),
+        "manifest": lambda: bs.generate_dataset(lm, own / "in.jsonl", own / "out", **short),
         "weights": lambda: bs.weights_digest((lm, low)[process]),
         "weights to copy": lambda: bs.transfer_weights(lm, zeros, strict=False, only=one),
         "call": lambda: generate(lm) if process else bs.save_recipe(lm, folder / "a.recipe"),

@@ -1,14 +1,16 @@
 """What is learned from pairs: each edit by itself, by the tokens that differ."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.tuning.candidates import Candidate, block_sets, learned_vector
+from backbone_surgery.tuning.candidates import Candidate, Interventions, block_sets, learned_vector
 from backbone_surgery.tuning.judging import Perplexity
 from backbone_surgery.tuning.learning import learn, losses_of, pack_texts
 from backbone_surgery.tuning.result import Trial
+from backbone_surgery.vectors.vector import residual_norms
 from tests.helpers import make_gpt2
 
 PAIRS = [([5, 9, 11, 12, 13], [5, 9, 21, 22]), ([6, 9, 11, 14, 15], [6, 9, 23, 24, 25, 26])]
@@ -32,7 +34,7 @@ def mean_loss(lm, rows, first, **controls):
 def test_losses_are_those_of_the_logits(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     rows = [rng.integers(1, 60, n).astype("int32") for n in (3, 9)]
-    losses = losses_of(lm, ()).predict_on_batch(pack_texts(rows))
+    losses = losses_of(lm).predict_on_batch(pack_texts(rows, 16))
     for row, own in zip(rows, losses, strict=True):
         wanted = mean_loss(lm, [row.tolist()], 1)
         assert own[: len(row) - 1].mean() == pytest.approx(wanted, rel=1e-5)
@@ -46,7 +48,15 @@ def test_both_sides_become_likelier_and_the_rest_is_frozen():
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", zero, trainable=True)]))
     sides = [[pair[i] for pair in PAIRS] for i in (0, 1)]
     start = [mean_loss(lm, side, 2) for side in sides]
-    learn(lm, PAIRS, {"mood_strength": np.ones((1, 1), "float32")}, steps=30, learning_rate=0.1)
+    (layer,) = lm.opened.trained_layers
+    learn(
+        lm,
+        [layer],
+        PAIRS,
+        {"mood_strength": np.ones((1, 1), "float32")},
+        steps=30,
+        learning_rate=0.1,
+    )
     for sign, side, wrong in zip((1.0, -1.0), sides, sides[::-1], strict=True):
         own = mean_loss(lm, side, 2, mood_strength=[sign])
         assert own < start[sides.index(side)] - 0.1
@@ -127,8 +137,50 @@ def test_a_vector_apart_from_others(rng):
         np.testing.assert_allclose(direction, wanted, atol=1e-5)
     with pytest.raises(bs.SurgeryError, match="a direction that the others do not span"):
         own.orthogonal_to(2 * own)
-    with pytest.raises(bs.SurgeryError, match="with a direction for block 2"):
-        own.orthogonal_to(bs.ControlVector({0: np.ones(8)}))
+    # Of vectors that depend on each other, or are zero at a block, what they span is left out.
+    first = others[0]
+    zero = bs.ControlVector({0: np.zeros(8), 2: np.zeros(8)})
+    one = own.orthogonal_to(first)
+    for several in ((first, 2 * first), (first, zero)):
+        for block, direction in own.orthogonal_to(*several).directions.items():
+            np.testing.assert_allclose(direction, one.directions[block], atol=1e-5)
+    for other in (bs.ControlVector({0: np.ones(8)}), bs.ControlVector({0: np.ones(4)}), 3):
+        with pytest.raises(bs.SurgeryError, match="expected control vectors of size 8 with a dir"):
+            own.orthogonal_to(other)
+
+
+def test_an_empty_text_counts_as_a_random_one():
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    (loss,) = Perplexity(lm, 1).losses(["Tom had a ball."], [""])
+    assert loss == pytest.approx(np.log(lm.opened.token_embedding.input_dim))
+
+
+@pytest.mark.slow
+def test_more_than_ten_blocks_keep_their_order(rng):
+    """Names of sites sort as text: block 10 before block 2."""
+    backbone = make_gpt2(num_layers=12)
+    for i, layer in enumerate(backbone.transformer_layers):
+        layer._feedforward_output_dense.bias.assign(np.full(32, float(i)))
+    size = residual_norms(bs.CachedCausalLM(backbone))
+    assert [*size] == list(range(12))
+    assert np.all(np.diff([*size.values()]) > 0)
+
+
+@pytest.mark.slow
+def test_only_what_is_new_learns_and_the_same_each_time():
+    """With dropout, and with an edit of the user's own that could be trained."""
+    backbone = keras_hub.models.GPT2Backbone(60, 2, 4, 32, 64, dropout=0.5, max_sequence_length=64)
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.LowRank("blocks.0.query", rank=2)]))
+    lm.compile(sampler="greedy")
+    before = bs.weights_digest(lm.opened)
+    options = {"steps": 3, "seed": 5}
+    vectors = [learned_vector(lm, PAIRS, SIZE, options) for _ in range(2)]
+    assert vectors[0] == vectors[1]
+    refts = [Interventions(lm, "tone", 2, PAIRS, options) for _ in range(2)]
+    trained = [r.edit(Candidate("reft", (1,), 1.0)).interventions for r in refts]
+    for a, b in zip(*(x["blocks.1"].weights for x in trained), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert bs.weights_digest(lm.opened) == before
 
 
 def test_keras_constrains_what_optimizers_write():

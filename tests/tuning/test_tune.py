@@ -120,7 +120,12 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
             raise KeyboardInterrupt
         return letters(texts)
 
-    options = {**OPTIONS, "methods": ("mean_diff", "pca_diff"), "seed": 1, "fluency": letters}
+    options = {
+        **OPTIONS,
+        "methods": ("mean_diff", "learned", "reft"),
+        "seed": 1,
+        "fluency": letters,
+    }
     whole = bs.tune(lm, PAIRS, letters, PROMPTS, **options)
     file = tmp_path / "search.jsonl"
     with pytest.raises(KeyboardInterrupt):
@@ -138,9 +143,18 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
     assert sum(seen) < texts  # what the first one measured was not written again
     with pytest.raises(bs.SurgeryError, match="expected the file of this search"):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **{**options, "seed": 2})
-    file.write_text("rubbish")
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:8]) + lines[8][:20])  # killed while it wrote
+    assert bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options).trials == whole.trials
+    np.testing.assert_array_equal(*(layer_of(result) for result in (again, whole)))
+    file.write_text("rubbish\n")
     with pytest.raises(bs.SurgeryError, match="a file of `tune`"):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
+
+
+def layer_of(result):
+    (layer,) = result.edits["reft"].interventions.values()
+    return np.asarray(layer.towards)
 
 
 @pytest.mark.slow
@@ -160,8 +174,15 @@ def test_directions_apart_from_others(lm):
     ("change", "message"),
     [
         ({"methods": ("mean",)}, "expected names of methods.*Did you mean|expected names"),
-        ({"methods": ()}, "expected each method once"),
-        ({"methods": ("reft", "reft")}, "expected each method once"),
+        ({"methods": ()}, "a list with each method once"),
+        ({"methods": "reft"}, "a list with each method once"),
+        ({"methods": ("reft", "reft")}, "a list with each method once"),
+        ({"seed": -1}, "'seed': expected an integer from 0"),
+        ({"rank": 128}, "'rank': expected fewer than 128"),
+        ({"max_new_tokens": 0}, "'max_new_tokens': expected an integer of 1 or more"),
+        ({"judge": None}, "'judge': expected a function of a list of texts"),
+        ({"file": "/nowhere/at/all.jsonl"}, "expected a file in a folder that exists"),
+        ({"orthogonal_to": (v for v in [1])}, "expected a list of ControlVectors"),
         ({"prompts": ["one"]}, "a list of two strings or more"),
         ({"prompts": "one"}, "a list of two strings or more"),
         ({"judge": lambda texts: [2.0] * len(texts)}, "a number from 0 to 1 for each"),
