@@ -57,7 +57,10 @@ def disagree(folder, process):
         "model or target": lambda: bs.attribution(lm, [1, 2, 3], lambda x: x[:, 7 + process]),
         "path": lambda: bs.save_recipe(lm, folder / f"{process}.recipe"),
         "files of output": lambda: bs.generate_dataset(lm, lines[process], folder / "out"),
-        "manifest": lambda: bs.generate_dataset(lm, own / "in.jsonl", own / "out", **short),
+        "manifest": lambda: (
+            lm.compile(sampler="greedy"),
+            bs.generate_dataset(lm, own / "in.jsonl", own / "out", **short),
+        ),
         "weights": lambda: bs.weights_digest((lm, low)[process]),
         "weights to copy": lambda: bs.transfer_weights(lm, zeros, strict=False, only=one),
         "call": lambda: generate(lm) if process else bs.save_recipe(lm, folder / "a.recipe"),
