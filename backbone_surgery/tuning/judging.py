@@ -32,6 +32,11 @@ def ask(judge: Judge, texts: list[str], what: str) -> np.ndarray:
     return values.astype("float64")
 
 
+def as_judged(fluency: Judge) -> Callable[[list[str], list[str]], np.ndarray]:
+    """Return a user's judge of fluency as a function of prompts and texts."""
+    return lambda prompts, texts: ask(fluency, texts, "fluency")
+
+
 class Perplexity:
     """How likely the model itself finds what it wrote under an edit, next to what it writes alone.
 

@@ -25,7 +25,7 @@ from backbone_surgery.tuning.candidates import (
     Steering,
     learned_vector,
 )
-from backbone_surgery.tuning.judging import Judge, Perplexity, ask
+from backbone_surgery.tuning.judging import Judge, Perplexity, as_judged, ask
 from backbone_surgery.tuning.record import Measured, Record
 from backbone_surgery.tuning.result import Trial, Tuning
 from backbone_surgery.vectors.activations import check_batch_size, check_task
@@ -122,8 +122,8 @@ def tune(
     search = _Search(
         texts=texts,
         judge=judge,
-        fluency=fluency,
-        perplexity=Perplexity(lm, batch_size),
+        fluent=Perplexity(lm, batch_size).losses if fluency is None else as_judged(fluency),
+        is_relative=fluency is None,
         options={"max_new_tokens": max_new_tokens, "batch_size": batch_size},
         seed=seed,
         budget=budget,
@@ -152,8 +152,8 @@ class _Search:
     Attributes:
         texts: the prompts.
         judge: see `tune`.
-        fluency: see `tune`.
-        perplexity: for texts without `fluency`.
+        fluent: gives the fluency of texts by their prompts, or what it is derived from.
+        is_relative: whether it gives losses, to be compared with those of the unedited model.
         options: for `generate`.
         seed: of the first prompt; the next ones count up.
         budget: see `tune`.
@@ -162,8 +162,8 @@ class _Search:
 
     texts: list[str]
     judge: Judge
-    fluency: Judge | None
-    perplexity: Perplexity
+    fluent: Callable[[list[str], list[str]], np.ndarray]
+    is_relative: bool
     options: dict[str, Any]
     seed: int
     budget: int
@@ -231,10 +231,7 @@ class _Search:
             **self.options,
         )
         judged = ask(self.judge, written, "judge")
-        if self.fluency is not None:
-            fluent = ask(self.fluency, written, "fluency")
-        else:
-            fluent = self.perplexity.losses(prompts, written)
+        fluent = self.fluent(prompts, written)
         values = np.stack([judged, fluent], axis=-1).reshape(len(new), len(index), 2, 2)
         self.record.add(new, start, stop, [*values])
 
@@ -242,7 +239,7 @@ class _Search:
         """Return what came of a candidate on the prompts of a range, as far as it was tried."""
         measured: Measured = self.record.all_of(candidate, start, stop)
         judged, fluent = measured[..., 0].mean(axis=0), measured[..., 1].mean(axis=0)
-        if self.fluency is None:
+        if self.is_relative:
             alone = self.record.all_of(UNEDITED, 0, len(self.texts))[..., 1].mean()
             fluent = np.minimum(np.exp(alone - fluent), 1)
         own = None if candidate == UNEDITED else candidate

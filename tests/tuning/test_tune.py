@@ -1,6 +1,7 @@
 """The search: what it reports is what its edits do, and a search that was killed goes on."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import keras_hub
@@ -81,6 +82,10 @@ def test_the_best_is_chosen_where_it_is_not_reported(found):
     assert f"{found.chosen} (chosen)" in str(found)
 
 
+def only(found, method):
+    return replace(found, trials=tuple(t for t in found.trials if t.candidate.method == method))
+
+
 @pytest.mark.slow
 def test_it_is_drawn_and_saved(found, lm, tmp_path):
     pytest.importorskip("matplotlib")
@@ -89,25 +94,12 @@ def test_it_is_drawn_and_saved(found, lm, tmp_path):
         t.candidate.method for t in found.trials
     ]
     assert (tmp_path / "tuned.png").stat().st_size > 5000
-    steering = bs.Tuning(
-        found.control,
-        found.unedited,
-        tuple(t for t in found.trials if t.candidate.method == "mean_diff"),
-        found.edits,
-        found.tried,
-    )
+    steering = only(found, "mean_diff")
     steering.save(tmp_path / "mood.safetensors")
     vector = bs.ControlVector.load(tmp_path / "mood.safetensors", lm=lm)
     assert vector == found.edits["mean_diff"].vector
-    reft = bs.Tuning(
-        found.control,
-        found.unedited,
-        tuple(t for t in found.trials if t.candidate.method == "reft"),
-        found.edits,
-        found.tried,
-    )
     with pytest.raises(bs.SurgeryError, match="expected an edit that adds a direction"):
-        reft.save(tmp_path / "mood.gguf")
+        only(found, "reft").save(tmp_path / "mood.gguf")
 
 
 @pytest.mark.slow
