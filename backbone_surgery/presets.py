@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from backbone_surgery import hosts
+from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.files import as_path
 
@@ -105,10 +105,13 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
     return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
 
 
-def load_backbone(preset: str, **kwargs: Any) -> keras.Model:
+def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> keras.Model:
     """Load a backbone alone, and remember the name of the preset it came from."""
-    with hosts.host_memory(keras.distribution.distribution() is not None):
-        backbone = keras_hub.models.Backbone.from_preset(preset_path(preset), **kwargs)
+    on_host = hosts.host_memory(keras.distribution.distribution() is not None)
+    with on_host, graph.values_as_assigned() if load_weights else contextlib.nullcontext():
+        backbone = keras_hub.models.Backbone.from_preset(
+            preset_path(preset), load_weights=load_weights, **kwargs
+        )
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone

@@ -1,4 +1,4 @@
-"""Startup of the command line: choose the backend before Keras is imported, and XLA's flags.
+"""Startup of the command line: what Keras, JAX and XLA read when they begin, and nothing unused.
 
 Keras reads its backend once, when it is imported, and XLA its flags when it begins. The console
 script imports this package before any code of `cli` runs, so the package looks here first. Nothing
@@ -11,22 +11,61 @@ from pathlib import Path
 
 _GPU = Path("/dev/nvidia0")
 _COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
+_FOR_OTHERS = ("sklearn", "pandas", "matplotlib")
+"""Keras and KerasHub import these, where they are, for what no command uses."""
+_PROGRAMS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
+}
 
 
 def prepare_command_line(arguments: list[str]) -> None:
-    """Choose JAX, unless the user chose, where this process is the console script.
-
-    TensorFlow, which KerasHub imports where it is installed, is kept out: it takes seconds to
-    import and writes to the screen, and is not needed.
-    """
+    """Choose JAX, unless the user chose, where this process is the console script."""
     if not arguments or Path(arguments[0]).stem != "backbone-surgery":
         return
-    if os.environ.setdefault("KERAS_BACKEND", "jax") != "tensorflow":
-        for name in ("tensorflow", "tensorflow_text"):
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    run_loops_as_graphs()
     if arguments[1:2] == ["plan"]:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers that are installed look for chips
-    run_loops_as_graphs()
+    else:
+        keep_programs()
+    import_keras()
+
+
+def import_keras() -> None:
+    """Import KerasHub without the libraries that it loads for what no command uses.
+
+    TensorFlow, which takes seconds and writes to the screen, is kept out for good, unless it is the
+    backend. Others are only kept from Keras: what imports them later gets them.
+    """
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        for name in ("tensorflow", "tensorflow_text"):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    hidden = [name for name in _FOR_OTHERS if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    import keras_hub  # noqa: F401
+
+    for name in hidden:
+        del sys.modules[name]
+
+
+def keep_programs() -> None:
+    """Have JAX keep what it compiles in the user's cache, so that the next run need not compile.
+
+    JAX tells programs apart by code, versions and kind of machine. It runs what it finds there, so
+    the folder is the user's alone. Does nothing where the user said where programs are kept.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "backbone-surgery" / "programs"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # there is no home to write to: each run compiles
+        return
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    for name, value in _PROGRAMS.items():
+        os.environ.setdefault(name, value)
 
 
 def run_loops_as_graphs() -> None:

@@ -1,15 +1,19 @@
 """Names of bundled models come before paths, and loading writes nothing."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import keras
+import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery import presets
+from backbone_surgery import graph, presets
 from backbone_surgery.presets import bundled_models, models_folder, preset_of
 from tests.helpers import make_gpt2
 
@@ -129,6 +133,46 @@ def test_a_folder_without_the_tokenizer_files_that_keras_hub_reads(tmp_path):
     words = r"expected the tokenizer files .*`vocab.json` doesn't exist.*model\.save\(folder\)"
     with pytest.raises(bs.SurgeryError, match=words):
         bs.CachedCausalLM.from_preset(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
+def test_weights_are_not_made_up_before_they_are_read(name, monkeypatch):
+    """Initial values are computed for tracing alone, and all weights are those of KerasHub."""
+    wanted = keras_hub.models.Backbone.from_preset(str(bundled_models()[name]))
+    made, normal = [], keras.initializers.RandomNormal.__call__
+
+    def watched(self, shape, dtype=None, **kwargs):
+        value = normal(self, shape, dtype, **kwargs)
+        made.append(isinstance(value, jax.core.Tracer))
+        return value
+
+    monkeypatch.setattr(keras.initializers.RandomNormal, "__call__", watched)
+    loaded = presets.load_backbone(name)
+    assert all(made)
+    assert len(loaded.variables) == len(wanted.variables)
+    for ours, theirs in zip(loaded.variables, wanted.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    presets.load_backbone(name, load_weights=False)
+    assert not all(made)
+
+
+def test_variables_that_are_assigned_nothing_get_their_initial_value():
+    inner = keras.layers.Dense(2, kernel_initializer="ones", bias_initializer="ones")
+    with contextlib.suppress(KeyError), graph.values_as_assigned():
+        inner.build((None, 3))
+        inner.kernel.assign(np.full((3, 2), 5.0))
+        raise KeyError
+    with graph.values_as_assigned():
+        outer = keras.layers.Dense(2, kernel_initializer="ones", bias_initializer="ones")
+        outer.build((None, 3))
+        outer.kernel.assign(np.full((3, 2), 5.0))
+        outer.kernel.assign_add(np.ones((3, 2)))
+    outer.kernel.assign_add(np.ones((3, 2)))
+    np.testing.assert_array_equal(outer.kernel.numpy(), np.full((3, 2), 7.0))
+    np.testing.assert_array_equal(outer.bias.numpy(), np.ones(2))
+    after = keras.layers.Dense(2)
+    after.build((None, 3))
+    assert after.kernel.numpy().shape == (3, 2)
 
 
 def test_a_vector_that_does_not_come_with_a_model():

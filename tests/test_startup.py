@@ -1,6 +1,10 @@
-"""What the command line sets before Keras and XLA begin."""
+"""What the command line sets before Keras and XLA begin, and what it does not import."""
 
 import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,9 +12,13 @@ from backbone_surgery import startup
 
 
 @pytest.fixture(autouse=True)
-def _keep_modules(monkeypatch):
-    """Else TensorFlow would be kept out of the tests that follow."""
+def _keep_what_is_there(monkeypatch, tmp_path):
+    """Else tests that follow would lack TensorFlow, and the user's home would get programs."""
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    for name in ("JAX_COMPILATION_CACHE_DIR", *startup._PROGRAMS):
+        monkeypatch.setenv(name, "")  # put back what was there when the test ends
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,68 @@ def test_a_library_sets_nothing(monkeypatch, tmp_path):
     assert os.environ["XLA_FLAGS"] == ""
     startup.prepare_command_line(["/usr/bin/backbone-surgery"])
     assert os.environ["XLA_FLAGS"]
+
+
+def test_compiled_programs_are_kept_where_nobody_else_writes(tmp_path):
+    startup.prepare_command_line(["backbone-surgery", "generate"])
+    folder = tmp_path / "caches" / "backbone-surgery" / "programs"
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert startup._PROGRAMS.items() <= os.environ.items()
+
+
+def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    startup.prepare_command_line(["backbone-surgery", "generate"])
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
+    assert not (tmp_path / "caches").exists()
+
+
+def test_without_a_place_to_write_to_nothing_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "caches").write_text("a file")
+    startup.prepare_command_line(["backbone-surgery", "generate"])
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
+def test_a_plan_keeps_no_programs(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    startup.prepare_command_line(["backbone-surgery", "plan"])
+    assert not (tmp_path / "caches").exists()
+
+
+IMPORTS = """
+import sys
+sys.argv = ["backbone-surgery", "generate"]
+import backbone_surgery.cli
+unused = ["tensorflow", "sklearn", "scipy.stats", "pandas", "matplotlib", "pyarrow", "torch"]
+print([name for name in unused if sys.modules.get(name)])
+import matplotlib, sklearn
+"""
+
+
+def test_a_command_imports_nothing_that_it_does_not_use():
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    received = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert received.stdout == "[]\n", received.stderr
+
+
+@pytest.mark.slow
+def test_the_second_run_of_a_command_finds_its_programs(tmp_path):
+    command = [str(Path(sys.executable).with_name("backbone-surgery")), "generate", "Once upon"]
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    texts, programs = [], []
+    for _ in range(2):
+        received = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=True
+        )
+        texts.append(received.stdout)
+        programs.append(sorted(p.name for p in (tmp_path / "caches").rglob("*-cache")))
+    assert programs[0] == programs[1] != []
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("Once upon")

@@ -15,6 +15,7 @@ from backbone_surgery.graph.keras_private import (
     members_tracking,
     own_weights,
     sublayers,
+    values_as_assigned,
     watching_calls,
     without_values,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "share",
     "sublayers",
     "topological_nodes",
+    "values_as_assigned",
     "visited_node",
     "watching_calls",
     "without_values",

@@ -147,9 +147,47 @@ def is_made_up(name: str, class_name: str) -> bool:
 
 
 @contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """Let the layers made inside have variables of their shapes, and no memory for them."""
-    with keras.StatelessScope(initialize_variables=False):
+def without_values(
+    scope: Callable[..., keras.StatelessScope] = keras.StatelessScope,
+) -> Iterator[list[keras.Variable]]:
+    """Let the layers made inside have variables of their shapes, and no memory for them.
+
+    Yields:
+        The variables, when the layers are made.
+    """
+    made: list[keras.Variable] = []
+    with scope(initialize_variables=False):
         before = list(global_state.get_global_attribute("uninitialized_variables") or ())
+        try:
+            yield made
+        finally:
+            now = global_state.get_global_attribute("uninitialized_variables") or ()
+            made.extend(now[len(before) :])
+            global_state.set_global_attribute("uninitialized_variables", before)
+
+
+@contextlib.contextmanager
+def values_as_assigned() -> Iterator[None]:
+    """Let the variables made inside have the values that they are assigned inside.
+
+    Keras gives each variable an initial value when it makes it: random numbers, by a program that
+    is compiled for each shape, and memory. For weights that are read from a file right after, all
+    of this is for nothing. Here only those that were assigned nothing get one, at the end.
+    """
+    if keras.config.backend() != "jax":  # others write into an array that must be there
         yield
-    global_state.set_global_attribute("uninitialized_variables", before)
+        return
+    with without_values(_Assigning) as made:
+        yield
+    for variable in made:
+        if variable._value is None:
+            variable._deferred_initialize()
+
+
+class _Assigning(keras.StatelessScope):
+    """Assigns to the variables themselves, as if there were no scope."""
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        variable._initialize_layout()
+        variable._direct_assign(value)

@@ -28,6 +28,9 @@ ATTRIBUTES = {
     "_outputs_struct",
     "_functional",
     "_layers",
+    "_initialize_layout",
+    "_direct_assign",
+    "_deferred_initialize",
     "_outbound_nodes",
     "_losses",
     "_loss_ids",
@@ -325,6 +328,17 @@ def test_compute_output_spec(x):
 
     spec = compute_output_spec(lambda a, b: a + b, x, x)
     assert spec.shape == (None, 3), moved("keras.src.backend.compute_output_spec")
+
+
+def test_variables_without_values():
+    with keras.StatelessScope(initialize_variables=False):
+        variable = keras.Variable("ones", shape=(2,))
+    assert variable._value is None, moved("Variable._value")
+    assert hasattr(variable, "_initialize_layout"), moved("Variable._initialize_layout")
+    variable._deferred_initialize()
+    assert variable.numpy().tolist() == [1, 1], moved("Variable._deferred_initialize")
+    variable._direct_assign(keras.ops.zeros(2))
+    assert variable.numpy().tolist() == [0, 0], moved("Variable._direct_assign")
 
 
 # None is forgotten.
