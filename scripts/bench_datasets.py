@@ -137,7 +137,7 @@ def harvest(
 
         def plain() -> None:
             for batch in batches:
-                predict(backbone, pack_right(batch, bucket(max(map(len, batch)), 16), 0))
+                predict(backbone, pack_right(batch, bucket(max(map(len, batch)), 16, 4), 0))
 
         contenders: dict[str, Callable[[], object]] = {"harvest": ours, "plain forward": plain}
         try:

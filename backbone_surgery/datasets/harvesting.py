@@ -30,7 +30,7 @@ from backbone_surgery.rewriting import Capture
 from backbone_surgery.rewriting.operate import operate
 
 _OPERATION = "harvest"
-_SHORTEST = 16
+_WIDTHS = {"smallest": 16, "steps": 4}
 
 
 def harvest(
@@ -218,7 +218,7 @@ class _Work:
         lengths = np.array([len(row) for row in chosen])
         # The last batch of a shard is filled up, so that it runs in the program of the others.
         filled = np.resize(np.arange(len(chosen)), self.batch_size)
-        width = min(bucket(int(lengths.max()), _SHORTEST), lm.max_positions or LONGEST)
+        width = min(bucket(int(lengths.max()), **_WIDTHS), lm.max_positions or LONGEST)
         inputs = pack_right([chosen[i] for i in filled], width, 0)
         inputs |= bind_controls(lm.opened, self.controls, lengths[filled])
         outputs = predict(model, inputs)
