@@ -1,5 +1,7 @@
 """Measure what a token costs against the slots of the cache, those asked for, and the blocks.
 
+And what surgery costs against the blocks: `open_backbone`, `operate` with four rewrites, `rewire`.
+
     KERAS_BACKEND=jax python scripts/bench_growth.py --json growth.json --plot growth.png
 
 Every model decodes a few tokens at a time, in turns, and the fastest turn counts: what else runs
@@ -29,6 +31,7 @@ from backbone_surgery.generation.stopping import Stops
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCKS = (2, 4, 8, 16)
+OPERATED = (12, 48, 96)
 CONFIG = {
     "vocabulary_size": 1000,
     "num_heads": 8,
@@ -36,6 +39,7 @@ CONFIG = {
     "intermediate_dim": 2048,
     "max_sequence_length": LENGTHS[-1],
 }
+SMALL = {**CONFIG, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
 PROMPT = 16
 CHUNK = 64
 
@@ -83,6 +87,26 @@ def measure_reserved(lm: bs.CachedCausalLM, turns: int) -> dict[int, float]:
     return costs
 
 
+def measure_surgery(turns: int) -> dict[int, float]:
+    """Return how long surgery takes for each block, in ms, whatever the size of the weights."""
+    backbones = {n: backbone_of({**SMALL, "num_layers": n}, "gpt2", "float32") for n in OPERATED}
+    costs = dict.fromkeys(OPERATED, float("inf"))
+    for _ in range(turns):
+        for blocks, backbone in backbones.items():
+            vector = dict.fromkeys(range(blocks), np.ones(backbone.hidden_dim, "float32"))
+            rewrites = [
+                bs.Steer("mood", vector),
+                bs.Capture("blocks.*"),
+                bs.LowRank("blocks.*.query", rank=2),
+                bs.Ablate("blocks.*.head_outputs", heads=[0]),
+            ]
+            start = time.perf_counter()
+            bs.rewire(bs.operate(bs.open_backbone(backbone), rewrites))
+            seconds = time.perf_counter() - start
+            costs[blocks] = min(costs[blocks], 1000 * seconds / blocks)
+    return costs
+
+
 def make(blocks: int) -> bs.CachedCausalLM:
     """Make a model of some blocks."""
     lm = bs.CachedCausalLM(backbone_of({**CONFIG, "num_layers": blocks}, "gpt2", "float32"))
@@ -127,6 +151,7 @@ def main(
         raise typer.BadParameter(f"turns x steps do not fit in {LENGTHS[0]} slots, and all must")
     console, machine = Console(), describe()
     four = make(4)
+    surgery = measure_surgery(turns=3)
     figures: dict[str, dict[int, float]] = {
         "slots of the cache": measure({n: Decoder(four, n) for n in LENGTHS}, turns, steps),
         "slots asked for, first 64 tokens": measure_reserved(four, turns),
@@ -138,7 +163,11 @@ def main(
         for key, cost in costs.items():
             table.add_row(str(key), f"{cost:.2f}")
         console.print(table)
-    result: dict[str, Any] = {"machine": machine, "ms_per_token": figures}
+    table = Table("surgery on so many blocks", "ms per block")
+    for blocks, cost in surgery.items():
+        table.add_row(str(blocks), f"{cost:.1f}")
+    console.print(table)
+    result: dict[str, Any] = {"machine": machine, "ms_per_token": figures, "ms_of_surgery_per_block": surgery}
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1))
     if plot_file is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import keras
@@ -213,6 +214,39 @@ class Repeng(HuggingFace):
         return np.stack(rows)
 
 
+class Hooked(HuggingFace):
+    """`transformers` with all rows in one batch, and hooks that add each row's own vector.
+
+    What a careful engineer would write: a hook on each block adds float[batch, 1, hidden].
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.name = "hf_hooks"
+        is_gpt2 = hasattr(model, "transformer")
+        self.blocks = list(model.transformer.h if is_gpt2 else model.model.layers)
+
+    def generate(self, work: Work, stop: tuple[int, ...] = ()) -> np.ndarray:
+        """Hook the blocks, and generate all rows at once."""
+        if work.directions is None or work.strengths is None:
+            return super().generate(work, stop)
+        steering = self.torch.tensor(work.strengths[:, None, None] * work.directions)
+        hooks = [
+            block.register_forward_hook(partial(self._add, steering[:, i, None]))
+            for i, block in enumerate(self.blocks)
+        ]
+        try:
+            return super().generate(work, stop)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @staticmethod
+    def _add(vectors: Any, module: Any, args: Any, output: Any) -> Any:
+        is_tuple = isinstance(output, tuple)
+        return (output[0] + vectors, *output[1:]) if is_tuple else output + vectors
+
+
 def contenders(
     backbone: keras.Model, peer: Any, kind: str, only_keras: bool
 ) -> tuple[list[Contender], list[str]]:
@@ -238,7 +272,7 @@ def contenders(
     try:
         model = convert(backbone) if peer is None else peer
         if kind == "steered":
-            return [*on_keras, Repeng(model)], []
+            return [*on_keras, Hooked(model), Repeng(model)], []
         if kind == "capture":
             return [*on_keras, HuggingFace(model, capturing=True)], []
         return [*on_keras, HuggingFace(model), HuggingFace(model, static=True)], []

@@ -18,6 +18,7 @@ ORDER = [
     "files",
     "hosts",
     "target",
+    "products",
     "graph",
     "opening",
     "families",

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -176,12 +177,21 @@ class _Work:
         order = order[empty:]
         advance(empty)
         options = {"compression": "none", "use_dictionary": False}
-        with parquet.ParquetWriter(path, schema, **options) as writer:
+        with (
+            parquet.ParquetWriter(path, schema, **options) as writer,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            written: list[Future] = []
             for start in range(0, len(order), self.batch_size):
                 index = order[start : start + self.batch_size]
                 columns = self._columns(arrow, lm, model, shard, [rows[i] for i in index], index)
-                writer.write_table(arrow.table(columns, schema=schema))
+                for before in written:
+                    before.result()
+                # It is written while the next texts run.
+                written = [pool.submit(writer.write_table, arrow.table(columns, schema=schema))]
                 advance(len(index))
+            for last in written:
+                last.result()
 
     def check(self, lm: CachedCausalLM, shard: Shard) -> None:
         """Refuse texts of a shard that cannot be run."""

@@ -10,8 +10,9 @@ from typing import Any
 import keras
 from keras import tree
 
-from backbone_surgery import hosts
+from backbone_surgery import hosts, target
 from backbone_surgery.opening.placement import placement_of
+from backbone_surgery.products import reading_narrow
 
 
 def predict(model: keras.Model, inputs: Any) -> Any:
@@ -49,7 +50,12 @@ def _compiled(model: keras.Model) -> Any:
     import jax
 
     def run(weights: list[Any], inputs: Any) -> Any:
-        with keras.StatelessScope(state_mapping=zip(model.variables, weights, strict=True)):
-            return model(inputs, training=False)
+        def forward(inputs: Any) -> Any:
+            with keras.StatelessScope(state_mapping=zip(model.variables, weights, strict=True)):
+                return model(inputs, training=False)
+
+        if placement_of(model.variables) is not None:
+            return forward(inputs)
+        return reading_narrow(forward, model, target.platform_of(model.variables))(inputs)
 
     return jax.jit(run)

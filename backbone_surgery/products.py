@@ -1,0 +1,134 @@
+"""Products of narrow numbers on a CPU: have XLA read weights of bfloat16 or int8 as they lie.
+
+XLA's CPU compiler widens a whole matrix in memory, at each step, for a product of bfloat16 that
+gives bfloat16, and for one of a single row, of int8 too. A product of two rows that adds up in
+float32, or in int32, reads the narrow numbers themselves. So the products of a traced function are
+made such ones: see docs/performance.md for what that saves.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+_SUMS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"}
+"""The numbers that are widened, and what their products add up in."""
+
+_CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+"""The primitives that run a function as it is, and the parameter that holds it."""
+
+
+def reading_narrow(
+    function: Callable[..., Any], model: keras.Model, platform: str
+) -> Callable[..., Any]:
+    """Return a function of arrays whose products, for a CPU, read narrow numbers as they lie.
+
+    Args:
+        function: to be traced by JAX, inside a program that takes no gradients.
+        model: what it runs. Where nothing in it is narrow, the function comes back as it is.
+        platform: what the program is for, see `target`.
+    """
+    dtypes = {model.compute_dtype, *(v.dtype for v in model.variables)}
+    if platform != "cpu" or dtypes.isdisjoint(_SUMS):
+        return function
+    import jax
+
+    def run(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        outputs = _run(traced.jaxpr, traced.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return run
+
+
+def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+    """Run a traced function with other products.
+
+    Source: https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
+    """
+    from jax.extend.core import Literal
+
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    turned = {}
+    for equation in jaxpr.eqns:
+        inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
+        if name == "transpose" and equation.params["permutation"] == (1, 0):
+            turned[equation.outvars[0]] = inputs[0]
+        if name == "dot_general":
+            matrix = None if isinstance(equation.invars[1], Literal) else equation.invars[1]
+            outputs = [_of_matrix(*inputs, turned.get(matrix), **equation.params)]
+        elif name == "gather":
+            outputs = [_look_up(equation.primitive, *inputs, **equation.params)]
+        elif name in _CALLS:
+            inner = equation.params[_CALLS[name]]
+            outputs = _run(inner.jaxpr, inner.consts, inputs)
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            outputs = equation.primitive.bind(*inputs, **params)
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+        values |= zip(equation.outvars, outputs, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
+    """Compute `jax.lax.dot_general`, of narrow numbers in wide sums, and of two rows for one.
+
+    Args:
+        x: one factor, of any dtype.
+        y: the other.
+        dimension_numbers: the axes that are summed over, and those of the batch, of both.
+        **params: others of `jax.lax.dot_general`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    sums = _SUMS.get(x.dtype.name) if x.dtype == y.dtype else None
+    if sums is None:
+        return jax.lax.dot_general(x, y, dimension_numbers, **params)
+    dtype = params.pop("preferred_element_type") or x.dtype
+    contracted, batch = dimension_numbers
+    rows = _own_axes(x, contracted[0], batch[0])
+    columns = _own_axes(y, contracted[1], batch[1])
+    axis = None
+    if rows and math.prod(x.shape[a] for a in rows) == 1:
+        x, axis = jnp.concatenate([x, x], rows[0]), len(batch[0])
+    elif columns and math.prod(y.shape[a] for a in columns) == 1:
+        y, axis = jnp.concatenate([y, y], columns[0]), len(batch[0]) + len(rows)
+    z = jax.lax.dot_general(x, y, dimension_numbers, preferred_element_type=sums, **params)
+    if axis is not None:  # without the barrier XLA would take the second row away again
+        z = jax.lax.slice_in_dim(jax.lax.optimization_barrier(z), 0, 1, axis=axis)
+    return z.astype(dtype)
+
+
+def _of_matrix(x: Any, y: Any, stored: Any, dimension_numbers: Any, **params: Any) -> Any:
+    """Compute a product by a matrix as it is `stored`, where y is that matrix turned."""
+    (own, contracted), batch = dimension_numbers
+    if stored is not None and len(contracted) == 1 and not any(batch):
+        y, contracted = stored, (1 - contracted[0],)
+    return product(x, y, ((own, contracted), batch), **params)
+
+
+def _look_up(primitive: Any, table: Any, places: Any, **params: Any) -> Any:
+    """Look entries of a table up: those of half floats by their bits, or XLA would widen them all.
+
+    What is outside of the table has all bits set, which is a NaN, as it is of floats.
+    """
+    import jax
+
+    fills = params["fill_value"] is None or np.isnan(params["fill_value"])
+    if table.dtype.name not in ("bfloat16", "float16") or not fills:
+        return primitive.bind(table, places, **params)
+    bits = jax.lax.bitcast_convert_type(table, "uint16")
+    found = primitive.bind(bits, places, **{**params, "fill_value": 0xFFFF})
+    return jax.lax.bitcast_convert_type(found, table.dtype)
+
+
+def _own_axes(factor: Any, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """Return the axes of a factor that the product has from it alone."""
+    return [axis for axis in range(factor.ndim) if axis not in (*contracted, *batch)]
