@@ -37,16 +37,24 @@ def reading_narrow(
 
     def run(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        outputs = _run(traced.jaxpr, traced.consts, jax.tree.leaves(args))
+        outputs = _run(traced.jaxpr, traced.consts, jax.tree.leaves(args), {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
 
 
-def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+def _run(
+    jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], turned: dict[int, tuple[Any, Any]]
+) -> list[Any]:
     """Run a traced function with other products.
 
     Source: https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
+
+    Args:
+        jaxpr: the function.
+        consts: its constants.
+        args: its arguments.
+        turned: `{id(matrix): (matrix, what it is the transpose of)}` of what was met so far.
     """
     from jax.extend.core import Literal
 
@@ -55,23 +63,22 @@ def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    turned = {}
     for equation in jaxpr.eqns:
         inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
-        if name == "transpose" and equation.params["permutation"] == (1, 0):
-            turned[equation.outvars[0]] = inputs[0]
         if name == "dot_general":
-            matrix = None if isinstance(equation.invars[1], Literal) else equation.invars[1]
-            outputs = [_of_matrix(*inputs, turned.get(matrix), **equation.params)]
+            stored = turned.get(id(inputs[1]), (None, None))[1]
+            outputs = [_of_matrix(*inputs, stored, **equation.params)]
         elif name == "gather":
             outputs = [_look_up(equation.primitive, *inputs, **equation.params)]
         elif name in _CALLS:
             inner = equation.params[_CALLS[name]]
-            outputs = _run(inner.jaxpr, inner.consts, inputs)
+            outputs = _run(inner.jaxpr, inner.consts, inputs, turned)
         else:
             params = equation.primitive.get_bind_params(equation.params)
             outputs = equation.primitive.bind(*inputs, **params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]
+        if name == "transpose" and equation.params["permutation"] == (1, 0):
+            turned[id(outputs[0])] = outputs[0], inputs[0]
         values |= zip(equation.outvars, outputs, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -108,9 +115,12 @@ def product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
 
 def _of_matrix(x: Any, y: Any, stored: Any, dimension_numbers: Any, **params: Any) -> Any:
     """Compute a product by a matrix as it is `stored`, where y is that matrix turned."""
+    import jax
+
     (own, contracted), batch = dimension_numbers
     if stored is not None and len(contracted) == 1 and not any(batch):
-        y, contracted = stored, (1 - contracted[0],)
+        x, y = jax.lax.optimization_barrier((x, stored))
+        contracted = (1 - contracted[0],)
     return product(x, y, ((own, contracted), batch), **params)
 
 
@@ -124,6 +134,7 @@ def _look_up(primitive: Any, table: Any, places: Any, **params: Any) -> Any:
     fills = params["fill_value"] is None or np.isnan(params["fill_value"])
     if table.dtype.name not in ("bfloat16", "float16") or not fills:
         return primitive.bind(table, places, **params)
+    table, places = jax.lax.optimization_barrier((table, places))
     bits = jax.lax.bitcast_convert_type(table, "uint16")
     found = primitive.bind(bits, places, **{**params, "fill_value": 0xFFFF})
     return jax.lax.bitcast_convert_type(found, table.dtype)

@@ -118,6 +118,8 @@ ROWS = [
     Row("steering", "gpt2_124m", 1, 16, 128, kind="overhead"),
     Row("capture", "gpt2_124m", 1, 16, 128, kind="capture"),
     Row("stream", "gpt2_124m", 1, 16, 256, kind="stream"),
+    Row("gpt2_bf16", "gpt2_124m", 1, 16, 256, dtype="bfloat16"),
+    Row("gpt2_bf16_batch8", "gpt2_124m", 8, 16, 256, dtype="bfloat16"),
     Row("llama", "llama_124m", 1, 16, 256),
     Row("llama_batch8", "llama_124m", 8, 16, 256),
     Row("qwen3", "qwen3_119m", 1, 16, 256),

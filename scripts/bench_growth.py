@@ -167,7 +167,11 @@ def main(
     for blocks, cost in surgery.items():
         table.add_row(str(blocks), f"{cost:.1f}")
     console.print(table)
-    result: dict[str, Any] = {"machine": machine, "ms_per_token": figures, "ms_of_surgery_per_block": surgery}
+    result: dict[str, Any] = {
+        "machine": machine,
+        "ms_per_token": figures,
+        "ms_of_surgery_per_block": surgery,
+    }
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1))
     if plot_file is not None:
