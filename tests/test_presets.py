@@ -135,18 +135,24 @@ def test_a_folder_without_the_tokenizer_files_that_keras_hub_reads(tmp_path):
         bs.CachedCausalLM.from_preset(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
-def test_weights_are_not_made_up_before_they_are_read(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "initializer"),
+    [
+        ("tiny_gpt2", keras.initializers.RandomNormal),
+        ("tiny_gemma", keras.initializers.VarianceScaling),
+    ],
+)
+def test_weights_are_not_made_up_before_they_are_read(name, initializer, monkeypatch):
     """Initial values are computed for tracing alone, and all weights are those of KerasHub."""
     wanted = keras_hub.models.Backbone.from_preset(str(bundled_models()[name]))
-    made, normal = [], keras.initializers.RandomNormal.__call__
+    made, original = [], initializer.__call__
 
     def watched(self, shape, dtype=None, **kwargs):
-        value = normal(self, shape, dtype, **kwargs)
+        value = original(self, shape, dtype, **kwargs)
         made.append(isinstance(value, jax.core.Tracer))
         return value
 
-    monkeypatch.setattr(keras.initializers.RandomNormal, "__call__", watched)
+    monkeypatch.setattr(initializer, "__call__", watched)
     loaded = presets.load_backbone(name)
     assert all(made)
     assert len(loaded.variables) == len(wanted.variables)
