@@ -95,6 +95,17 @@ def test_sweep_counts_words_and_plots(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_lookup_writes_the_same_text(run):
+    plain = run("generate", PROMPT, PROMPT[:20], "--max-new-tokens", "24")
+    guessed = run("generate", PROMPT, PROMPT[:20], "--max-new-tokens", "24", "--lookup", "4")
+    assert plain.exit_code == guessed.exit_code == 0, guessed.output
+    assert guessed.stdout == plain.stdout
+    refused = run("generate", PROMPT, "--lookup", "4", "--sampler", "beam")
+    assert refused.exit_code == 2
+    assert "lookup" in refused.output
+
+
+@pytest.mark.slow
 def test_the_console_script_needs_no_configuration(tmp_path):
     """As on a fresh machine: no backend chosen, no Keras settings, and nothing else on screen."""
     script = Path(sysconfig.get_path("scripts")) / "backbone-surgery"
