@@ -66,8 +66,9 @@ def _run(
     for equation in jaxpr.eqns:
         inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
         if name == "dot_general":
-            stored = turned.get(id(inputs[1]), (None, None))[1]
-            outputs = [_of_matrix(*inputs, stored, **equation.params)]
+            x, y = inputs
+            _, stored = turned.get(id(y), (None, None))
+            outputs = [_of_matrix(x, y, stored, **equation.params)]
         elif name == "gather":
             outputs = [_look_up(equation.primitive, *inputs, **equation.params)]
         elif name in _CALLS:
