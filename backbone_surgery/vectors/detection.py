@@ -83,8 +83,31 @@ def score_detection(
             f"score_detection: expected a ControlVector. Received {shown(vector)}. Train one by "
             "`ControlVector.train`, or load one."
         )
-    sides = [read_texts(lm, texts, "score_detection") for texts in (positives, negatives)]
-    if min(len(row) for rows in sides for row in rows) < 2:
+    first, second = (read_texts(lm, texts, "score_detection") for texts in (positives, negatives))
+    along = largest_projections(lm, vector, [*first, *second], batch_size, controls)
+    return {block: _auroc(x[: len(first)], x[len(first) :]) for block, x in along.items()}
+
+
+def largest_projections(
+    lm: Any,
+    vector: ControlVector,
+    rows: list[np.ndarray],
+    batch_size: int = 32,
+    controls: Mapping[str, Any] | None = None,
+) -> dict[int, np.ndarray]:
+    """Return how far the hidden states of each text go along a vector, at most, block by block.
+
+    Args:
+        lm: a `CachedCausalLM`.
+        vector: the control vector.
+        rows: the token ids of each text, start token included.
+        batch_size: how many texts to run at once.
+        controls: values for the controls of the model.
+
+    Returns:
+        `{block: float32[texts]}`.
+    """
+    if min(map(len, rows)) < 2:
         raise SurgeryError(
             "score_detection: expected texts of at least two tokens, since the first is not "
             "counted. Received a shorter one. Pass longer texts."
@@ -92,17 +115,9 @@ def score_detection(
     _check_fits(lm, vector)
     directions = np.stack(list(vector.directions.values()))
     measured = measure(
-        lm,
-        [row for rows in sides for row in rows],
-        lambda: LargestProjections(directions),
-        batch_size=batch_size,
-        controls=controls,
+        lm, rows, lambda: LargestProjections(directions), batch_size=batch_size, controls=controls
     )
-    scores = {}
-    for i, block in enumerate(vector.directions):
-        along = measured[f"blocks.{block}"][:, i]
-        scores[block] = _auroc(along[: len(sides[0])], along[len(sides[0]) :])
-    return scores
+    return {block: measured[f"blocks.{block}"][:, i] for i, block in enumerate(vector.directions)}
 
 
 def _check_fits(lm: Any, vector: ControlVector) -> None:
