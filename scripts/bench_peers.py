@@ -272,12 +272,20 @@ def contenders(
     try:
         model = convert(backbone) if peer is None else peer
         if kind == "steered":
-            return [*on_keras, Hooked(model), Repeng(model)], []
+            return _steering_peers(on_keras, model)
         if kind == "capture":
             return [*on_keras, HuggingFace(model, capturing=True)], []
         return [*on_keras, HuggingFace(model), HuggingFace(model, static=True)], []
     except ImportError as error:
-        return on_keras, [f"transformers or repeng: left out, {error}"]
+        return on_keras, [f"transformers: left out, {error}"]
+
+
+def _steering_peers(on_keras: list[Any], model: Any) -> tuple[list[Contender], list[str]]:
+    hooked = [*on_keras, Hooked(model)]
+    try:
+        return [*hooked, Repeng(model)], []
+    except ImportError as error:
+        return hooked, [f"repeng: left out, {error}"]
 
 
 def backbone_of(config: dict[str, Any], family: str, dtype: str, seed: int = 0) -> keras.Model:

@@ -170,7 +170,7 @@ def test_weights_go_to_their_shards_and_no_device_holds_one_whole(tmp_path):
     kinds = [json.loads(line) for line in lines if line.startswith("[")]
     assert [kind for kind, *_ in kinds] == ["one", "many", "load_weights", "transfer", "hf"]
     for kind, total, largest, own, most, looks, whole in kinds:
-        assert looks > 20, kind
+        assert looks > 10, kind
         assert whole == [], kind
         assert own < 0.3 * total
         # The shards that are replaced, and those of one array on its way.
