@@ -56,7 +56,8 @@ class CompiledProgram:
         kernels: that run for each token; of prefill, in all.
         instructions: the same by kind and by what they write, `{"fusion bf16[8,768]": how many}`.
         step_bytes: that a token reads from and writes to memory; of prefill, in all.
-        copied_bytes: of them, of arrays that are only copied.
+        least_bytes: that a token reads at least, see `Plan`; `None` of prefill.
+        copied_bytes: of what is read and written, of arrays that are only copied.
         estimated_seconds: of a token, or of prefill, by the compiler's own model of costs; `None`
             where it does not say. On a TPU it leaves out waiting for memory.
         hlo: the optimised text.
@@ -71,6 +72,7 @@ class CompiledProgram:
     kernels: int = 0
     instructions: Mapping[str, int] = field(default_factory=dict, repr=False)
     step_bytes: int = 0
+    least_bytes: int | None = None
     copied_bytes: int = 0
     estimated_seconds: float | None = None
     hlo: str = field(default="", repr=False)

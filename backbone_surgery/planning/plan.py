@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -74,6 +74,12 @@ class Plan:
                 f"Received {shown(name)}. {closest(str(name), self.programs)} Pass `compile=True`."
             )
         return self.programs[name]
+
+    def __post_init__(self) -> None:
+        programs = dict(self.programs)
+        if "decode" in programs:
+            programs["decode"] = replace(programs["decode"], least_bytes=self.least_bytes)
+        object.__setattr__(self, "programs", programs)
 
     @property
     def least_bytes(self) -> int:

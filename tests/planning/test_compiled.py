@@ -1,5 +1,6 @@
 """Programs compiled for chips that are not there; where their compilers are installed."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_what_cannot_be_compiled_is_refused_before(monkeypatch, settings, words)
 def test_what_was_not_compiled_is_not_there():
     with pytest.raises(bs.SurgeryError, match="Pass `compile=True`"):
         bs.plan("tiny_gpt2")["decode"]
+
+
+def test_the_least_that_a_token_reads_stands_beside_what_it_moves():
+    plan = bs.plan("tiny_gpt2")
+    compiled = {name: compilers.CompiledProgram() for name in ("prefill", "decode")}
+    plan = dataclasses.replace(plan, programs=compiled)
+    assert plan["decode"].least_bytes == plan.least_bytes > 0
+    assert plan["prefill"].least_bytes is None
 
 
 def compile_for(chip, backbone, **settings):

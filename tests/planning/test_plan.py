@@ -89,7 +89,9 @@ def test_weights_get_no_values_while_programs_are_traced(monkeypatch):
     planning = sys.modules["backbone_surgery.planning.plan"]
     traced = {}
     monkeypatch.setattr(planning, "check_compiler", lambda device: None)
-    monkeypatch.setattr(planning, "compile_programs", lambda programs, *_: traced.update(programs))
+    monkeypatch.setattr(
+        planning, "compile_programs", lambda programs, *_: traced.update(programs) or {}
+    )
     with graph.without_values():
         backbone = ROWS["llama"].make()
 
