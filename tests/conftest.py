@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from zlib import crc32
@@ -26,6 +27,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 _tests_run = 0
 """How many tests this process has run."""
+
+_maps_counted = 0.0
+"""When it last counted its memory maps."""
+
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 20_000
 
 HARNESS = ("test_families.py", "test_family_table.py")
 
@@ -53,17 +60,29 @@ def pytest_runtest_teardown():
     """Let go of what earlier tests left, now and then.
 
     Keras collects garbage at every layer that it quantises, so what is there is spared from that.
-    And compiled programs take memory maps, of which a process can have so many and no more.
     """
     global _tests_run
     _tests_run += 1
-    if _tests_run % 100 == 0:
+    if _tests_run % 100 == 0 or too_many_maps():
         gc.unfreeze()
         if "jax" in sys.modules:
             sys.modules["jax"].clear_caches()
-    if _tests_run % 20 == 0:
         gc.collect()
         gc.freeze()
+    elif _tests_run % 20 == 0:
+        gc.collect()
+        gc.freeze()
+
+
+def too_many_maps():
+    """Count the memory maps that compiled programs take; a process of more than 65,530 crashes."""
+    global _maps_counted
+    if not MAPS.exists() or time.monotonic() - _maps_counted < 2:
+        return False
+    with MAPS.open("rb") as lines:
+        count = sum(1 for _ in lines)
+    _maps_counted = time.monotonic()
+    return count > MANY_MAPS
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -68,6 +68,8 @@ def test_a_request_to_a_bundled_model_gives_what_generate_gives(name, seed):
 
 def run_traffic(lm, seed, count, **sizes):
     """Send random requests at random times, cancel some, and compare the others."""
+    lm = bs.CachedCausalLM(lm.backbone)  # of its own, so that its many programs go with it
+    lm.compile(sampler="greedy")
     rng = np.random.default_rng(seed)
     cache = int(rng.choice([0, 20_000, 2**28]))
     engine = make_engine(lm, rows=int(rng.choice([1, 3])), prefix_cache=cache)
