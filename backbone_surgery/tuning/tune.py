@@ -1,6 +1,6 @@
 """Tune: find which method, which blocks and which strength steer best, by the user's own judge."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,6 +23,7 @@ from backbone_surgery.tuning.candidates import (
     Candidate,
     Interventions,
     Steering,
+    blocks_of,
     learned_vector,
 )
 from backbone_surgery.tuning.judging import Judge, Perplexity, as_judged, ask
@@ -48,6 +49,7 @@ def tune(
     seed: int = 0,
     verbose: int = 1,
     *,
+    vectors: Mapping[str, ControlVector] | None = None,
     name: str = "tuned",
     fluency: Judge | None = None,
     max_new_tokens: int = 60,
@@ -74,11 +76,14 @@ def tune(
         prompts: at least two; half of them are searched on.
         methods: those of `ControlVector.train`; `"learned"`, a direction for each block that makes
             the texts of the pairs likely, learned at up to half the length of the hidden states
-            there, and tried at any; `"reft"`, a `Reft` of one block that does.
+            there, and tried at any; `"reft"`, a `Reft` of one block that does. May be empty if
+            there are `vectors`.
         budget: about how many texts to write in the search, for each method: at least two prompts
             for each candidate and round. The report writes two more for each of its prompts.
         seed: of the search; the same seed gives the same result.
         verbose: 1 shows a progress bar.
+        vectors: directions of your own to search in the same way, of a file or another library, by
+            a name for each: with a direction for every block. Their lengths do not matter.
         name: of the control of the edits.
         fluency: a function as `judge` is, from 0 to 1 for texts that are as they should be. By
             default the perplexity of the text under the unedited model, next to what it writes
@@ -101,7 +106,8 @@ def tune(
     """
     check_task(lm, "tune")
     listed, texts = check_pairs(pairs), _check_prompts(lm, prompts)
-    others = _check_methods(methods, orthogonal_to)
+    given = _check_vectors(lm, vectors)
+    others = _check_methods(methods, orthogonal_to, bool(given))
     check_batch_size(batch_size, "tune")
     numbers = {"budget": budget, "rank": rank, "steps": steps, "max_new_tokens": max_new_tokens}
     _check_numbers(lm, numbers, seed)
@@ -116,8 +122,9 @@ def tune(
     strategy = make_strategy(lm.sampler)
     settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, strategy.settings()]
     apart = [dict(vector.directions) for vector in others]
+    own = {key: dict(vector.directions) for key, vector in given.items()}
     model = [weights_digest(lm.opened), lm.programs.outline, dict(lm.opened.defaults)]
-    facts = [model, listed, texts, [*methods], apart, settings, digest(strategy.key)]
+    facts = [model, listed, texts, [*methods], own, apart, settings, digest(strategy.key)]
     path = None if file is None else as_path(file, "tune")
     search = _Search(
         texts=texts,
@@ -137,12 +144,14 @@ def tune(
             return Interventions(lm, name, rank, listed, learning)
         if method == "learned":
             vector = learned_vector(lm, listed, steering.size, learning)
+        elif method in given:
+            vector = given[method]
         else:
             vector = ControlVector.train(lm, listed, method=method, verbose=0)
         steering.add(method, vector.orthogonal_to(*others) if others else vector)
         return steering
 
-    return search.run(name, methods, steering, prepare, verbose)
+    return search.run(name, [*methods, *given], steering, prepare, verbose)
 
 
 @dataclass
@@ -281,10 +290,37 @@ def _check_numbers(lm: CachedCausalLM, numbers: dict[str, Any], seed: Any) -> No
         )
 
 
-def _check_methods(methods: Any, orthogonal_to: Any) -> list[ControlVector]:
+def _check_vectors(lm: CachedCausalLM, vectors: Any) -> dict[str, ControlVector]:
+    """Check the directions that a user brings."""
+    own = dict(vectors) if isinstance(vectors, Mapping) else {}
+    kinds = all(isinstance(k, str) and isinstance(v, ControlVector) for k, v in own.items())
+    if not kinds or (vectors is not None and not own):
+        raise SurgeryError(
+            f"tune at 'vectors': expected ControlVectors by name. Received {shown(vectors)}. Pass "
+            "{'mine': vector}, or leave it out."
+        )
+    size = lm.opened.token_embedding.output_dim
+    for name, vector in own.items():
+        if name in (*NAMES, UNEDITED.method):
+            raise SurgeryError(
+                f"tune at 'vectors': expected another name than those of methods. Received "
+                f"'{name}'. Rename it."
+            )
+        missing = [block for block in blocks_of(lm) if block not in vector.directions]
+        if missing or len(vector.directions[0]) != size:
+            received = f"none for block {missing[0]}" if missing else f"{len(vector.directions[0])}"
+            raise SurgeryError(
+                f"tune at 'vectors': expected a direction of {size} numbers for each block of "
+                f"'{name}'. Received {received}. Train it on all blocks of this model."
+            )
+    return own
+
+
+def _check_methods(methods: Any, orthogonal_to: Any, has_vectors: bool) -> list[ControlVector]:
     """Check the names of methods, and return the vectors to stay apart from."""
     listed = list(methods) if isinstance(methods, list | tuple) else []
-    if not listed or len(set(map(str, listed))) < len(listed):
+    is_empty = not listed and not (has_vectors and isinstance(methods, list | tuple))
+    if is_empty or len(set(map(str, listed))) < len(listed):
         raise SurgeryError(
             f"tune at 'methods': expected a list with each method once. Received {shown(methods)}. "
             f"Name at least one of {', '.join(NAMES)}."

@@ -26,6 +26,8 @@ OPTIONS = {
     "batch_size": 32,
 }
 
+MINE = bs.ControlVector({block: np.ones(128) for block in range(6)})
+
 
 def letters(texts):
     """Judge by something that any text has."""
@@ -144,6 +146,18 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
 
 
+@pytest.mark.slow
+def test_directions_of_ones_own_are_searched_as_a_method_is(found, lm):
+    vector = bs.ControlVector.train(lm, PAIRS, method="mean_diff", verbose=0)
+    longer = bs.ControlVector({b: 3 * d for b, d in vector.directions.items()})
+    own = bs.tune(lm, PAIRS, letters, PROMPTS, (), seed=3, vectors={"mine": longer}, **OPTIONS)
+    (theirs,) = [t for t in found.trials if t.candidate.method == "mean_diff"]
+    assert [replace(t, candidate=None) for t in own.trials] == [replace(theirs, candidate=None)]
+    assert own.chosen == "mine"
+    for block, direction in found.edits["mean_diff"].vector.directions.items():
+        np.testing.assert_allclose(own.best.vector.directions[block], direction, rtol=1e-6)
+
+
 def layer_of(result):
     (layer,) = result.edits["reft"].interventions.values()
     return np.asarray(layer.towards)
@@ -188,6 +202,12 @@ def test_directions_apart_from_others(lm):
             "expected methods that find a direction",
         ),
         ({"pairs": []}, "pairs"),
+        ({"vectors": {}}, "'vectors': expected ControlVectors by name"),
+        ({"vectors": [1]}, "'vectors': expected ControlVectors by name"),
+        ({"vectors": {"reft": MINE}}, "expected another name than those of methods.*'reft'"),
+        ({"vectors": {"mine": bs.ControlVector({1: np.ones(128)})}}, "Received none for block 0"),
+        ({"vectors": {"mine": bs.ControlVector({0: np.ones(9)})}}, "Received none for block 1"),
+        ({"vectors": {"mine": MINE}, "methods": "reft"}, "a list with each method once"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(change, message, lm):
