@@ -1,9 +1,10 @@
-"""Products of narrow numbers on a CPU: have XLA read weights of bfloat16 or int8 as they lie.
+"""Products on a CPU: have weights read as they lie, and once.
 
 XLA's CPU compiler widens a whole matrix in memory, at each step, for a product of bfloat16 that
 gives bfloat16, and for one of a single row, of int8 too. A product of two rows that adds up in
 float32, or in int32, reads the narrow numbers themselves. So the products of a traced function are
-made such ones: see docs/performance.md for what that saves.
+made such ones. Those of float32 and few rows are made by `kernels`, where that can be had. See
+docs/performance.md for what both save.
 """
 
 import math
@@ -13,6 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from backbone_surgery.kernels import calls
+
 _SUMS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"}
 """The numbers that are widened, and what their products add up in."""
 
@@ -20,23 +23,25 @@ _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "c
 """The primitives that run a function as it is, and the parameter that holds it."""
 
 
-def reading_narrow(
+def with_fast_products(
     function: Callable[..., Any], model: keras.Model, platform: str
 ) -> Callable[..., Any]:
-    """Return a function of arrays whose products, for a CPU, read narrow numbers as they lie.
+    """Return a function of arrays whose products, for a CPU, read weights as they lie.
 
     Args:
         function: to be traced by JAX, inside a program that takes no gradients.
-        model: what it runs. Where nothing in it is narrow, the function comes back as it is.
+        model: what it runs. Where nothing in it is narrow, and there are no kernels, the function
+            comes back as it is.
         platform: what the program is for, see `target`.
     """
     dtypes = {model.compute_dtype, *(v.dtype for v in model.variables)}
-    if platform != "cpu" or dtypes.isdisjoint(_SUMS):
+    if platform != "cpu" or (dtypes.isdisjoint(_SUMS) and not calls.available()):
         return function
     import jax
 
     def run(*args: Any) -> Any:
-        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        with calls.in_use():
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         outputs = _run(traced.jaxpr, traced.consts, jax.tree.leaves(args), {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
@@ -85,7 +90,7 @@ def _run(
 
 
 def product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
-    """Compute `jax.lax.dot_general`, of narrow numbers in wide sums, and of two rows for one.
+    """Compute `jax.lax.dot_general`: of narrow numbers in wide sums, and of two rows for one.
 
     Args:
         x: one factor, of any dtype.
@@ -98,7 +103,8 @@ def product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
 
     sums = _SUMS.get(x.dtype.name) if x.dtype == y.dtype else None
     if sums is None:
-        return jax.lax.dot_general(x, y, dimension_numbers, **params)
+        own = calls.product(x, y, dimension_numbers)
+        return jax.lax.dot_general(x, y, dimension_numbers, **params) if own is None else own
     dtype = params.pop("preferred_element_type") or x.dtype
     contracted, batch = dimension_numbers
     rows = _own_axes(x, contracted[0], batch[0])
@@ -119,10 +125,13 @@ def _of_matrix(x: Any, y: Any, stored: Any, dimension_numbers: Any, **params: An
     import jax
 
     (own, contracted), batch = dimension_numbers
-    if stored is not None and len(contracted) == 1 and not any(batch):
-        x, y = jax.lax.optimization_barrier((x, stored))
-        contracted = (1 - contracted[0],)
-    return product(x, y, ((own, contracted), batch), **params)
+    if stored is None or len(contracted) != 1 or any(batch):
+        return product(x, y, dimension_numbers, **params)
+    turned = ((own, (1 - contracted[0],)), batch)
+    if y.dtype.name not in _SUMS and calls.product(x, stored, turned) is None:
+        return product(x, y, dimension_numbers, **params)  # XLA turns it at no cost
+    x, stored = jax.lax.optimization_barrier((x, stored))
+    return product(x, stored, turned, **params)
 
 
 def _look_up(primitive: Any, table: Any, places: Any, **params: Any) -> Any:

@@ -18,6 +18,7 @@ ORDER = [
     "files",
     "hosts",
     "target",
+    "kernels",
     "products",
     "graph",
     "opening",

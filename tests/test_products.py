@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.kernels import calls
 from backbone_surgery.opening.predict import predict
-from backbone_surgery.products import product, reading_narrow
+from backbone_surgery.products import product, with_fast_products
 
 DIMENSIONS = {
     "one row": ((1, 8), (8, 3), (((1,), (0,)), ((), ()))),
@@ -65,18 +66,22 @@ def test_whatever_else_a_function_does_stays(rng):
 
     x, options = jnp.ones((1, 8), "bfloat16"), {"steps": 3, "turn": True}
     wanted = jax.jit(function)(x, options)
-    received = jax.jit(reading_narrow(function, Model(), "cpu"))(x, options)
+    received = jax.jit(with_fast_products(function, Model(), "cpu"))(x, options)
     assert jax.tree.structure(received) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(received), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-2)
 
 
-def test_nothing_changes_where_nothing_is_narrow_or_on_a_chip():
+def test_nothing_changes_where_nothing_is_narrow_or_on_a_chip(monkeypatch):
+    monkeypatch.setattr(calls, "available", lambda: False)
+
     def function(x):
         return x
 
-    assert reading_narrow(function, Model(), "gpu") is function
-    assert reading_narrow(function, keras.Sequential([keras.layers.Dense(2)]), "cpu") is function
+    assert with_fast_products(function, Model(), "gpu") is function
+    assert (
+        with_fast_products(function, keras.Sequential([keras.layers.Dense(2)]), "cpu") is function
+    )
 
 
 SIZES = {

@@ -19,7 +19,7 @@ from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.opening.placement import Placement, placement_of
-from backbone_surgery.products import reading_narrow
+from backbone_surgery.products import with_fast_products
 
 State = dict[str, Any]
 Loop = tuple[State, list[jax.Array]]
@@ -89,7 +89,7 @@ class Forward:
 
         if self.placement is not None:
             return forward
-        return reading_narrow(forward, self.model, self.platform)
+        return with_fast_products(forward, self.model, self.platform)
 
     def pin_cache(self, cache: Any) -> Any:
         """Hold an unpacked cache where the devices of a mesh have it; inside a program."""

@@ -15,6 +15,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import target
+from backbone_surgery.kernels import calls
 from backbone_surgery.opening.state import StateSpec, write_slots
 
 
@@ -105,9 +106,18 @@ class _Attention(keras.layers.Layer):
         is_token = ops.cast(is_token, "bool")[:, None, :]
         return ops.logical_and(mask[None], is_token), distance
 
-    def pattern(self, query, key, mask, distance):
-        """Return the attention pattern, float[batch, num_heads, queries, keys]."""
-        scores = self._scores(query, key)
+    def seen(self, query, cache_update_index):
+        """Return the first slot of a cache that new tokens see, and the one after the last."""
+        stop = cache_update_index + ops.shape(query)[1]
+        window = self.sliding_window_size
+        return 0 if window is None else cache_update_index - window + 1, stop
+
+    def pattern(self, query, key, mask, distance, seen=None):
+        """Return the attention pattern, float[batch, num_heads, queries, keys].
+
+        Of a cache, `seen` tells which slots queries see, so that no others need be read.
+        """
+        scores = self._scores(query, key, seen)
         dtype = scores.dtype
         if self.alibi_slopes is not None:
             scores = scores - self._by_head(self.alibi_slopes) * ops.cast(distance, "float32")
@@ -116,7 +126,7 @@ class _Attention(keras.layers.Layer):
         # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
         return ops.reshape(ops.cast(pattern, dtype), (batch, self.num_heads, time, length))
 
-    def _scores(self, query, key):
+    def _scores(self, query, key, seen):
         """Return what goes into the softmax, float[batch, key heads, groups, queries, keys]."""
         query = query * ops.cast(self.scale, query.dtype)
         batch, time, _, _ = ops.shape(query)
@@ -126,6 +136,9 @@ class _Attention(keras.layers.Layer):
             return self._capped(_scores_of_one(query, key))
         query = ops.transpose(query, (0, 2, 3, 1, 4))
         query = ops.reshape(query, (batch, heads[0], heads[1] * time, self.head_dim))
+        if seen is not None and calls.attends(query, key):
+            scores = calls.scores(query, key, *seen)
+            return self._capped(ops.reshape(scores, (batch, *heads, time, ops.shape(key)[1])))
         key = ops.transpose(key, (0, 2, 1, 3))
         if isinstance(time, int) and time == 1:
             # With the keys on the left, XLA on a CPU copies them head by head, and turns none.
@@ -156,7 +169,7 @@ class _Attention(keras.layers.Layer):
         groups = self.num_heads // self.num_key_value_heads
         return ops.reshape(numbers, (self.num_key_value_heads, groups, 1, 1))
 
-    def mix(self, pattern, value):
+    def mix(self, pattern, value, seen=None):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
         batch, _, time, length = ops.shape(pattern)
         groups = self.num_heads // self.num_key_value_heads
@@ -165,11 +178,14 @@ class _Attention(keras.layers.Layer):
             mixed = _mix_of_one(shares, value)
             return ops.reshape(mixed, (batch, time, self.num_heads, self.head_dim))
         pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups * time, length))
-        mixed = ops.matmul(pattern, ops.transpose(value, (0, 2, 1, 3)))
+        if seen is not None and calls.attends(pattern, value):
+            mixed = calls.mix(pattern, value, *seen)
+        else:
+            mixed = ops.matmul(pattern, ops.transpose(value, (0, 2, 1, 3)))
         mixed = ops.reshape(mixed, (batch, self.num_heads, time, self.head_dim))
         return ops.transpose(mixed, (0, 2, 1, 3))
 
-    def attend(self, query, key, value, mask, distance):
+    def attend(self, query, key, value, mask, distance, seen):
         """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
 
         That is for prompts on a GPU, in half precision and without a soft cap, slopes and sinks;
@@ -184,7 +200,7 @@ class _Attention(keras.layers.Layer):
             return ops.dot_product_attention(
                 query, key, value, mask=mask[:, None], scale=self.scale
             )
-        return self.mix(self.pattern(query, key, mask, distance), value)
+        return self.mix(self.pattern(query, key, mask, distance, seen), value, seen)
 
     def specs(self, **heads):
         """Return the specs of what the layer itself keeps, from names and tensors of heads."""
@@ -278,7 +294,8 @@ class SelfAttention(_Attention):
     def call_with_state(self, query, key, value, state, cache_update_index, cache_mask):
         (key, value), state = self.keep(state, cache_update_index, key=key, value=value)
         masks = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.attend(query, key, value, *masks), state
+        seen = self.seen(query, cache_update_index)
+        return self.attend(query, key, value, *masks, seen), state
 
 
 class AttentionPattern(_Attention):
@@ -301,7 +318,7 @@ class AttentionPattern(_Attention):
     def call_with_state(self, query, key, state, cache_update_index, cache_mask):
         (key,), state = self.keep(state, cache_update_index, key=key)
         masks = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.pattern(query, key, *masks), state
+        return self.pattern(query, key, *masks, self.seen(query, cache_update_index)), state
 
 
 class AttentionMix(_Attention):
@@ -319,7 +336,7 @@ class AttentionMix(_Attention):
 
     def call_with_state(self, pattern, value, state, cache_update_index):
         (value,), state = self.keep(state, cache_update_index, value=value)
-        return self.mix(pattern, value), state
+        return self.mix(pattern, value), state  # all of it: a rewrite may have changed the pattern
 
 
 class SharedKeysAndValues(keras.layers.Layer):

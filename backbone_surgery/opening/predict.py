@@ -12,7 +12,7 @@ from keras import tree
 
 from backbone_surgery import hosts, target
 from backbone_surgery.opening.placement import placement_of
-from backbone_surgery.products import reading_narrow
+from backbone_surgery.products import with_fast_products
 
 
 def predict(model: keras.Model, inputs: Any) -> Any:
@@ -56,6 +56,6 @@ def _compiled(model: keras.Model) -> Any:
 
         if placement_of(model.variables) is not None:
             return forward(inputs)
-        return reading_narrow(forward, model, target.platform_of(model.variables))(inputs)
+        return with_fast_products(forward, model, target.platform_of(model.variables))(inputs)
 
     return jax.jit(run)

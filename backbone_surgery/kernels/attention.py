@@ -1,0 +1,69 @@
+"""Attention of few queries over a cache, as LLVM's IR; keys and values are read as they lie, once.
+
+Of a cache only the slots are read that queries may see.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from backbone_surgery.kernels.builder import FLOAT, INT, POINTER, Builder
+
+
+def write_scores(module: ir.Module, width: int, heads: int, queries: int, size: int) -> str:
+    """Write `scores(q, k, s, first, stop, slots)`: s[h, i, j] = q[h, i] · k[j, h] for j of a range.
+
+    q is float32[heads, queries, size], k float32[slots, heads, size] and s float32[heads, queries,
+    slots]; size divides by the width.
+
+    Args:
+        module: to add it to.
+        width: floats of a vector.
+        heads: of keys.
+        queries: for each of them.
+        size: of a head.
+    """
+    b = Builder(module, "scores", [POINTER] * 3 + [INT] * 3, width)
+    q, k, s, first, stop, slots = b.function.args
+    with b.loop(first, stop) as slot, b.loop(0, heads) as head:
+        start = b.product(b.sum(b.product(slot, heads), head), size)
+        key = [b.load(k, start, at) for at in range(0, size, width)]
+        for i in range(queries):
+            row = b.sum(b.product(head, queries), i)
+            total = b.zeros
+            for place, vector in enumerate(key):
+                query = b.load(q, b.product(row, size), place * width)
+                total = b.add_product(query, vector, total)
+            b.ir.store(b.total(total), b.at(s, b.product(row, slots), slot))
+    b.ir.ret_void()
+    return "scores"
+
+
+def write_mix(module: ir.Module, width: int, heads: int, queries: int, size: int) -> str:
+    """Write `mix(p, v, y, first, stop, slots)`: y[h, i], the sum of p[h, i, j] · v[j, h] of a range.
+
+    p is float32[heads, queries, slots], v float32[slots, heads, size] and y float32[heads, queries,
+    size]; for the rest see `write_scores`.
+    """
+    b = Builder(module, "mix", [POINTER] * 3 + [INT] * 3, width)
+    p, v, y, first, stop, slots = b.function.args
+    with b.loop(0, heads * queries * size, width) as j:
+        b.store(b.zeros, y, j)
+    with b.loop(first, stop) as slot, b.loop(0, heads) as head:
+        start = b.product(b.sum(b.product(slot, heads), head), size)
+        value = [b.load(v, start, at) for at in range(0, size, width)]
+        for i in range(queries):
+            row = b.sum(b.product(head, queries), i)
+            share = b.scalar(p, b.product(row, slots), slot)
+            for place, vector in enumerate(value):
+                at = b.product(row, size), place * width
+                b.store(b.add_product(share, vector, b.load(y, *at)), y, *at)
+    b.ir.ret_void()
+    return "mix"
+
+
+def write_zeros(b: Builder, s: Any, rows: int, slots: Any, first: Any, stop: Any) -> None:
+    """Write zeros for the slots that are not read."""
+    for begin, end in ((INT(0), first), (stop, slots)):
+        with b.loop(0, rows) as row, b.loop(begin, end) as slot:
+            b.ir.store(ir.Constant(FLOAT, 0.0), b.at(s, b.product(row, slots), slot))

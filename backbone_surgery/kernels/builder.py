@@ -1,0 +1,158 @@
+"""What the kernels are written with: loops and vectors of floats in LLVM's IR."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+
+FLOAT, INT, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+POINTER = FLOAT.as_pointer()
+BYTES = ir.IntType(8).as_pointer()
+
+
+class Builder:
+    """Writes one function of a module.
+
+    Args:
+        module: what the function is added to.
+        name: of the function.
+        arguments: the types of its arguments.
+        width: how many floats a vector has.
+        result: the type of its result.
+    """
+
+    def __init__(
+        self,
+        module: ir.Module,
+        name: str,
+        arguments: list[Any],
+        width: int,
+        result: Any = None,
+    ) -> None:
+        result = result or ir.VoidType()
+        self.module, self.width = module, width
+        self.vector = ir.VectorType(FLOAT, width)
+        self.function = ir.Function(module, ir.FunctionType(result, arguments), name)
+        self.ir = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.zeros = ir.Constant(self.vector, [0.0] * width)
+
+    def sum(self, *terms: Any) -> Any:
+        """Add integers, some of which may be Python's."""
+        total = _int(terms[0])
+        for term in terms[1:]:
+            total = self.ir.add(total, _int(term))
+        return total
+
+    def product(self, *factors: Any) -> Any:
+        """Multiply integers, some of which may be Python's."""
+        total = _int(factors[0])
+        for factor in factors[1:]:
+            total = self.ir.mul(total, _int(factor))
+        return total
+
+    @contextlib.contextmanager
+    def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
+        """Run what is written inside for each i from start to stop."""
+        with self.carrying(start, stop, step, []) as (i, _, _):
+            yield i
+
+    @contextlib.contextmanager
+    def carrying(
+        self, start: Any, stop: Any, step: Any, first: list[Any]
+    ) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+        """Run what is written inside for each i, handing values from turn to turn.
+
+        Yields:
+            i; the values of this turn, and after the loop those of the last; and an empty list, to
+            be filled with the values of the next turn.
+        """
+        b, function = self.ir, self.function
+        before = b.block
+        head, body, after = (function.append_basic_block(n) for n in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(INT)
+        i.add_incoming(_int(start), before)
+        values = [b.phi(value.type) for value in first]
+        for value, own in zip(values, first, strict=True):
+            value.add_incoming(own, before)
+        b.cbranch(b.icmp_signed("<", i, _int(stop)), body, after)
+        b.position_at_end(body)
+        following: list[Any] = []
+        yield i, values, following
+        i.add_incoming(b.add(i, _int(step)), b.block)
+        for value, own in zip(values, following, strict=True):
+            value.add_incoming(own, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[Any]:
+        """Run what is written inside again and again, until what it calls `done` with is true."""
+        turn, after = (self.function.append_basic_block(n) for n in ("turn", "after"))
+        self.ir.branch(turn)
+        self.ir.position_at_end(turn)
+
+        def done(is_so: Any) -> None:
+            following = self.function.append_basic_block("on")
+            self.ir.cbranch(is_so, after, following)
+            self.ir.position_at_end(following)
+
+        yield done
+        self.ir.branch(turn)
+        self.ir.position_at_end(after)
+
+    def least(self, x: Any, y: Any) -> Any:
+        """Return the smaller of two integers."""
+        return self.ir.select(self.ir.icmp_signed("<", x, y), x, y)
+
+    def at(self, pointer: Any, *place: Any) -> Any:
+        """Return the address of an element."""
+        return self.ir.gep(pointer, [self.sum(*place)])
+
+    def load(self, pointer: Any, *place: Any) -> Any:
+        """Read a vector of floats."""
+        where = self.ir.bitcast(self.at(pointer, *place), self.vector.as_pointer())
+        return self.ir.load(where, align=4)
+
+    def store(self, vector: Any, pointer: Any, *place: Any) -> None:
+        """Write a vector of floats."""
+        where = self.ir.bitcast(self.at(pointer, *place), self.vector.as_pointer())
+        self.ir.store(vector, where, align=4)
+
+    def splat(self, number: Any) -> Any:
+        """Return a vector of one number."""
+        empty = ir.Constant(self.vector, ir.Undefined)
+        mask = ir.Constant(ir.VectorType(INT32, self.width), [0] * self.width)
+        return self.ir.shuffle_vector(self.ir.insert_element(empty, number, INT32(0)), empty, mask)
+
+    def scalar(self, pointer: Any, *place: Any) -> Any:
+        """Read one float, as a vector of it."""
+        return self.splat(self.ir.load(self.at(pointer, *place)))
+
+    def add_product(self, x: Any, y: Any, total: Any) -> Any:
+        """Return x · y + total, of vectors."""
+        return self.call(f"llvm.fma.v{self.width}f32", self.vector, [x, y, total])
+
+    def total(self, vector: Any) -> Any:
+        """Add up the numbers of a vector, in any order."""
+        name = f"llvm.vector.reduce.fadd.v{self.width}f32"
+        return self.call(name, FLOAT, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
+
+    def prefetch(self, pointer: Any, *place: Any) -> None:
+        """Ask for what will be read soon, into the second cache; it may lie beyond the array."""
+        where = self.ir.bitcast(self.at(pointer, *place), BYTES)
+        self.call("llvm.prefetch.p0", ir.VoidType(), [where, INT32(0), INT32(2), INT32(1)])
+
+    def call(self, name: str, result: Any, arguments: list[Any], **options: Any) -> Any:
+        """Call a function by its name."""
+        known = self.module.globals.get(name)
+        if known is None:
+            types = [argument.type for argument in arguments]
+            known = ir.Function(self.module, ir.FunctionType(result, types), name)
+        return self.ir.call(known, arguments, **options)
+
+
+def _int(x: Any) -> Any:
+    return INT(x) if isinstance(x, int) else x

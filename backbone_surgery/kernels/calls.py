@@ -1,0 +1,174 @@
+"""The kernels as functions of JAX arrays, inside a program for a CPU."""
+
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+_LEAST = 1 << 17
+"""Floats of a matrix or a cache that is worth a kernel: half a megabyte, and more."""
+
+_MOST_ROWS_BY_COLUMNS, _MOST_ROWS_OF_DOTS = 10, 32
+"""With more rows XLA's products are faster, which pack the matrix. See docs/performance.md."""
+
+_MOST_QUERIES, _MOST_PARTS = 16, 8
+
+_in_use: contextvars.ContextVar[bool] = contextvars.ContextVar("kernels", default=False)
+
+
+@contextlib.contextmanager
+def in_use() -> Iterator[None]:
+    """Have attention that is traced inside use kernels: in a program for one CPU, no gradients."""
+    token = _in_use.set(True)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+@functools.cache
+def available() -> bool:
+    """Tell whether llvmlite is installed, and the processor is one that kernels are for."""
+    known = platform.machine() in ("x86_64", "AMD64") and os.name == "posix"
+    if not known or importlib.util.find_spec("llvmlite") is None:
+        return False
+    from backbone_surgery.kernels.processor import floats_of_vector
+
+    return floats_of_vector() > 0
+
+
+def _parts() -> int:
+    """Return into how many parts to cut a call: one for each core."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(len(os.sched_getaffinity(0)), _MOST_PARTS)
+    return min(os.cpu_count() or 1, _MOST_PARTS)
+
+
+def _takes(x: Any, y: Any) -> bool:
+    """Tell whether two arrays are of float32, and the second is worth a kernel."""
+    return x.dtype == y.dtype == np.float32 and y.size > _LEAST and available()
+
+
+def product(x: Any, y: Any, dimension_numbers: Any) -> Any | None:
+    """Compute `jax.lax.dot_general` of few rows and a matrix; `None` where XLA should.
+
+    Args:
+        x: one factor.
+        y: the other.
+        dimension_numbers: the axes that are summed over, and those of the batch, of both.
+    """
+    import jax.numpy as jnp
+
+    (left, right), (left_batch, right_batch) = dimension_numbers
+    if x.size > y.size:  # the matrix comes first
+        z = product(y, x, ((right, left), (right_batch, left_batch)))
+        if z is None:
+            return None
+        batch, own = len(left_batch), y.ndim - len(right) - len(right_batch)
+        axes = [*range(batch), *range(batch + own, z.ndim), *range(batch, batch + own)]
+        return jnp.transpose(z, axes)
+    if not _takes(x, y) or not left:
+        return None
+    rows = [a for a in range(x.ndim) if a not in (*left, *left_batch)]
+    columns = [a for a in range(y.ndim) if a not in (*right, *right_batch)]
+    order = np.argsort(right)  # of the axes that are summed over, as they lie in the matrix
+    lies = [*right_batch, *np.take(right, order)]
+    x = jnp.transpose(x, [*left_batch, *rows, *np.take(left, order)])
+    shape = (*(y.shape[a] for a in right_batch), *(x.shape[len(left_batch) :][: len(rows)]))
+    shape = (*shape, *(y.shape[a] for a in columns))
+    inner = int(np.prod([y.shape[a] for a in right]))
+    if [*lies, *columns] == [*range(y.ndim)]:
+        z = _by_columns(x.reshape(-1, x.size // inner // _count(y, right_batch), inner), y, inner)
+    elif [*columns, *np.take(right, order)] == [*range(y.ndim)]:
+        z = _dots(x.reshape(-1, inner), y.reshape(-1, inner))
+    else:
+        return None
+    return None if z is None else z.reshape(shape)
+
+
+def _count(y: Any, axes: Any) -> int:
+    return int(np.prod([y.shape[a] for a in axes]))
+
+
+def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
+    """Multiply x, [batch, rows, inner], by y, whose axes lie as [batch, inner, columns]."""
+    batch, rows, _ = x.shape
+    columns = y.size // inner // batch
+    if rows > _MOST_ROWS_BY_COLUMNS or columns % 16 or inner % 8:
+        return None
+    import jax
+
+    from backbone_surgery.kernels.targets import columns_target
+
+    parts = _parts()
+    whole = batch >= parts  # each part then has matrices of its own; else a piece of each
+    shape = (1 if whole else parts, batch, rows, columns)
+    call = jax.ffi.ffi_call(columns_target(rows, whole), jax.ShapeDtypeStruct(shape, x.dtype))
+    z = call(x, y.reshape(batch, inner, columns), parts=np.int64(parts))
+    return z[0] if shape[0] == 1 else z.sum(axis=0)
+
+
+def _dots(x: Any, y: Any) -> Any | None:
+    """Multiply x, [rows, inner], by the rows of y, [n, inner]."""
+    if len(x) > _MOST_ROWS_OF_DOTS or x.shape[1] % 16:
+        return None
+    import jax
+
+    from backbone_surgery.kernels.targets import dots_target
+
+    shape = jax.ShapeDtypeStruct((len(x), len(y)), x.dtype)
+    return jax.ffi.ffi_call(dots_target(len(x)), shape)(x, y, parts=np.int64(_parts()))
+
+
+def attends(rows: Any, cache: Any) -> bool:
+    """Tell whether attention of few queries over a cache is for the kernels.
+
+    Args:
+        rows: queries or their shares, [batch, heads, queries, ...], by the heads of the cache.
+        cache: keys or values, [batch, slots, heads, size].
+    """
+    few = rows.shape[2] <= _MOST_QUERIES and cache.shape[3] % 16 == 0
+    return few and _in_use.get() and _takes(rows, cache)
+
+
+def scores(query: Any, key: Any, first: Any, stop: Any) -> Any:
+    """Multiply queries by the keys of slots from `first` to `stop`, int32[]; zeros elsewhere.
+
+    Returns float32[batch, heads, queries, slots].
+    """
+    from backbone_surgery.kernels.targets import scores_target
+
+    _, heads, queries, size = query.shape
+    target = scores_target(heads, queries, size)
+    return _over_slots(target, (*query.shape[:3], key.shape[1]), query, key, first, stop)
+
+
+def mix(shares: Any, value: Any, first: Any, stop: Any) -> Any:
+    """Mix the values of slots from `first` to `stop` by shares, [batch, heads, queries, slots].
+
+    Returns float32[batch, heads, queries, size].
+    """
+    from backbone_surgery.kernels.targets import mix_target
+
+    _, heads, queries, _ = shares.shape
+    target = mix_target(heads, queries, value.shape[3])
+    shape = (_parts(), *shares.shape[:3], value.shape[3])
+    return _over_slots(target, shape, shares, value, first, stop).sum(axis=0)
+
+
+def _over_slots(target: str, shape: Any, x: Any, cache: Any, first: Any, stop: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    slots = cache.shape[1]
+    bounds = jnp.stack([jnp.clip(jnp.asarray(n, "int32"), 0, slots) for n in (first, stop)])
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, x.dtype))
+    # In the shape that the loop carries it in, or XLA would write new slots to a copy.
+    packed = cache.reshape([n for n in cache.shape if n > 1])
+    return call(x, packed, bounds, parts=np.int64(_parts()))

@@ -1,0 +1,137 @@
+"""Products of few rows by a matrix, as LLVM's IR; the matrix is read once, from first to last.
+
+Memory is read fastest in one stream, one address after another. So a matrix is taken in groups of
+rows that lie next to each other, and while one group is multiplied the next is asked for in the
+order in which it lies.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from backbone_surgery.kernels.builder import INT, POINTER, Builder
+
+_COLUMNS = 384
+"""How many columns to take at once: so many of a group and of the sums fit the first cache."""
+
+_LINE = 16
+"""Floats of a line of the cache."""
+
+_STEPS = 4
+"""Steps of the inner loop over one row to write out."""
+
+
+def write_stream(module: ir.Module, width: int) -> str:
+    """Write `stream(x, w, y, first, stop, K, columns)`: y = x[first:stop] @ w[first:stop].
+
+    x is float32[K], w float32[K, columns], y float32[columns]; columns divides by the width.
+    """
+    b = Builder(module, "stream", [POINTER] * 3 + [INT] * 4, width)
+    x, w, y, first, stop, _, columns = b.function.args
+    with b.loop(0, columns, width) as j:
+        b.store(b.zeros, y, j)
+    whole = b.ir.sub(columns, b.ir.srem(columns, INT(_STEPS * width)))
+    with b.loop(first, stop) as k:
+        factor, row = b.scalar(x, k), b.product(k, columns)
+        for start, end, steps in ((0, whole, _STEPS), (whole, columns, 1)):
+            with b.loop(start, end, steps * width) as j:
+                for step in range(steps):
+                    at = b.sum(j, step * width)
+                    b.store(b.add_product(factor, b.load(w, row, at), b.load(y, at)), y, at)
+    b.ir.ret_void()
+    return "stream"
+
+
+def write_groups(module: ir.Module, width: int, m: int, group: int) -> str:
+    """Write `groups_{m}(x, w, y, first, stop, K, columns)`: y = x[:, first:stop] @ w[first:stop].
+
+    x is float32[m, K], w float32[K, columns], y float32[m, columns]; columns divides by the width,
+    and first and stop by `group`. Two rows of x are multiplied at a time.
+
+    Args:
+        module: to add it to.
+        width: floats of a vector.
+        m: rows of x.
+        group: rows of a group.
+    """
+    b = Builder(module, f"groups_{m}", [POINTER] * 3 + [INT] * 4, width)
+    x, w, y, first, stop, inner, columns = b.function.args
+    pairs = -(-m // 2)
+    lines = -(-group * width // (_LINE * pairs))  # of the next group, to ask for at each step
+    with b.loop(0, b.product(m, columns), width) as j:
+        b.store(b.zeros, y, j)
+    with b.loop(first, stop, group) as k, b.loop(0, columns, _COLUMNS) as start:
+        end = b.least(b.sum(start, _COLUMNS), columns)
+        following = b.product(b.sum(k, group), columns)
+
+        def rows(i: Any, count: int) -> None:
+            factors = [
+                [b.scalar(x, b.product(b.sum(i, r), inner), k, g) for g in range(group)]
+                for r in range(count)
+            ]
+            own = [b.product(b.sum(i, r), columns) for r in range(count)]
+            # Counted in floats: of all steps of this group, those that came before these.
+            before = b.product(b.ir.sdiv(b.sum(i), INT(2)), b.ir.sub(end, start))
+            before = b.ir.sub(b.sum(b.product(start, pairs), before), start)
+            with b.loop(start, end, width) as j:
+                ahead = b.product(b.sum(before, j), lines * _LINE // width)
+                for line in range(lines):
+                    b.prefetch(w, following, ahead, line * _LINE)
+                loaded = [b.load(w, b.product(b.sum(k, g), columns), j) for g in range(group)]
+                for row, numbers in zip(own, factors, strict=True):
+                    sums = b.load(y, row, j)
+                    for number, vector in zip(numbers, loaded, strict=True):
+                        sums = b.add_product(number, vector, sums)
+                    b.store(sums, y, row, j)
+
+        with b.loop(0, m - 1, 2) as i:
+            rows(i, 2)
+        if m % 2:
+            rows(INT(m - 1), 1)
+    b.ir.ret_void()
+    return f"groups_{m}"
+
+
+def write_dots(module: ir.Module, width: int, m: int, most: int) -> str:
+    """Write `dots_{m}(x, w, y, first, stop, K, n)`: y[:, first:stop] = x @ w[first:stop].T.
+
+    x is float32[m, K], w float32[n, K], and y float32[m, n]; K divides by the width.
+
+    Args:
+        module: to add it to.
+        width: floats of a vector.
+        m: rows of x.
+        most: rows of x to multiply at a time, by two rows of w.
+    """
+    b = Builder(module, f"dots_{m}", [POINTER] * 3 + [INT] * 4, width)
+    x, w, y, first, stop, inner, count = b.function.args
+    pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
+    for begin, end, at_once in (
+        ((first, stop, 1),) if m == 1 else ((first, pairs, 2), (pairs, stop, 1))
+    ):
+        with b.loop(begin, end, at_once) as v:
+            start = b.product(v, inner)
+            for i in range(0, m, most):
+                rows = range(i, min(i + most, m))
+                totals = _dots(b, x, w, rows, at_once, start, inner, asks=i == 0)
+                for (row, r), total in totals.items():
+                    b.ir.store(total, b.at(y, b.product(count, row), v, r))
+    b.ir.ret_void()
+    return f"dots_{m}"
+
+
+def _dots(
+    b: Builder, x: Any, w: Any, rows: range, at_once: int, start: Any, inner: Any, asks: bool
+) -> dict[tuple[int, int], Any]:
+    """Multiply rows of x by one or two rows of w, and add up; ask for rows of w that come later."""
+    places = [(i, r) for i in rows for r in range(at_once)]
+    with b.carrying(0, inner, b.width, [b.zeros] * len(places)) as (k, now, following):
+        if asks and at_once > 1:
+            ahead = b.product(b.sum(k, b.product(2, inner)), at_once)
+            for line in range(max(at_once * b.width // _LINE, 1)):
+                b.prefetch(w, start, ahead, line * _LINE)
+        taken = [b.load(w, start, b.product(inner, r), k) for r in range(at_once)]
+        left = {i: b.load(x, b.product(inner, i), k) for i in rows}
+        for (i, r), total in zip(places, now, strict=True):
+            following.append(b.add_product(left[i], taken[r], total))
+    return {place: b.total(total) for place, total in zip(places, now, strict=True)}

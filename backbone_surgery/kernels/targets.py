@@ -1,0 +1,143 @@
+"""The targets of custom calls: which kernel each runs, and what each part of a call works on."""
+
+from typing import Any
+
+from llvmlite import ir
+
+from backbone_surgery.kernels import attention, products
+from backbone_surgery.kernels.builder import INT, INT32, Builder
+from backbone_surgery.kernels.handler import Body, Frame
+from backbone_surgery.kernels.processor import register
+
+_GROUPS = {16: 8, 8: 4}
+"""By the floats of a vector, how many rows of a matrix at once leave room in the registers."""
+
+_ROWS = {16: 8, 8: 4}
+"""How many sums of dot products do, by two rows of a matrix."""
+
+
+def columns_target(rows: int, whole: bool) -> str:
+    """Register x, [batch, rows, K], by w, [batch, K, columns], to [pieces, batch, rows, columns].
+
+    Args:
+        rows: of x.
+        whole: whether a part multiplies whole matrices, and there is one piece; else each part
+            multiplies a piece of each matrix, and the pieces are to be added up.
+    """
+
+    def write(module: ir.Module, width: int) -> Body:
+        group = _GROUPS[width]
+        if rows == 1:
+            kernel = products.write_stream(module, width)
+        else:
+            kernel = products.write_groups(module, width, rows, group)
+
+        def body(b: Builder, frame: Frame, part: Any) -> None:
+            x, w, y = frame.arguments(2)
+            batch, depth, columns = (frame.dimension(1, axis) for axis in range(3))
+            if whole:
+                begin, end = _share(b, batch, part, frame.parts)
+                first, stop = INT(0), depth
+            else:
+                begin, end = INT(0), batch
+                first, stop = _share(b, depth, part, frame.parts, group)
+                y = b.at(y, b.product(part, batch, rows, columns))
+            with b.loop(begin, end) as i:
+                own = b.at(x, b.product(i, rows, depth)), b.at(w, b.product(i, depth, columns))
+                out = b.at(y, b.product(i, rows, columns))
+                b.ir.call(module.globals[kernel], [*own, out, first, stop, depth, columns])
+
+        return body
+
+    return register(f"columns_{rows}_{'whole' if whole else 'pieces'}", write)
+
+
+def dots_target(rows: int) -> str:
+    """Register x, [rows, K], by the rows of w, [n, K], to [rows, n]."""
+
+    def write(module: ir.Module, width: int) -> Body:
+        kernel = products.write_dots(module, width, rows, _ROWS[width])
+
+        def body(b: Builder, frame: Frame, part: Any) -> None:
+            count, depth = frame.dimension(1, 0), frame.dimension(1, 1)
+            own = _share(b, count, part, frame.parts, 2)
+            b.ir.call(module.globals[kernel], [*frame.arguments(2), *own, depth, count])
+
+        return body
+
+    return register(f"dots_{rows}", write)
+
+
+def scores_target(heads: int, queries: int, size: int) -> str:
+    """Register queries, [batch, heads, queries, size], by keys, to [batch, heads, queries, slots].
+
+    The third argument says which slots are read, int32[2].
+    """
+
+    def write(module: ir.Module, width: int) -> Body:
+        kernel = attention.write_scores(module, width, heads, queries, size)
+
+        def body(b: Builder, frame: Frame, part: Any) -> None:
+            query, cache, _, y = frame.arguments(3)
+            batch, slots = (frame.dimension(0, axis, of_result=True) for axis in (0, 3))
+            first, stop = _bounds(b, frame)
+            begin, end = _share(b, b.ir.sub(stop, first), part, frame.parts)
+            with b.loop(0, batch) as row:
+                out = b.at(y, b.product(row, heads * queries, slots))
+                with b.ir.if_then(b.ir.icmp_signed("==", part, INT(0))):
+                    attention.write_zeros(b, out, heads * queries, slots, first, stop)
+                own = (
+                    b.at(query, b.product(row, heads * queries * size)),
+                    b.at(cache, b.product(row, slots, heads * size)),
+                )
+                seen = b.sum(first, begin), b.sum(first, end)
+                b.ir.call(module.globals[kernel], [*own, out, *seen, slots])
+
+        return body
+
+    return register(f"scores_{heads}_{queries}_{size}", write)
+
+
+def mix_target(heads: int, queries: int, size: int) -> str:
+    """Register shares, [batch, heads, queries, slots], by values, to [parts, ..., queries, size].
+
+    The third argument says which slots are read, int32[2]; the parts are to be added up.
+    """
+
+    def write(module: ir.Module, width: int) -> Body:
+        kernel = attention.write_mix(module, width, heads, queries, size)
+
+        def body(b: Builder, frame: Frame, part: Any) -> None:
+            shares, cache, _, y = frame.arguments(3)
+            batch, slots = frame.dimension(0, 0), frame.dimension(0, 3)
+            first, stop = _bounds(b, frame)
+            begin, end = _share(b, b.ir.sub(stop, first), part, frame.parts)
+            with b.loop(0, batch) as row:
+                at = b.sum(b.product(part, batch), row)
+                own = (
+                    b.at(shares, b.product(row, heads * queries, slots)),
+                    b.at(cache, b.product(row, slots, heads * size)),
+                    b.at(y, b.product(at, heads * queries * size)),
+                )
+                seen = b.sum(first, begin), b.sum(first, end)
+                b.ir.call(module.globals[kernel], [*own, *seen, slots])
+
+        return body
+
+    return register(f"mix_{heads}_{queries}_{size}", write)
+
+
+def _bounds(b: Builder, frame: Frame) -> list[Any]:
+    """Read which slots to read."""
+    words = b.ir.bitcast(frame.arguments(3)[2], INT32.as_pointer())
+    return [b.ir.sext(b.ir.load(b.ir.gep(words, [INT(i)])), INT) for i in (0, 1)]
+
+
+def _share(b: Builder, total: Any, part: Any, parts: Any, multiple: int = 1) -> tuple[Any, Any]:
+    """Return where a part begins and ends, in whole multiples."""
+    units = b.ir.sdiv(b.sum(total, multiple - 1), INT(multiple))
+
+    def cut(number: Any) -> Any:
+        return b.least(b.product(b.ir.sdiv(b.product(units, number), parts), multiple), total)
+
+    return cut(part), cut(b.sum(part, 1))
