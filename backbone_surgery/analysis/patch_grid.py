@@ -1,10 +1,12 @@
 """Causal tracing: which site, at which token, carries what tells two texts apart."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from keras import ops, tree
 
 from backbone_surgery import hosts
 from backbone_surgery.analysis.question import (
@@ -12,17 +14,23 @@ from backbone_surgery.analysis.question import (
     Text,
     bind_rows,
     derived,
+    head_of,
     make_metric,
-    next_token_logits,
     read_text,
+    rewired,
 )
+from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.rewriting import Capture, Patch
 from backbone_surgery.vectors.activations import check_batch_size
 
 _NAME = "patch_grid"
+
+_PIECES, _LEAST_PIECE = 4, 8
+"""Rows begin at so many places at most: for each of them a program is compiled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +79,10 @@ def patch_grid(
     """Patch every site and token of one text with the activation of another, one at a time.
 
     Source: Meng et al. 2022, https://arxiv.org/abs/2202.05262; Wang et al. 2022,
-    https://arxiv.org/abs/2211.00593. All cells run in a few batches of one compiled pass; another
-    pair of texts of that length compiles nothing. Before the first token that differs, both texts
-    have the same activations: these cells need no pass.
+    https://arxiv.org/abs/2211.00593. Cells are rows of few batches. A patch changes nothing before
+    its token, so a row begins there, or a little before, from the cache of the corrupted text.
+    Before the first token that differs, both texts have the same activations: these cells need no
+    pass. Another pair of texts of that length compiles nothing new.
 
     Args:
         lm: the model, edited or not.
@@ -114,15 +123,16 @@ def patch_grid(
     cells = [
         (s, t) for s, t in np.ndindex(grid.shape) if not np.array_equal(values[s][t], others[s][t])
     ]
-    text, rows = texts[1], min(int(batch_size), grid.size)
-    inputs = {**text.inputs(rows), **bind_rows(lm, controls, text, rows)}
-    for start in range(0, len(cells), rows):
-        part = cells[start : start + rows]
-        patch = _patch(part + [part[-1]] * (rows - len(part)), values)
-        hidden_states = patching.hidden_states(predict(patching, {**inputs, **patch}))
-        for cell, value in zip(part, _measured(lm, measure, hidden_states), strict=False):
-            grid[cell] = value
-    return PatchGrid(grid, clean_end, corrupted_end, sites, text.labels)
+    rows = min(int(batch_size), grid.size)
+    patched = _Patched(lm, texts[1], patching, values, controls)
+    for start in patched.starts:
+        own = [cell for cell in cells if patched.start_of(cell) == start]
+        for first in range(0, len(own), rows):
+            part = own[first : first + rows]
+            hidden_states = patched.run(start, part + [part[-1]] * (rows - len(part)))
+            for cell, value in zip(part, _measured(lm, measure, hidden_states), strict=False):
+                grid[cell] = value
+    return PatchGrid(grid, clean_end, corrupted_end, sites, texts[1].labels)
 
 
 def _run(
@@ -136,8 +146,70 @@ def _run(
     return float(_measured(lm, measure, outputs["hidden_states"])[0]), values
 
 
+class _Patched:
+    """Rows of one text, each with one activation of another, from the last place before it.
+
+    Args:
+        lm: the model.
+        text: the text.
+        patching: the model with a `Patch`.
+        values: of the other text, for each site float32[tokens, ...].
+        controls: for the controls of the model's own rewrites.
+
+    Attributes:
+        starts: the places at which rows can begin.
+    """
+
+    def __init__(
+        self,
+        lm: CachedCausalLM,
+        text: Text,
+        patching: EditedBackbone,
+        values: list[np.ndarray],
+        controls: Any,
+    ) -> None:
+        self.text, self.values = text, values
+        self.bind = functools.partial(bind_rows, lm, controls, text)
+        self.model = rewired(patching)
+        length = len(text.token_ids)
+        self.piece = max(-(-length // _PIECES), _LEAST_PIECE)
+        self.starts = range(0, length, self.piece)
+        self.cache = {0: new_cache(self.model, 1, length)}
+
+    def start_of(self, cell: tuple[int, int]) -> int:
+        """Return where the row of a cell begins."""
+        return cell[1] // self.piece * self.piece
+
+    def run(self, start: int, cells: list[tuple[int, int]]) -> np.ndarray:
+        """Run the text from a place on, a row for each cell, to its hidden states."""
+        cache = tree.map_structure(
+            lambda x: np.repeat(x, len(cells), axis=0), self._cache_before(start)
+        )
+        return self._run(start, len(self.text.token_ids), cache, cells)["hidden_states"]
+
+    def _cache_before(self, start: int) -> Any:
+        """Return the cache of the text up to a place, piece by piece."""
+        if start not in self.cache:
+            before = start - self.piece
+            result = self._run(before, start, self._cache_before(before), [(0, -1)])
+            self.cache[start] = result["cache"]
+        return self.cache[start]
+
+    def _run(self, start: int, stop: int, cache: Any, cells: list[tuple[int, int]]) -> Any:
+        rows, own = len(cells), slice(start, stop)
+        positions = np.arange(start, stop, dtype="int32")
+        inputs = {
+            "token_ids": np.repeat(self.text.token_ids[None, own], rows, axis=0),
+            "positions": np.repeat(positions[None], rows, axis=0),
+            "cache": cache,
+            "cache_update_index": np.int32(start),
+            "cache_mask": np.ones((rows, len(self.text.token_ids)), bool),
+        }
+        return predict(self.model, {**inputs, **self.bind(rows), **_patch(cells, self.values)})
+
+
 def _patch(cells: list[tuple[int, int]], values: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Make the inputs of `Patch` for a batch in which each row patches one cell."""
+    """Make the inputs of `Patch` for a batch in which each row patches one cell; -1 is no token."""
     positions = np.full((len(cells), len(values), 1), -1, "int32")
     inputs = {f"{_NAME}_positions": positions}
     tokens = [token for _, token in cells]
@@ -149,4 +221,5 @@ def _patch(cells: list[tuple[int, int]], values: list[np.ndarray]) -> dict[str, 
 
 
 def _measured(lm: CachedCausalLM, measure: Any, hidden_states: Any) -> np.ndarray:
-    return np.asarray(hosts.to_numpy(measure(next_token_logits(lm, hidden_states))), "float32")
+    logits = predict(head_of(lm), hidden_states[:, -1])
+    return np.asarray(hosts.to_numpy(measure(ops.convert_to_tensor(logits))), "float32")

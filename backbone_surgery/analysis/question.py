@@ -10,6 +10,8 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import hosts
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.rewire import derive
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
@@ -143,6 +145,23 @@ def derived(lm: CachedCausalLM, *rewrites: Rewrite) -> EditedBackbone:
     if rewrites not in models:
         models[rewrites] = operate(lm.opened, rewrites)
     return models[rewrites]
+
+
+def rewired(model: EditedBackbone) -> BackboneWithCache:
+    """Derive the cached graph of a model whose layers were probed before, once."""
+    if "_rewired" not in vars(model):
+        object.__setattr__(model, "_rewired", derive(model))
+    return vars(model)["_rewired"]
+
+
+def head_of(lm: CachedCausalLM) -> keras.Model:
+    """Return the model that makes logits of hidden states, float[batch, hidden_dim], once."""
+    if "_head_alone" not in vars(lm.opened):
+        embedding = lm.opened.token_embedding
+        states = keras.Input((embedding.output_dim,), dtype=lm.opened.compute_dtype)
+        model = keras.Model(states, embedding(states, reverse=True))
+        object.__setattr__(lm.opened, "_head_alone", model)
+    return vars(lm.opened)["_head_alone"]
 
 
 def bind_rows(lm: CachedCausalLM, controls: Any, text: Text, rows: int) -> dict[str, np.ndarray]:

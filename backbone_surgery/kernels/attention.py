@@ -40,7 +40,7 @@ def write_scores(module: ir.Module, width: int, heads: int, queries: int, size: 
 
 
 def write_mix(module: ir.Module, width: int, heads: int, queries: int, size: int) -> str:
-    """Write `mix(p, v, y, first, stop, slots)`: y[h, i], the sum of p[h, i, j] · v[j, h] of a range.
+    """Write `mix(p, v, y, first, stop, slots)`: y[h, i] = Σ p[h, i, j] · v[j, h] over a range.
 
     p is float32[heads, queries, slots], v float32[slots, heads, size] and y float32[heads, queries,
     size]; for the rest see `write_scores`.

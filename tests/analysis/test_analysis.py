@@ -32,6 +32,27 @@ def logits_of(lm, model, ids):
     return unembed(lm, model(np.array([ids])))
 
 
+LONG = list(range(1, 22))
+
+
+def test_rows_of_a_grid_begin_where_their_patch_is(lm):
+    """A text of three pieces, against one uncached pass for each cell."""
+    other = [LONG[0], LONG[1] + 30, *LONG[2:]]
+    got = bs.patch_grid(lm, other, LONG, metric=7, at="blocks.*.key", batch_size=5)
+    patching = bs.operate(lm.backbone, [bs.Patch("blocks.*.key")])
+    capturing = bs.operate(lm.backbone, [bs.Capture("blocks.*.key")])
+    mask = np.ones((1, len(LONG)), "int32")
+    captures = capturing({"token_ids": np.array([other]), "padding_mask": mask})["captures"]
+    values = [np.asarray(captures[s]) for s in got.sites]
+    for s, t in [(0, 1), (0, 7), (1, 8), (0, 15), (1, 16), (1, 20), (0, 20), (1, 3)]:
+        positions = np.full((1, len(values), 1), -1)
+        positions[0, s] = t
+        patch = {f"patch_value_{i}": v[:, t : t + 1] for i, v in enumerate(values)}
+        inputs = {"token_ids": np.array([LONG]), "padding_mask": mask}
+        hidden = patching({**inputs, **patch, "patch_positions": positions})
+        assert abs(got.values[s, t] - unembed(lm, np.asarray(hidden))[0, -1, 7]) <= 1e-4, (s, t)
+
+
 def test_patch_grid_is_one_patched_pass_for_each_cell(lm):
     got = bs.patch_grid(lm, CLEAN, CORRUPTED, metric=(7, 8), batch_size=4)
     assert got.sites == ["blocks.0", "blocks.1"]

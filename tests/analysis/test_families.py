@@ -31,6 +31,14 @@ def test_analyses(name):
     assert not bs.attribution(lm, CLEAN, 7).values[-1, :-1].any()
 
 
+def test_grids_of_texts_in_pieces_are_those_of_one_piece(name, monkeypatch):
+    lm = bs.CachedCausalLM(ROWS[name].make())
+    texts = [[9, 2, 3, 4, 5, 6, 7, 8, 1, 2], [9, 2, 5, 4, 5, 6, 7, 8, 1, 2]]
+    whole = bs.patch_grid(lm, *texts, (7, 8))
+    monkeypatch.setattr("backbone_surgery.analysis.patch_grid._LEAST_PIECE", 1)
+    np.testing.assert_allclose(bs.patch_grid(lm, *texts, (7, 8)).values, whole.values, atol=1e-4)
+
+
 def test_drawings_name_each_block_and_cache(name):
     backbone = ROWS[name].make()
     text = bs.to_mermaid(bs.rewire(backbone), expand_nested=True)
