@@ -102,9 +102,11 @@ def product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
     import jax.numpy as jnp
 
     sums = _SUMS.get(x.dtype.name) if x.dtype == y.dtype else None
+    own = calls.product(x, y, dimension_numbers)
+    if own is not None:
+        return own.astype(params["preferred_element_type"] or x.dtype)
     if sums is None:
-        own = calls.product(x, y, dimension_numbers)
-        return jax.lax.dot_general(x, y, dimension_numbers, **params) if own is None else own
+        return jax.lax.dot_general(x, y, dimension_numbers, **params)
     dtype = params.pop("preferred_element_type") or x.dtype
     contracted, batch = dimension_numbers
     rows = _own_axes(x, contracted[0], batch[0])
@@ -128,10 +130,11 @@ def _of_matrix(x: Any, y: Any, stored: Any, dimension_numbers: Any, **params: An
     if stored is None or len(contracted) != 1 or any(batch):
         return product(x, y, dimension_numbers, **params)
     turned = ((own, (1 - contracted[0],)), batch)
-    if y.dtype.name not in _SUMS and calls.product(x, stored, turned) is None:
-        return product(x, y, dimension_numbers, **params)  # XLA turns it at no cost
-    x, stored = jax.lax.optimization_barrier((x, stored))
-    return product(x, stored, turned, **params)
+    if x.dtype == y.dtype and y.dtype.name in _SUMS:  # else XLA turns it at no cost
+        x, stored = jax.lax.optimization_barrier((x, stored))
+        return product(x, stored, turned, **params)
+    own = calls.product(x, stored, turned)
+    return product(x, y, dimension_numbers, **params) if own is None else own
 
 
 def _look_up(primitive: Any, table: Any, places: Any, **params: Any) -> Any:

@@ -7,8 +7,19 @@ from typing import Any
 from llvmlite import ir
 
 FLOAT, INT, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
-POINTER = FLOAT.as_pointer()
-BYTES = ir.IntType(8).as_pointer()
+BYTE = ir.IntType(8)
+POINTER, BYTES = FLOAT.as_pointer(), BYTE.as_pointer()
+
+STORED = {"float32": FLOAT, "bfloat16": ir.IntType(16), "int8": BYTE}
+"""The numbers that a matrix may be stored as. LLVM sees bfloat16 as its bits."""
+
+LINE = 64
+"""Bytes of a line of the cache."""
+
+
+def per_line(dtype: str) -> int:
+    """Return how many numbers a line of the cache holds."""
+    return LINE * 8 // (32 if dtype == "float32" else STORED[dtype].width)
 
 
 class Builder:
@@ -115,6 +126,19 @@ class Builder:
         """Read a vector of floats."""
         where = self.ir.bitcast(self.at(pointer, *place), self.vector.as_pointer())
         return self.ir.load(where, align=4)
+
+    def load_as_floats(self, dtype: str, pointer: Any, *place: Any) -> Any:
+        """Read a vector of numbers that are stored as `dtype`."""
+        if dtype == "float32":
+            return self.load(pointer, *place)
+        kind = ir.VectorType(STORED[dtype], self.width)
+        where = self.ir.bitcast(self.at(pointer, *place), kind.as_pointer())
+        narrow = self.ir.load(where, align=1)
+        whole = ir.VectorType(INT32, self.width)
+        if dtype == "int8":
+            return self.ir.sitofp(self.ir.sext(narrow, whole), self.vector)
+        bits = ir.Constant(whole, [16] * self.width)  # bfloat16 is the upper half of float32
+        return self.ir.bitcast(self.ir.shl(self.ir.zext(narrow, whole), bits), self.vector)
 
     def store(self, vector: Any, pointer: Any, *place: Any) -> None:
         """Write a vector of floats."""

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 _LEAST = 1 << 17
-"""Floats of a matrix or a cache that is worth a kernel: half a megabyte, and more."""
+"""Numbers of a matrix or a cache that is worth a kernel, and more."""
+
+_STORED = ("float32", "bfloat16", "int8")
 
 _MOST_ROWS_BY_COLUMNS, _MOST_ROWS_OF_DOTS = 10, 32
 """With more rows XLA's products are faster, which pack the matrix. See docs/performance.md."""
@@ -51,17 +53,24 @@ def _parts() -> int:
 
 
 def _takes(x: Any, y: Any) -> bool:
-    """Tell whether two arrays are of float32, and the second is worth a kernel."""
-    return x.dtype == y.dtype == np.float32 and y.size > _LEAST and available()
+    """Tell whether two arrays are of one dtype, and the second is worth a kernel."""
+    known = x.dtype == y.dtype and y.dtype.name in _STORED
+    return known and y.size > _LEAST and available()
 
 
 def product(x: Any, y: Any, dimension_numbers: Any) -> Any | None:
     """Compute `jax.lax.dot_general` of few rows and a matrix; `None` where XLA should.
 
+    What is narrow is multiplied and added up as float32, which holds whole numbers up to 2²⁴: so
+    sums of int8 are rounded where XLA's wrap around later, beyond 2³¹.
+
     Args:
         x: one factor.
         y: the other.
         dimension_numbers: the axes that are summed over, and those of the batch, of both.
+
+    Returns:
+        float32, whatever the dtype of the factors.
     """
     import jax.numpy as jnp
 
@@ -79,7 +88,7 @@ def product(x: Any, y: Any, dimension_numbers: Any) -> Any | None:
     columns = [a for a in range(y.ndim) if a not in (*right, *right_batch)]
     order = np.argsort(right)  # of the axes that are summed over, as they lie in the matrix
     lies = [*right_batch, *np.take(right, order)]
-    x = jnp.transpose(x, [*left_batch, *rows, *np.take(left, order)])
+    x = jnp.transpose(x, [*left_batch, *rows, *np.take(left, order)]).astype("float32")
     shape = (*(y.shape[a] for a in right_batch), *(x.shape[len(left_batch) :][: len(rows)]))
     shape = (*shape, *(y.shape[a] for a in columns))
     inner = int(np.prod([y.shape[a] for a in right]))
@@ -109,7 +118,9 @@ def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
     parts = _parts()
     whole = batch >= parts  # each part then has matrices of its own; else a piece of each
     shape = (1 if whole else parts, batch, rows, columns)
-    call = jax.ffi.ffi_call(columns_target(rows, whole), jax.ShapeDtypeStruct(shape, x.dtype))
+    call = jax.ffi.ffi_call(
+        columns_target(y.dtype.name, rows, whole), jax.ShapeDtypeStruct(shape, x.dtype)
+    )
     z = call(x, y.reshape(batch, inner, columns), parts=np.int64(parts))
     return z[0] if shape[0] == 1 else z.sum(axis=0)
 
@@ -123,7 +134,9 @@ def _dots(x: Any, y: Any) -> Any | None:
     from backbone_surgery.kernels.targets import dots_target
 
     shape = jax.ShapeDtypeStruct((len(x), len(y)), x.dtype)
-    return jax.ffi.ffi_call(dots_target(len(x)), shape)(x, y, parts=np.int64(_parts()))
+    return jax.ffi.ffi_call(dots_target(y.dtype.name, len(x)), shape)(
+        x, y, parts=np.int64(_parts())
+    )
 
 
 def attends(rows: Any, cache: Any) -> bool:
@@ -134,7 +147,8 @@ def attends(rows: Any, cache: Any) -> bool:
         cache: keys or values, [batch, slots, heads, size].
     """
     few = rows.shape[2] <= _MOST_QUERIES and cache.shape[3] % 16 == 0
-    return few and _in_use.get() and _takes(rows, cache)
+    wide = rows.dtype == cache.dtype == np.float32
+    return few and wide and _in_use.get() and _takes(rows, cache)
 
 
 def scores(query: Any, key: Any, first: Any, stop: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from backbone_surgery.kernels.builder import BYTES, INT, INT32, POINTER, Builder
+from backbone_surgery.kernels.builder import BYTES, INT, INT32, STORED, Builder
 
 # Where fields lie, in words of 8 bytes. Of the frame:
 _EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS, _ATTRIBUTES = 1, 2, 3, 9, 14, 20
@@ -50,9 +50,10 @@ class Frame:
             pointer = self.builder.ir.inttoptr(self.word(pointer, place), _WORDS)
         return pointer
 
-    def data(self, kind: int, number: int) -> Any:
-        """Return the address of the floats of an argument or a result."""
-        return self.builder.ir.bitcast(self.follow(self.words, kind, number, _DATA), POINTER)
+    def data(self, kind: int, number: int, dtype: str = "float32") -> Any:
+        """Return the address of the numbers of an argument or a result."""
+        address = self.follow(self.words, kind, number, _DATA)
+        return self.builder.ir.bitcast(address, STORED[dtype].as_pointer())
 
     def dimension(self, number: int, axis: int, of_result: bool = False) -> Any:
         """Return the size of an axis of an argument or a result."""
@@ -64,9 +65,16 @@ class Frame:
         """Into how many parts the call is cut: its only attribute."""
         return self.word(self.follow(self.words, _ATTRIBUTES, 0, _VALUE), 0)
 
-    def arguments(self, count: int) -> list[Any]:
-        """Return the addresses of the arguments, and of the one result."""
-        return [*(self.data(_ARGUMENTS, i) for i in range(count)), self.data(_RESULTS, 0)]
+    def arguments(self, dtype: str = "float32") -> list[Any]:
+        """Return the addresses of the first argument, of the second, of a dtype, and the result."""
+        first, second = self.data(_ARGUMENTS, 0), self.data(_ARGUMENTS, 1, dtype)
+        return [first, second, self.data(_RESULTS, 0)]
+
+    def bounds(self) -> list[Any]:
+        """Return the two numbers of the third argument, int32[2]."""
+        words = self.builder.ir.bitcast(self.data(_ARGUMENTS, 2), INT32.as_pointer())
+        read = [self.builder.ir.load(self.builder.ir.gep(words, [INT(i)])) for i in (0, 1)]
+        return [self.builder.ir.sext(number, INT) for number in read]
 
 
 def write_handler(module: ir.Module, width: int, name: str, body: Body) -> None:

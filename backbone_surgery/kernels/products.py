@@ -9,24 +9,21 @@ from typing import Any
 
 from llvmlite import ir
 
-from backbone_surgery.kernels.builder import INT, POINTER, Builder
+from backbone_surgery.kernels.builder import INT, POINTER, STORED, Builder, per_line
 
 _COLUMNS = 384
 """How many columns to take at once: so many of a group and of the sums fit the first cache."""
-
-_LINE = 16
-"""Floats of a line of the cache."""
 
 _STEPS = 4
 """Steps of the inner loop over one row to write out."""
 
 
-def write_stream(module: ir.Module, width: int) -> str:
+def write_stream(module: ir.Module, width: int, dtype: str) -> str:
     """Write `stream(x, w, y, first, stop, K, columns)`: y = x[first:stop] @ w[first:stop].
 
-    x is float32[K], w float32[K, columns], y float32[columns]; columns divides by the width.
+    x is float32[K], w [K, columns] of the dtype, y float32[columns]; columns divides by the width.
     """
-    b = Builder(module, "stream", [POINTER] * 3 + [INT] * 4, width)
+    b = Builder(module, "stream", _arguments(dtype, 4), width)
     x, w, y, first, stop, _, columns = b.function.args
     with b.loop(0, columns, width) as j:
         b.store(b.zeros, y, j)
@@ -37,27 +34,29 @@ def write_stream(module: ir.Module, width: int) -> str:
             with b.loop(start, end, steps * width) as j:
                 for step in range(steps):
                     at = b.sum(j, step * width)
-                    b.store(b.add_product(factor, b.load(w, row, at), b.load(y, at)), y, at)
+                    vector = b.load_as_floats(dtype, w, row, at)
+                    b.store(b.add_product(factor, vector, b.load(y, at)), y, at)
     b.ir.ret_void()
     return "stream"
 
 
-def write_groups(module: ir.Module, width: int, m: int, group: int) -> str:
+def write_groups(module: ir.Module, width: int, dtype: str, m: int, group: int) -> str:
     """Write `groups_{m}(x, w, y, first, stop, K, columns)`: y = x[:, first:stop] @ w[first:stop].
 
-    x is float32[m, K], w float32[K, columns], y float32[m, columns]; columns divides by the width,
-    and first and stop by `group`. Two rows of x are multiplied at a time.
+    x is float32[m, K], w [K, columns] of the dtype, y float32[m, columns]; columns divides by the
+    width, and first and stop by `group`. Two rows of x are multiplied at a time.
 
     Args:
         module: to add it to.
         width: floats of a vector.
+        dtype: of w.
         m: rows of x.
         group: rows of a group.
     """
-    b = Builder(module, f"groups_{m}", [POINTER] * 3 + [INT] * 4, width)
+    b = Builder(module, f"groups_{m}", _arguments(dtype, 4), width)
     x, w, y, first, stop, inner, columns = b.function.args
-    pairs = -(-m // 2)
-    lines = -(-group * width // (_LINE * pairs))  # of the next group, to ask for at each step
+    pairs, line = -(-m // 2), per_line(dtype)
+    lines = -(-group * width // (line * pairs))  # of the next group, to ask for at each step
     with b.loop(0, b.product(m, columns), width) as j:
         b.store(b.zeros, y, j)
     with b.loop(first, stop, group) as k, b.loop(0, columns, _COLUMNS) as start:
@@ -74,10 +73,13 @@ def write_groups(module: ir.Module, width: int, m: int, group: int) -> str:
             before = b.product(b.ir.sdiv(b.sum(i), INT(2)), b.ir.sub(end, start))
             before = b.ir.sub(b.sum(b.product(start, pairs), before), start)
             with b.loop(start, end, width) as j:
-                ahead = b.product(b.sum(before, j), lines * _LINE // width)
-                for line in range(lines):
-                    b.prefetch(w, following, ahead, line * _LINE)
-                loaded = [b.load(w, b.product(b.sum(k, g), columns), j) for g in range(group)]
+                ahead = b.ir.sdiv(b.product(b.sum(before, j), lines * line), INT(width))
+                for i in range(lines):
+                    b.prefetch(w, following, ahead, i * line)
+                loaded = [
+                    b.load_as_floats(dtype, w, b.product(b.sum(k, g), columns), j)
+                    for g in range(group)
+                ]
                 for row, numbers in zip(own, factors, strict=True):
                     sums = b.load(y, row, j)
                     for number, vector in zip(numbers, loaded, strict=True):
@@ -92,18 +94,19 @@ def write_groups(module: ir.Module, width: int, m: int, group: int) -> str:
     return f"groups_{m}"
 
 
-def write_dots(module: ir.Module, width: int, m: int, most: int) -> str:
+def write_dots(module: ir.Module, width: int, dtype: str, m: int, most: int) -> str:
     """Write `dots_{m}(x, w, y, first, stop, K, n)`: y[:, first:stop] = x @ w[first:stop].T.
 
-    x is float32[m, K], w float32[n, K], and y float32[m, n]; K divides by the width.
+    x is float32[m, K], w [n, K] of the dtype, and y float32[m, n]; K divides by the width.
 
     Args:
         module: to add it to.
         width: floats of a vector.
+        dtype: of w.
         m: rows of x.
         most: rows of x to multiply at a time, by two rows of w.
     """
-    b = Builder(module, f"dots_{m}", [POINTER] * 3 + [INT] * 4, width)
+    b = Builder(module, f"dots_{m}", _arguments(dtype, 4), width)
     x, w, y, first, stop, inner, count = b.function.args
     pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
     for begin, end, at_once in (
@@ -113,7 +116,7 @@ def write_dots(module: ir.Module, width: int, m: int, most: int) -> str:
             start = b.product(v, inner)
             for i in range(0, m, most):
                 rows = range(i, min(i + most, m))
-                totals = _dots(b, x, w, rows, at_once, start, inner, asks=i == 0)
+                totals = _dots(b, dtype, x, w, rows, at_once, start, inner, asks=i == 0)
                 for (row, r), total in totals.items():
                     b.ir.store(total, b.at(y, b.product(count, row), v, r))
     b.ir.ret_void()
@@ -121,17 +124,31 @@ def write_dots(module: ir.Module, width: int, m: int, most: int) -> str:
 
 
 def _dots(
-    b: Builder, x: Any, w: Any, rows: range, at_once: int, start: Any, inner: Any, asks: bool
+    b: Builder,
+    dtype: str,
+    x: Any,
+    w: Any,
+    rows: range,
+    at_once: int,
+    start: Any,
+    inner: Any,
+    asks: bool,
 ) -> dict[tuple[int, int], Any]:
     """Multiply rows of x by one or two rows of w, and add up; ask for rows of w that come later."""
     places = [(i, r) for i in rows for r in range(at_once)]
     with b.carrying(0, inner, b.width, [b.zeros] * len(places)) as (k, now, following):
         if asks and at_once > 1:
             ahead = b.product(b.sum(k, b.product(2, inner)), at_once)
-            for line in range(max(at_once * b.width // _LINE, 1)):
-                b.prefetch(w, start, ahead, line * _LINE)
-        taken = [b.load(w, start, b.product(inner, r), k) for r in range(at_once)]
+            line = per_line(dtype)
+            for number in range(max(at_once * b.width // line, 1)):
+                b.prefetch(w, start, ahead, number * line)
+        taken = [b.load_as_floats(dtype, w, start, b.product(inner, r), k) for r in range(at_once)]
         left = {i: b.load(x, b.product(inner, i), k) for i in rows}
         for (i, r), total in zip(places, now, strict=True):
             following.append(b.add_product(left[i], taken[r], total))
     return {place: b.total(total) for place, total in zip(places, now, strict=True)}
+
+
+def _arguments(dtype: str, numbers: int) -> list[Any]:
+    """Return the types of x, w, y and some integers."""
+    return [POINTER, STORED[dtype].as_pointer(), POINTER, *[INT] * numbers]

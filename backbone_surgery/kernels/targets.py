@@ -5,7 +5,7 @@ from typing import Any
 from llvmlite import ir
 
 from backbone_surgery.kernels import attention, products
-from backbone_surgery.kernels.builder import INT, INT32, Builder
+from backbone_surgery.kernels.builder import INT, Builder
 from backbone_surgery.kernels.handler import Body, Frame
 from backbone_surgery.kernels.processor import register
 
@@ -16,10 +16,11 @@ _ROWS = {16: 8, 8: 4}
 """How many sums of dot products do, by two rows of a matrix."""
 
 
-def columns_target(rows: int, whole: bool) -> str:
+def columns_target(dtype: str, rows: int, whole: bool) -> str:
     """Register x, [batch, rows, K], by w, [batch, K, columns], to [pieces, batch, rows, columns].
 
     Args:
+        dtype: of w.
         rows: of x.
         whole: whether a part multiplies whole matrices, and there is one piece; else each part
             multiplies a piece of each matrix, and the pieces are to be added up.
@@ -28,12 +29,12 @@ def columns_target(rows: int, whole: bool) -> str:
     def write(module: ir.Module, width: int) -> Body:
         group = _GROUPS[width]
         if rows == 1:
-            kernel = products.write_stream(module, width)
+            kernel = products.write_stream(module, width, dtype)
         else:
-            kernel = products.write_groups(module, width, rows, group)
+            kernel = products.write_groups(module, width, dtype, rows, group)
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
-            x, w, y = frame.arguments(2)
+            x, w, y = frame.arguments(dtype)
             batch, depth, columns = (frame.dimension(1, axis) for axis in range(3))
             if whole:
                 begin, end = _share(b, batch, part, frame.parts)
@@ -49,23 +50,23 @@ def columns_target(rows: int, whole: bool) -> str:
 
         return body
 
-    return register(f"columns_{rows}_{'whole' if whole else 'pieces'}", write)
+    return register(f"columns_{dtype}_{rows}_{'whole' if whole else 'pieces'}", write)
 
 
-def dots_target(rows: int) -> str:
-    """Register x, [rows, K], by the rows of w, [n, K], to [rows, n]."""
+def dots_target(dtype: str, rows: int) -> str:
+    """Register x, [rows, K], by the rows of w, [n, K] of a dtype, to [rows, n]."""
 
     def write(module: ir.Module, width: int) -> Body:
-        kernel = products.write_dots(module, width, rows, _ROWS[width])
+        kernel = products.write_dots(module, width, dtype, rows, _ROWS[width])
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
             count, depth = frame.dimension(1, 0), frame.dimension(1, 1)
             own = _share(b, count, part, frame.parts, 2)
-            b.ir.call(module.globals[kernel], [*frame.arguments(2), *own, depth, count])
+            b.ir.call(module.globals[kernel], [*frame.arguments(dtype), *own, depth, count])
 
         return body
 
-    return register(f"dots_{rows}", write)
+    return register(f"dots_{dtype}_{rows}", write)
 
 
 def scores_target(heads: int, queries: int, size: int) -> str:
@@ -78,9 +79,9 @@ def scores_target(heads: int, queries: int, size: int) -> str:
         kernel = attention.write_scores(module, width, heads, queries, size)
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
-            query, cache, _, y = frame.arguments(3)
+            query, cache, y = frame.arguments()
             batch, slots = (frame.dimension(0, axis, of_result=True) for axis in (0, 3))
-            first, stop = _bounds(b, frame)
+            first, stop = frame.bounds()
             begin, end = _share(b, b.ir.sub(stop, first), part, frame.parts)
             with b.loop(0, batch) as row:
                 out = b.at(y, b.product(row, heads * queries, slots))
@@ -108,9 +109,9 @@ def mix_target(heads: int, queries: int, size: int) -> str:
         kernel = attention.write_mix(module, width, heads, queries, size)
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
-            shares, cache, _, y = frame.arguments(3)
+            shares, cache, y = frame.arguments()
             batch, slots = frame.dimension(0, 0), frame.dimension(0, 3)
-            first, stop = _bounds(b, frame)
+            first, stop = frame.bounds()
             begin, end = _share(b, b.ir.sub(stop, first), part, frame.parts)
             with b.loop(0, batch) as row:
                 at = b.sum(b.product(part, batch), row)
@@ -125,12 +126,6 @@ def mix_target(heads: int, queries: int, size: int) -> str:
         return body
 
     return register(f"mix_{heads}_{queries}_{size}", write)
-
-
-def _bounds(b: Builder, frame: Frame) -> list[Any]:
-    """Read which slots to read."""
-    words = b.ir.bitcast(frame.arguments(3)[2], INT32.as_pointer())
-    return [b.ir.sext(b.ir.load(b.ir.gep(words, [INT(i)])), INT) for i in (0, 1)]
 
 
 def _share(b: Builder, total: Any, part: Any, parts: Any, multiple: int = 1) -> tuple[Any, Any]:

@@ -38,13 +38,15 @@ def close(received, x, y, axes):
     np.testing.assert_allclose(received, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("dtype", "parts"), [("float32", 1), ("float32", 8), ("bfloat16", 2), ("int8", 2)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
 @pytest.mark.parametrize("name", SHAPES)
-def test_products(everywhere, monkeypatch, rng, name, rows, parts):
+def test_products(everywhere, monkeypatch, rng, name, rows, dtype, parts):
     own, matrix, axes = SHAPES[name]
     monkeypatch.setattr(calls, "_parts", lambda: parts)
-    x, y = (jnp.asarray(rng.standard_normal(s), "float32") for s in ((rows, *own), matrix))
+    x, y = (jnp.asarray(9 * rng.standard_normal(s), dtype) for s in ((rows, *own), matrix))
     run = jax.jit(lambda x, y: calls.product(x, y, (((axes[0],), (axes[1],)), ((), ()))))
     close(run(x, y), x, y, axes)
 
@@ -81,7 +83,12 @@ def test_what_is_left_to_xla(everywhere, x, y, axes):
     x, y = jnp.ones(x), jnp.ones(y)
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     assert calls.product(x, y, dimensions) is None
-    assert calls.product(x.astype("bfloat16"), y, dimensions) is None
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float16", "float16")])
+def test_dtypes_that_are_left_to_xla(everywhere, dtypes):
+    x, y = jnp.ones((2, 64), dtypes[0]), jnp.ones((64, 48), dtypes[1])
+    assert calls.product(x, y, (((1,), (0,)), ((), ()))) is None
 
 
 def test_small_matrices_are_left_to_xla(rng):
