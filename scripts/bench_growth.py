@@ -55,7 +55,7 @@ class Decoder:
         batch = Batch([prompt], budget, np.zeros((1, 2), np.uint32), {}, Stops([]))
         self.arguments = jax.device_put(make_arguments(self.strategy, batch, 1, PROMPT))
         cache = new_packed_cache(lm.backbone_with_cache, 1, length)
-        self.state = self.programs.prefill(self.strategy, cache, self.arguments)
+        self.state = self.programs.prefill(self.strategy, cache, self.arguments, length)
         self.slot = PROMPT + 1
         self.seconds = float("inf")
 

@@ -7,6 +7,7 @@ of the other. So whatever builds a graph does it inside `building`. Finished mod
 
 import contextlib
 import contextvars
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -18,14 +19,19 @@ _inside = contextvars.ContextVar("inside", default=False)
 def building() -> Iterator[None]:
     """Keep other threads from building graphs, until exit. Also used as a decorator.
 
-    May be entered again by the thread that is inside.
+    May be entered again by the thread that is inside. No garbage is collected meanwhile: a graph is
+    many small objects, and Python would look at all of them again and again.
     """
     with _LOCK:
         token = _inside.set(True)
+        collects = gc.isenabled()
+        gc.disable()
         try:
             yield
         finally:
             _inside.reset(token)
+            if collects:
+                gc.enable()
 
 
 def is_building() -> bool:
