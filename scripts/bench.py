@@ -32,7 +32,7 @@ import jax
 import numpy as np
 import typer
 from bench_checkpoints import CONFIGS, load
-from bench_machine import describe, peak_extra_bytes, read_bandwidth
+from bench_machine import arithmetic, describe, peak_extra_bytes, read_bandwidth
 from bench_peers import Contender, Work, backbone_of, contenders
 from bench_report import plot, table
 from rich.console import Console
@@ -216,13 +216,22 @@ def bytes_per_step(row: Row, ours: Any) -> float:
     backbone = ours.lm.backbone
     experts = getattr(backbone, "num_experts", None)
     share = min(row.batch * backbone.top_k / experts, 1) if experts else 1
-    weights = sum(
-        np.asarray(v.value).nbytes * (share if "/experts/" in v.path else 1)
-        for v in backbone.variables
-        if "position_embedding" not in v.path
-    )
+    weights = sum(np.asarray(v.value).nbytes * s for v, s in _read(backbone, share))
     filled = (row.prompt + row.length) / 2
     return weights + row.batch * filled * bytes_per_token(ours.lm.backbone_with_cache)
+
+
+def operations_per_step(row: Row, backbone: Any) -> float:
+    """Return how many operations the products with the weights take in one step of all rows."""
+    experts = getattr(backbone, "num_experts", None)
+    share = backbone.top_k / experts if experts else 1
+    return 2 * row.batch * sum(np.prod(v.shape) * s for v, s in _read(backbone, share))
+
+
+def _read(backbone: Any, share: float) -> list[tuple[Any, float]]:
+    """Return the variables that a step reads, and of each what share; that is one of experts."""
+    variables = [v for v in backbone.variables if "position_embedding" not in v.path]
+    return [(v, share if "/experts/" in v.path else 1) for v in variables]
 
 
 def timed(contender: Contender, work: Work, stop: tuple[int, ...] = ()) -> tuple[float, np.ndarray]:
@@ -270,9 +279,10 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
     stop = first_tokens(models(row.model, row.dtype)[0], work) if first_only else ()
     stop, first_runs = warm_up(ours_and_peers, work, first_only, stop)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in first_runs}
-    bandwidths = []
+    bandwidths, speeds = [], []
     for _ in range(runs):
         bandwidths.append(read_bandwidth())
+        speeds.append(arithmetic())
         for contender in ours_and_peers:
             rounds[contender.name].append(_one_round(contender, work, stop, first_only))
     result = {
@@ -280,6 +290,8 @@ def measure(row: Row, runs: int, only_keras: bool) -> dict[str, Any]:
         "notes": notes,
         "bandwidth": max(bandwidths),
         "bytes_per_step": bytes_per_step(row, ours_and_peers[0]),
+        "arithmetic": max(speeds),
+        "operations_per_step": operations_per_step(row, ours_and_peers[0].lm.backbone),
     }
     result["contenders"] = [
         _summary(name, row, result, first_runs, rounds) for name in (c.name for c in ours_and_peers)
@@ -323,7 +335,9 @@ def _summary(
         summary["tokens_per_s"] = row.batch * new / total
         if total > first and not is_tiny(row):
             decode = row.batch * (new - 1) / (total - first)
-            limit = row.batch * shared["bandwidth"] / shared["bytes_per_step"]
+            reading = shared["bytes_per_step"] / shared["bandwidth"]
+            multiplying = shared["operations_per_step"] / shared["arithmetic"]
+            limit = row.batch / max(reading, multiplying)
             summary |= {"decode_tokens_per_s": decode, "share_of_limit": decode / limit}
     return summary
 

@@ -1,4 +1,4 @@
-"""What the machine can do: read bandwidth with all cores, and memory used by a call."""
+"""What the machine can do: read bandwidth, arithmetic, and memory used by a call."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def _cpu_bandwidth(repeats: int) -> float:
             list(pool.map(np.sum, parts))
 
         return _CPU_BYTES / min(_seconds(run) for _ in range(repeats))
+
+
+def arithmetic(repeats: int = 5) -> float:
+    """Return the highest operations per second seen, of a product of large float32 matrices."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    x = jnp.ones((size, size), jnp.float32)
+    product = jax.jit(lambda x: x @ x)
+    seconds = min(_seconds(lambda: product(x).block_until_ready()) for _ in range(repeats + 1))
+    return 2 * size**3 / seconds
 
 
 def _seconds(function: Callable[[], Any]) -> float:

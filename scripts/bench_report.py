@@ -42,7 +42,8 @@ def table(result: dict[str, Any]) -> Table:
     title = (
         f"{result['name']}: {result['model']} {result['dtype']}, batch {result['batch']}, "
         f"{result['prompt']} → {result['length']}, {result['bandwidth'] / 1e9:.1f} GB/s read, "
-        f"{result['bytes_per_step'] / 1e6:.1f} MB a step"
+        f"{result['bytes_per_step'] / 1e6:.1f} MB a step, {result['arithmetic'] / 1e9:.0f} "
+        f"GFLOP/s, {result['operations_per_step'] / 1e9:.2f} GFLOP a step"
     )
     shown = Table(title=title)
     for name in _COLUMNS:

@@ -176,7 +176,7 @@ def measure(
     model = _measuring(lm.opened, at, make_layer)
     prompts = Prompts(rows)
     longest = int(prompts.lengths.max())
-    width = min(bucket(longest, 16), lm.max_positions or LONGEST)
+    width = min(bucket(longest, 16, steps=8), lm.max_positions or LONGEST)
     inputs = {
         **pack_right(rows, width, 0),
         **bind_controls(lm.opened, controls, prompts.lengths),
