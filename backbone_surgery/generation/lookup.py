@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from backbone_surgery import target
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.samplers import Arrays, Strategy
+from backbone_surgery.kernels import calls
 from backbone_surgery.numbers import is_int
 from backbone_surgery.opening.state import StateSpec
 
@@ -75,6 +77,16 @@ def look_up(
     return LookUp(strategy, tokens)
 
 
+def _price(tokens: int) -> float:
+    """Return what a pass over some guesses costs more than one of a token, in such passes.
+
+    Measured on a CPU, see docs/performance.md; on other chips it costs less.
+    """
+    if target.platform() == "cpu" and not calls.available():
+        return 0.5 + tokens / 16
+    return tokens / 16
+
+
 class LookUp:
     """Choose by another strategy, for guesses too. For one row: the first one decides.
 
@@ -91,7 +103,7 @@ class LookUp:
     def __init__(self, strategy: Strategy, tokens: int) -> None:
         self.strategy, self.tokens = strategy, tokens
         self.key = (LookUp, tokens, strategy.key)
-        self._price = 0.5 + tokens / 16  # what a pass over them costs more, in steps; on a CPU
+        self._price = _price(tokens)
 
     def settings(self) -> Arrays:
         """Return the traced settings."""
