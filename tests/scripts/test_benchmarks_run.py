@@ -1,6 +1,5 @@
 """The smaller benchmarks run: what they measure is wrong here, and not looked at."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,15 +12,12 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "bench_lookup.py": ("--runs", "1", "--blocks", "1", "--guesses", "4"),
     "bench_growth.py": ("--turns", "1", "--steps", "1"),
-    "bench_train.py": ("--runs", "1", "--blocks", "2", "--pairs", "64"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", COMMANDS)
 def test_benchmark(tmp_path, script):
-    if script == "bench_train.py" and importlib.util.find_spec("repeng") is None:
-        pytest.skip("repeng is not installed")
     file = tmp_path / "figures.json"
     subprocess.run(
         [sys.executable, f"scripts/{script}", *COMMANDS[script], "--json", str(file)],
