@@ -9,6 +9,7 @@ docs/performance.md for what both save.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -42,15 +43,27 @@ def with_fast_products(
     def run(*args: Any) -> Any:
         with calls.in_use():
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        outputs = _run(traced.jaxpr, traced.consts, jax.tree.leaves(args), {})
+        met = _Met({id(x): x for x in traced.consts})
+        outputs = _run(traced.jaxpr, traced.consts, jax.tree.leaves(args), met)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
 
 
-def _run(
-    jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], turned: dict[int, tuple[Any, Any]]
-) -> list[Any]:
+@dataclass
+class _Met:
+    """What was met while a function runs.
+
+    Attributes:
+        weights: `{id: array}`, what the function closes over.
+        turned: `{id of a matrix: (matrix, what it is the transpose of)}`.
+    """
+
+    weights: dict[int, Any]
+    turned: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+
+def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], met: _Met) -> list[Any]:
     """Run a traced function with other products.
 
     Source: https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
@@ -59,7 +72,7 @@ def _run(
         jaxpr: the function.
         consts: its constants.
         args: its arguments.
-        turned: `{id(matrix): (matrix, what it is the transpose of)}` of what was met so far.
+        met: so far.
     """
     from jax.extend.core import Literal
 
@@ -72,37 +85,41 @@ def _run(
         inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
         if name == "dot_general":
             x, y = inputs
-            _, stored = turned.get(id(y), (None, None))
-            outputs = [_of_matrix(x, y, stored, **equation.params)]
+            _, stored = met.turned.get(id(y), (None, None))
+            # Of several matrices only weights lie in memory as they are multiplied.
+            several = any(equation.params["dimension_numbers"][1])
+            lies = not several or bool({id(x), id(y)} & set(met.weights))
+            outputs = [_of_matrix(x, y, stored, lies=lies, **equation.params)]
         elif name == "gather":
             outputs = [_look_up(equation.primitive, *inputs, **equation.params)]
         elif name in _CALLS:
             inner = equation.params[_CALLS[name]]
-            outputs = _run(inner.jaxpr, inner.consts, inputs, turned)
+            outputs = _run(inner.jaxpr, inner.consts, inputs, met)
         else:
             params = equation.primitive.get_bind_params(equation.params)
             outputs = equation.primitive.bind(*inputs, **params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]
         if name == "transpose" and equation.params["permutation"] == (1, 0):
-            turned[id(outputs[0])] = outputs[0], inputs[0]
+            met.turned[id(outputs[0])] = outputs[0], inputs[0]
         values |= zip(equation.outvars, outputs, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
+def product(x: Any, y: Any, dimension_numbers: Any, *, lies: bool = True, **params: Any) -> Any:
     """Compute `jax.lax.dot_general`: of narrow numbers in wide sums, and of two rows for one.
 
     Args:
         x: one factor, of any dtype.
         y: the other.
         dimension_numbers: the axes that are summed over, and those of the batch, of both.
+        lies: whether kernels may be used: both lie in memory in the order of their axes.
         **params: others of `jax.lax.dot_general`.
     """
     import jax
     import jax.numpy as jnp
 
     sums = _SUMS.get(x.dtype.name) if x.dtype == y.dtype else None
-    own = calls.product(x, y, dimension_numbers)
+    own = calls.product(x, y, dimension_numbers) if lies else None
     if own is not None:
         return own.astype(params["preferred_element_type"] or x.dtype)
     if sums is None:

@@ -16,9 +16,10 @@ pytestmark = pytest.mark.skipif(not calls.available(), reason="no kernels on thi
 
 SIZES = {"num_layers": 2, "hidden_dim": 64, "intermediate_dim": 128}
 MODELS = {
-    "gpt2": lambda: make_gpt2(**SIZES, num_heads=4, vocabulary_size=96),
-    "gemma2": lambda: make_gemma2(
+    "gpt2": lambda **kw: make_gpt2(**SIZES, num_heads=4, vocabulary_size=96, **kw),
+    "gemma2": lambda **kw: make_gemma2(
         **SIZES,
+        **kw,
         num_query_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -111,6 +112,23 @@ def test_check_runs_what_generation_runs(everywhere, name):
     everywhere(True)
     bs.check(MODELS[name]())
     assert {"product", "scores", "mix"} <= set(everywhere.made)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_copies_no_cache(everywhere, name):
+    """Attention of narrow caches is XLA's: no kernel is given a cache that was turned for it."""
+    everywhere(True)
+    backbone = MODELS[name](dtype="bfloat16")
+    _, _, lm = generated(backbone, SAMPLERS["greedy"], rows=(7,))
+    text = lm.programs.compiled("decode")[-1].as_text()
+    given = re.findall(r'custom-call\((.*)\), custom_call_target="backbone_surgery', text)
+    assert len(given) > 5
+    slots = lm.programs.compiled("decode")[-1].args_info[0][1]["cache"][0]["key"].shape[0]
+    assert slots > 7
+    shapes = re.findall(
+        r"custom-call\(.*backbone_surgery\S*?operand_layout_constraints=\{(.*?)\}, ", text
+    )
+    assert not [s for s in shapes if f"[{slots}," in s or f",{slots}," in s]
 
 
 @pytest.mark.parametrize("rows", [(7,), (7, 3)])
