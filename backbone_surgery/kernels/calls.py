@@ -133,7 +133,7 @@ def _dots(x: Any, y: Any) -> Any | None:
 
     from backbone_surgery.kernels.targets import dots_target
 
-    shape = jax.ShapeDtypeStruct((len(x), len(y)), x.dtype)
+    shape = jax.ShapeDtypeStruct((len(x), len(y)), np.float32)
     return jax.ffi.ffi_call(dots_target(y.dtype.name, len(x)), shape)(
         x, y, parts=np.int64(_parts())
     )
@@ -147,33 +147,33 @@ def attends(rows: Any, cache: Any) -> bool:
         cache: keys or values, [batch, slots, heads, size].
     """
     few = rows.shape[2] <= _MOST_QUERIES and cache.shape[3] % 16 == 0
-    wide = rows.dtype == cache.dtype == np.float32
-    return few and wide and _in_use.get() and _takes(rows, cache)
+    return few and cache.dtype.name != "int8" and _in_use.get() and _takes(rows, cache)
 
 
 def scores(query: Any, key: Any, first: Any, stop: Any) -> Any:
     """Multiply queries by the keys of slots from `first` to `stop`, int32[]; zeros elsewhere.
 
-    Returns float32[batch, heads, queries, slots].
+    Returns [batch, heads, queries, slots], of the dtype of the keys.
     """
     from backbone_surgery.kernels.targets import scores_target
 
     _, heads, queries, size = query.shape
-    target = scores_target(heads, queries, size)
-    return _over_slots(target, (*query.shape[:3], key.shape[1]), query, key, first, stop)
+    target = scores_target(key.dtype.name, heads, queries, size)
+    shape = (*query.shape[:3], key.shape[1])
+    return _over_slots(target, shape, query, key, first, stop).astype(key.dtype)
 
 
 def mix(shares: Any, value: Any, first: Any, stop: Any) -> Any:
     """Mix the values of slots from `first` to `stop` by shares, [batch, heads, queries, slots].
 
-    Returns float32[batch, heads, queries, size].
+    Returns [batch, heads, queries, size], of the dtype of the values.
     """
     from backbone_surgery.kernels.targets import mix_target
 
     _, heads, queries, _ = shares.shape
-    target = mix_target(heads, queries, value.shape[3])
+    target = mix_target(value.dtype.name, heads, queries, value.shape[3])
     shape = (_parts(), *shares.shape[:3], value.shape[3])
-    return _over_slots(target, shape, shares, value, first, stop).sum(axis=0)
+    return _over_slots(target, shape, shares, value, first, stop).sum(axis=0).astype(value.dtype)
 
 
 def _over_slots(target: str, shape: Any, x: Any, cache: Any, first: Any, stop: Any) -> Any:
@@ -182,7 +182,7 @@ def _over_slots(target: str, shape: Any, x: Any, cache: Any, first: Any, stop: A
 
     slots = cache.shape[1]
     bounds = jnp.stack([jnp.clip(jnp.asarray(n, "int32"), 0, slots) for n in (first, stop)])
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, x.dtype))
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, np.float32))
     # In the shape that the loop carries it in, or XLA would write new slots to a copy.
     packed = cache.reshape([n for n in cache.shape if n > 1])
-    return call(x, packed, bounds, parts=np.int64(_parts()))
+    return call(x.astype(np.float32), packed, bounds, parts=np.int64(_parts()))

@@ -65,7 +65,7 @@ class Frame:
         """Into how many parts the call is cut: its only attribute."""
         return self.word(self.follow(self.words, _ATTRIBUTES, 0, _VALUE), 0)
 
-    def arguments(self, dtype: str = "float32") -> list[Any]:
+    def arguments(self, dtype: str) -> list[Any]:
         """Return the addresses of the first argument, of the second, of a dtype, and the result."""
         first, second = self.data(_ARGUMENTS, 0), self.data(_ARGUMENTS, 1, dtype)
         return [first, second, self.data(_RESULTS, 0)]

@@ -69,17 +69,17 @@ def dots_target(dtype: str, rows: int) -> str:
     return register(f"dots_{dtype}_{rows}", write)
 
 
-def scores_target(heads: int, queries: int, size: int) -> str:
+def scores_target(dtype: str, heads: int, queries: int, size: int) -> str:
     """Register queries, [batch, heads, queries, size], by keys, to [batch, heads, queries, slots].
 
-    The third argument says which slots are read, int32[2].
+    The keys are of a dtype. The third argument says which slots are read, int32[2].
     """
 
     def write(module: ir.Module, width: int) -> Body:
-        kernel = attention.write_scores(module, width, heads, queries, size)
+        kernel = attention.write_scores(module, width, dtype, heads, queries, size)
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
-            query, cache, y = frame.arguments()
+            query, cache, y = frame.arguments(dtype)
             batch, slots = (frame.dimension(0, axis, of_result=True) for axis in (0, 3))
             first, stop = frame.bounds()
             begin, end = _share(b, b.ir.sub(stop, first), part, frame.parts)
@@ -96,20 +96,21 @@ def scores_target(heads: int, queries: int, size: int) -> str:
 
         return body
 
-    return register(f"scores_{heads}_{queries}_{size}", write)
+    return register(f"scores_{dtype}_{heads}_{queries}_{size}", write)
 
 
-def mix_target(heads: int, queries: int, size: int) -> str:
+def mix_target(dtype: str, heads: int, queries: int, size: int) -> str:
     """Register shares, [batch, heads, queries, slots], by values, to [parts, ..., queries, size].
 
-    The third argument says which slots are read, int32[2]; the parts are to be added up.
+    The values are of a dtype. The third argument says which slots are read, int32[2]; the parts are
+    to be added up.
     """
 
     def write(module: ir.Module, width: int) -> Body:
-        kernel = attention.write_mix(module, width, heads, queries, size)
+        kernel = attention.write_mix(module, width, dtype, heads, queries, size)
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
-            shares, cache, y = frame.arguments()
+            shares, cache, y = frame.arguments(dtype)
             batch, slots = frame.dimension(0, 0), frame.dimension(0, 3)
             first, stop = frame.bounds()
             begin, end = _share(b, b.ir.sub(stop, first), part, frame.parts)
@@ -125,7 +126,7 @@ def mix_target(heads: int, queries: int, size: int) -> str:
 
         return body
 
-    return register(f"mix_{heads}_{queries}_{size}", write)
+    return register(f"mix_{dtype}_{heads}_{queries}_{size}", write)
 
 
 def _share(b: Builder, total: Any, part: Any, parts: Any, multiple: int = 1) -> tuple[Any, Any]:

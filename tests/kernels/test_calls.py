@@ -95,27 +95,31 @@ def test_small_matrices_are_left_to_xla(rng):
     assert calls.product(jnp.ones((2, 64)), jnp.ones((64, 48)), (((1,), (0,)), ((), ()))) is None
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("float32", 3), ("bfloat16", 2)])
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "size", "slots", "first", "stop"),
     [(1, 3, 1, 16, 40, 0, 33), (2, 2, 4, 32, 50, 7, 50), (3, 1, 5, 64, 9, -4, 9)],
 )
 def test_attention_reads_the_slots_that_are_seen(
-    everywhere, monkeypatch, rng, batch, heads, queries, size, slots, first, stop, parts
+    everywhere, monkeypatch, rng, batch, heads, queries, size, slots, first, stop, dtype, parts
 ):
     monkeypatch.setattr(calls, "_parts", lambda: parts)
     rows, cache = (batch, heads, queries, size), (batch, slots, heads, size)
-    query, key = (rng.standard_normal(s).astype("float32") for s in (rows, cache))
-    shares = rng.standard_normal((*rows[:3], slots)).astype("float32")
+    shapes = (rows, cache, (*rows[:3], slots))
+    query, key, shares = (jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)
     seen = slice(max(first, 0), stop)
-    wanted = np.zeros(shares.shape)
-    wanted[..., seen] = np.einsum("bhqd,bshd->bhqs", query, key)[..., seen]
-    key[:, : seen.start] = key[:, seen.stop :] = np.nan  # is not read
+    wide = [np.asarray(x, "float32") for x in (query, key, shares)]
+    wanted = np.zeros(wide[2].shape)
+    wanted[..., seen] = np.einsum("bhqd,bshd->bhqs", *wide[:2])[..., seen]
+    key = key.at[:, : seen.start].set(np.nan).at[:, seen.stop :].set(np.nan)  # is not read
+    tolerance = {"rtol": 1e-2 if dtype == "bfloat16" else 0, "atol": 1e-4}
     received = jax.jit(calls.scores)(query, key, first, stop)
-    np.testing.assert_allclose(received, wanted, atol=1e-4)
+    assert received.dtype == dtype
+    np.testing.assert_allclose(received.astype("float32"), wanted, **tolerance)
     received = jax.jit(calls.mix)(shares, key, first, stop)
-    wanted = np.einsum("bhqs,bshd->bhqd", shares[..., seen], key[:, seen])
-    np.testing.assert_allclose(received, wanted, atol=1e-4)
+    wanted = np.einsum("bhqs,bshd->bhqd", wide[2][..., seen], wide[1][:, seen])
+    assert received.dtype == dtype
+    np.testing.assert_allclose(received.astype("float32"), wanted, **tolerance)
 
 
 def test_many_calls_from_several_threads(monkeypatch, rng):
