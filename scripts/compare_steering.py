@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import typer
 from bench_convert import convert
-from measure_methods import console, measure
+from measure_methods import chosen_of, console, measure
 from measure_steering import TEMPERATURE, held_out_prompts
 from rich.table import Table
 from steering_cases import formed, judge_of, open_model, pairs_of, searched_prompts
@@ -207,7 +207,7 @@ def ours(found: dict[str, Any]) -> dict[str, Any]:
     methods = found["methods"]
     directions = [m for m, row in methods.items() if "AUROC" in row]
     direction = max(directions, key=lambda m: methods[m]["searched"])
-    kinds = {OURS: found["chosen"], OUR_DIRECTION: direction}
+    kinds = {OURS: chosen_of(found), OUR_DIRECTION: direction}
     return {kind: {"method": method, **methods[method]} for kind, method in kinds.items()}
 
 

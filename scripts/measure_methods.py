@@ -42,10 +42,8 @@ from train_autoencoders import autoencoders_of
 
 import backbone_surgery as bs
 
-METHODS = (
-    *("mean_diff", "pca_diff", "logistic", "learned", "bipo", "reft_r1", "sae"),
-    *("reft", "lora"),
-)
+DEFAULT = ("mean_diff", "pca_diff", "logistic", "learned", "reft")
+METHODS = (*DEFAULT, "bipo", "reft_r1", "sae", "lora")
 SAID = "said in the prompt"
 GOAL = {"down": 0.15, "up": 0.85, "well formed": 0.95}
 
@@ -141,7 +139,7 @@ def measure_case(
         fluency=formed,
         max_new_tokens=100,
         autoencoders=encoders,
-        file=folder / f"{model}-{attribute}-{len(methods)}.jsonl",
+        file=folder / f"{model}-{attribute}-{'-'.join(methods)}.jsonl",
     )
     seconds = time.perf_counter() - start
     console.print(f"{model} {attribute}: {seconds:.0f} s", result.table)
@@ -166,12 +164,24 @@ def measure_case(
             "searched": scores[candidate],
         }
         if isinstance(edit, bs.Steer):
+            edit.vector.save(folder / f"{model}-{attribute}-{method}.safetensors")
             areas = bs.score_detection(lm, edit.vector, *kinds)
             rows[method]["AUROC"] = max(areas.values())
     down, up = said_in_prompts(attribute, count)
     said = {-1: lm.generate(down, **options), 0: alone, 1: lm.generate(up, **options)}
     rows[SAID] = measure(said, attribute)
-    return {"seconds": seconds, "chosen": result.chosen, "methods": rows}
+    return {"seconds": {",".join(methods): seconds}, "methods": rows}
+
+
+def join(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Join what two runs measured of a case."""
+    return {key: {**(one or {}).get(key, {}), **other[key]} for key in ("seconds", "methods")}
+
+
+def chosen_of(found: dict[str, Any]) -> str:
+    """Return which of the methods that `tune` tries by default came out best in the search."""
+    rows = found["methods"]
+    return max((m for m in DEFAULT if m in rows), key=lambda m: rows[m]["searched"])
 
 
 def show(results: dict[str, Any]) -> None:
@@ -181,7 +191,7 @@ def show(results: dict[str, Any]) -> None:
         table.add_column(column)
     for case, found in results.items():
         for method, row in found["methods"].items():
-            mark = " *" if method == found["chosen"] else ""
+            mark = " *" if method == chosen_of(found) else ""
             table.add_row(
                 case,
                 method + mark,
@@ -195,7 +205,7 @@ def show(results: dict[str, Any]) -> None:
     reached = sum(
         any(m["reached"] for m in found["methods"].values()) for found in results.values()
     )
-    chosen = sum(found["methods"][found["chosen"]]["reached"] for found in results.values())
+    chosen = sum(found["methods"][chosen_of(found)]["reached"] for found in results.values())
     console.print(f"reached by some method: {reached} of {len(results)}; by the chosen: {chosen}")
 
 
@@ -208,7 +218,7 @@ def summarise(results: dict[str, Any]) -> None:
     for method in methods_of(results):
         rows = [found["methods"][method] for found in results.values()]
         areas = [row["AUROC"] for row in rows if "AUROC" in row]
-        chosen = sum(found["chosen"] == method for found in results.values())
+        chosen = sum(chosen_of(found) == method for found in results.values())
         table.add_row(
             method,
             f"{sum(row['reached'] for row in rows)}",
@@ -263,21 +273,24 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens of each continuation.")] = 120,
     case: Annotated[list[str], typer.Option(help="MODEL:ATTRIBUTE; all by default.")] = [],  # noqa: B006
     method: Annotated[list[str], typer.Option(help="All by default.")] = [],  # noqa: B006
-    folder: Annotated[Path, typer.Option(help="Where to keep searches and autoencoders.")] = Path(
-        "searches"
-    ),
+    folder: Annotated[
+        Path, typer.Option(help="Where to keep searches, vectors, autoencoders.")
+    ] = Path("searches"),
     known: Annotated[list[Path], typer.Option(help="JSON of other runs, to take in.")] = [],  # noqa: B006
 ) -> None:
-    """Measure all methods on all cases; cases that are in the output file already are kept."""
+    """Measure methods on all cases; what is in the output file already is kept."""
     cases = case or [f"{model}:{attribute}" for model in RECIPES for attribute in ATTRIBUTES]
     done: dict[str, Any] = {}
     for file in (*known, output):
         if file is not None and file.exists():
-            done |= json.loads(file.read_text())
+            for name, found in json.loads(file.read_text()).items():
+                done[name] = join(done.get(name), found)
     for name in cases:
-        if name not in done:
-            chosen = method or [*METHODS]
-            done[name] = measure_case(*name.split(":"), prompts, new_tokens, chosen, folder)
+        measured = done.get(name, {"methods": {}})["methods"]
+        missing = [m for m in method or METHODS if m not in measured]
+        if missing:
+            found = measure_case(*name.split(":"), prompts, new_tokens, missing, folder)
+            done[name] = join(done.get(name), found)
         if output is not None:
             output.write_text(json.dumps(done, indent=1) + "\n")
     done = {name: done[name] for name in cases}

@@ -31,7 +31,7 @@ def read_autoencoders(paths: Any, blocks: list[int], size: int) -> dict[int, Aut
             f"{blocks[-1]}. Received {shown(paths)}. Pass {{4: 'folder'}} for method 'sae', and "
             "leave it out otherwise."
         )
-    read = {block: read_autoencoder(path) for block, path in paths.items()}
+    read: dict[int, Autoencoder] = {b: read_autoencoder(path) for b, path in paths.items()}
     for block, (weights, _) in read.items():
         if len(weights["b_dec"]) != size:
             raise SurgeryError(

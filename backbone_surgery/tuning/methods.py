@@ -1,6 +1,6 @@
 """Methods: from the name of each to the candidates of it, which all have one form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from backbone_surgery.tuning.reft_r1 import reft_r1_vector
 from backbone_surgery.vectors.directions import METHODS
 from backbone_surgery.vectors.vector import ControlVector, describe
 
-TRAINED = {"reft": Interventions, "lora": Adapters}
+TRAINED: dict[str, Callable[..., Any]] = {"reft": Interventions, "lora": Adapters}
 """Methods that train a rewrite of their own; all others find directions."""
 
 STEERING = (*METHODS, *LEARNED, "reft_r1", "sae")
