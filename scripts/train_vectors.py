@@ -1,90 +1,76 @@
-"""Make the control vectors that come with the bundled models, one for each story attribute.
+"""Train the control vectors that come with the bundled models, one for each story attribute.
 
 Rebuilds `models/*/vectors/*.gguf` from the models and the story grammar, the same bytes each time:
 
     KERAS_BACKEND=jax python scripts/train_vectors.py --models models
-
-`bs.tune` finds each from pairs alone, by the grammar's judge. A second search takes only what is
-orthogonal to the mean differences of the other attributes. It is kept where it steers as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
+import numpy as np
 import typer
-from measure_steering import held_out_prompts
-from steering_cases import formed, judge_of, open_model, pairs_of, searched_prompts
-from story_grammar import ATTRIBUTES
+from steering_cases import SEED, choice_points
+from story_grammar import ATTRIBUTES, contrast_pairs
 from tiny_models import RECIPES
 from train_tiny_models import write_checksums
 
 import backbone_surgery as bs
 
-METHODS = ("mean_diff", "learned", "bipo")
-MEASURED = 200
-"""How many prompts `measure_steering.py` measures on: none of them is searched on."""
-
-LOST = 0.01
-"""How much of the score a vector that is apart from the others may lose."""
-
-
-def search(
-    lm: bs.CachedCausalLM, attribute: str, others: Sequence[bs.ControlVector] = ()
-) -> tuple[bs.Steer, float]:
-    """Return the best edit that adds a direction, and its score on the prompts searched on."""
-    result = bs.tune(
-        lm,
-        pairs_of(attribute),
-        judge_of(attribute),
-        searched_prompts(held_out_prompts(MEASURED)),
-        METHODS,
-        fluency=formed,
-        max_new_tokens=100,
-        orthogonal_to=others,
-        verbose=0,
-    )
-    scores = {t.candidate: t.score for t in result.tried}
-    # GGUF files of llama.cpp have no place for block 0.
-    ends = [t.candidate for t in result.trials if t.candidate and 0 not in t.candidate.blocks]
-    best = max(ends, key=lambda candidate: (scores[candidate], candidate.method))
-    return result.edits[best.method], scores[best]
+STORIES = 128
+BLOCKS = {"tiny_gpt2": (3, 4, 5), "tiny_gemma": (4, 5)}
+LENGTHS = {
+    "tiny_gpt2": {"mood": 0.38, "place": 0.17, "characters": 0.3, "time": 0.32, "pet": 0.25},
+    "tiny_gemma": {"mood": 0.25, "place": 0.3, "characters": 0.17, "time": 0.3, "pet": 0.22},
+}
+"""How long the direction of each block is, in units of the residual norm there, at strength 1."""
 
 
-def find_vector(
-    lm: bs.CachedCausalLM, attribute: str, others: Sequence[bs.ControlVector]
+def train(lm: bs.CachedCausalLM, attribute: str) -> bs.ControlVector:
+    """Train the vector from the second to the first value of an attribute, at every block."""
+    pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
+    return bs.ControlVector.train(lm, pairs, method="mean_diff")
+
+
+def apart(
+    vector: bs.ControlVector, others: list[bs.ControlVector], blocks: tuple[int, ...]
 ) -> bs.ControlVector:
-    """Find the vector of an attribute, apart from others where that costs nothing."""
-    (edit, score), (apart, score_apart) = (search(lm, attribute, o) for o in ((), others))
-    keeps = score_apart >= score - LOST
-    chosen = apart if keeps else edit
-    typer.echo(
-        f"  {attribute}: {chosen.vector.info['method']} at blocks {[*chosen.vector.directions]}, "
-        f"{'orthogonal to the others' if keeps else 'not made orthogonal'} "
-        f"({score:.3f}, and {score_apart:.3f} if orthogonal)"
-    )
-    return chosen.vector
+    """Take out of a vector what it shares with others, so that it moves its own attribute alone.
+
+    Args:
+        vector: what to keep.
+        others: vectors of other attributes.
+        blocks: which blocks to keep.
+
+    Returns:
+        The part of each direction that is at right angles to those of the others.
+    """
+    directions = {}
+    for block in blocks:
+        shared = np.stack([other.directions[block] for other in others], axis=1)
+        basis, _ = np.linalg.qr(shared.astype("float64"))
+        own = vector.directions[block]
+        directions[block] = own - basis @ (basis.T @ own)
+    return bs.ControlVector(directions, vector.info)
 
 
 def main(
     models: Annotated[Path, typer.Option(help="Folder with the models.")] = Path("models"),
-    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = None,
 ) -> None:
-    """Make the control vectors of the bundled models."""
-    for name in [only] if only else RECIPES:
-        typer.echo(name)
-        lm = open_model(str(models / name))
-        means = {
-            attribute: bs.ControlVector.train(lm, pairs_of(attribute), "mean_diff", verbose=0)
-            for attribute in ATTRIBUTES
-        }
+    """Train the control vectors of the bundled models."""
+    for name in RECIPES:
+        lm = bs.CachedCausalLM.from_preset(str(models / name))
+        vectors = {attribute: train(lm, attribute) for attribute in ATTRIBUTES}
         (models / name / "vectors").mkdir(exist_ok=True)
-        for attribute in ATTRIBUTES:
-            others = [means[other] for other in ATTRIBUTES if other != attribute]
-            vector = find_vector(lm, attribute, others)
-            vector.save(models / name / "vectors" / f"{attribute}.gguf")
+        for attribute, (first, second) in ATTRIBUTES.items():
+            others = [vectors[other] for other in ATTRIBUTES if other != attribute]
+            vector = apart(vectors[attribute], others, BLOCKS[name]).relative_to(lm)
+            scaled = LENGTHS[name][attribute] * vector
+            scaled.save(models / name / "vectors" / f"{attribute}.gguf")
+            typer.echo(f"{name} {attribute}: from {second} to {first}")
         write_checksums(models / name)
 
 
