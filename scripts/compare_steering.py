@@ -1,39 +1,38 @@
 """Steering beside repeng and steering-vectors: the same weights, pairs, prompts and judge.
 
     pip install repeng steering-vectors --no-deps
-    KERAS_BACKEND=jax python scripts/compare_steering.py --output compared.json
+    KERAS_BACKEND=jax python scripts/compare_steering.py --measured methods.json --output peers.json
 
 For both bundled models and each attribute of the story grammar, each library finds directions in
 all of its own ways, over the same weights. `bs.tune` searches blocks and strength of all of them
-alike. Then each library writes from prompts that nothing was chosen by, with its own code and what
-the search chose for it, and the grammar judges.
+alike: the same prompts, candidates and budget for each way. Then each library writes from prompts
+that nothing was chosen by, with its own code and what the search chose for it, and the grammar
+judges. What this library reaches is what `measure_methods.py` measured in the same way: by the
+method that the search chose, and by the best that adds a direction, as the other libraries do.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
-import keras_hub
 import numpy as np
 import torch
 import typer
 from bench_convert import convert
-from measure_methods import SEARCH_SEED, SEARCHED, STORIES, console, formed, judge_of, measure
+from measure_methods import chosen_of, console, measure
 from measure_steering import TEMPERATURE, held_out_prompts
 from rich.table import Table
-from story_grammar import ATTRIBUTES, contrast_pairs, generate_story
+from steering_cases import formed, judge_of, open_model, pairs_of, searched_prompts
+from story_grammar import ATTRIBUTES
 from tiny_models import RECIPES
-from train_vectors import SEED, choice_points
 from transformers import BatchEncoding
 
 import backbone_surgery as bs
 
-METHODS = ("mean_diff", "pca_diff", "logistic", "learned", "reft")
+OURS, OUR_DIRECTION = "ours", "ours, a direction"
 
 
 class Tokenizer:
@@ -171,13 +170,9 @@ PEERS: dict[str, Callable[[bs.CachedCausalLM], Peer]] = {
 
 
 def compare(model: str, attribute: str, count: int, tokens: int) -> dict[str, Any]:
-    """Measure one attribute of one model: what each library reaches."""
-    lm = bs.CachedCausalLM.from_preset(model)
-    lm.compile(sampler=keras_hub.samplers.RandomSampler(temperature=TEMPERATURE))
-    pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
-    prompts, rng = held_out_prompts(count), Random(SEARCH_SEED)
-    stories = (generate_story(rng).prompt for _ in itertools.count())
-    searched = list(itertools.islice((s for s in stories if s not in prompts), SEARCHED))
+    """Measure one attribute of one model: what the other libraries reach."""
+    lm, pairs = open_model(model), pairs_of(attribute)
+    prompts = held_out_prompts(count)
     peers = {name: make(lm) for name, make in PEERS.items()}
     vectors = {
         f"{name} {method}": bs.ControlVector(directions)
@@ -188,14 +183,14 @@ def compare(model: str, attribute: str, count: int, tokens: int) -> dict[str, An
         lm,
         pairs,
         judge_of(attribute),
-        searched,
-        METHODS,
+        searched_prompts(prompts),
+        (),
         vectors=vectors,
         fluency=formed,
         max_new_tokens=100,
     )
     console.print(f"{model} {attribute}", result.table)
-    rows = {"ours": ours(lm, result, prompts, attribute, tokens)}
+    rows = {}
     for name, peer in peers.items():
         method = best(result, [v for v in vectors if v.startswith(name)])
         added = result.edits[method].vector.directions
@@ -207,26 +202,13 @@ def compare(model: str, attribute: str, count: int, tokens: int) -> dict[str, An
     return rows
 
 
-def ours(
-    lm: bs.CachedCausalLM, result: Any, prompts: list[str], attribute: str, tokens: int
-) -> dict[str, Any]:
-    """Measure the best of this library."""
-    method = best(result, METHODS)
-    edit = result.edits[method]
-    edited = bs.CachedCausalLM(bs.operate(lm.backbone, [edit]), lm.preprocessor)
-    edited.compile(sampler=lm.sampler)
-    texts = {
-        sign: edited.generate(
-            prompts,
-            controls={"tuned": sign * edit.strength},
-            max_new_tokens=tokens,
-            strip_prompt=True,
-            batch_size=100,
-            seed=list(range(len(prompts))),
-        )
-        for sign in (-1, 0, 1)
-    }
-    return {"method": method, **measure(texts, attribute)}
+def ours(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what this library reached: by what the search chose, and by its best direction."""
+    methods = found["methods"]
+    directions = [m for m, row in methods.items() if "AUROC" in row]
+    direction = max(directions, key=lambda m: methods[m]["searched"])
+    kinds = {OURS: chosen_of(found), OUR_DIRECTION: direction}
+    return {kind: {"method": method, **methods[method]} for kind, method in kinds.items()}
 
 
 def best(result: Any, methods: Any) -> str:
@@ -237,7 +219,7 @@ def best(result: Any, methods: Any) -> str:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print a line for each library of each case."""
+    """Print a line for each library of each case, and what each reaches over all."""
     table = Table()
     for column in ("case", "library", "method", "share at -1, 0, 1", "well formed", "mean"):
         table.add_column(column)
@@ -252,23 +234,33 @@ def show(results: dict[str, Any]) -> None:
                 f"{row['harmonic mean']:.2f}" + (" reached" if row["reached"] else ""),
             )
     console.print(table)
+    for library in next(iter(results.values())):
+        rows = [found[library] for found in results.values()]
+        mean = np.mean([row["harmonic mean"] for row in rows])
+        console.print(f"{library}: {sum(r['reached'] for r in rows)} at the goal, mean {mean:.2f}")
 
 
 def main(
+    measured: Annotated[Path, typer.Option(help="JSON that measure_methods.py wrote.")],
     output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
     prompts: Annotated[int, typer.Option(help="How many held-out prompts.")] = 200,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each continuation.")] = 120,
     case: Annotated[list[str], typer.Option(help="MODEL:ATTRIBUTE; all by default.")] = [],  # noqa: B006
+    known: Annotated[list[Path], typer.Option(help="JSON of other runs, to take in.")] = [],  # noqa: B006
 ) -> None:
     """Compare on all cases; cases that are in the output file already are kept."""
     cases = case or [f"{model}:{attribute}" for model in RECIPES for attribute in ATTRIBUTES]
-    done = json.loads(output.read_text()) if output is not None and output.exists() else {}
+    done: dict[str, Any] = {}
+    for file in (*known, output):
+        if file is not None and file.exists():
+            done |= json.loads(file.read_text())
     for name in cases:
         if name not in done:
             done[name] = compare(*name.split(":"), prompts, new_tokens)
         if output is not None:
             output.write_text(json.dumps(done, indent=1) + "\n")
-    show(done)
+    found = json.loads(measured.read_text())
+    show({name: {**ours(found[name]), **done[name]} for name in cases})
 
 
 if __name__ == "__main__":

@@ -8,53 +8,46 @@ that nothing was chosen by: the share of continuations with the attribute's firs
 strengths -1, 0 and 1, the share of sentences that are well formed, by how many points another
 attribute moves, and how well the direction tells stories of both kinds apart (AUROC). The baseline
 says the attribute in the prompt, in a sentence of the grammar, instead of steering.
+
+Cases can be shared out over processes, each with its own `--output`, and shown together:
+
+    python scripts/measure_methods.py --known a.json --known b.json --output methods.json
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
-import keras_hub
 import numpy as np
 import typer
-from measure_steering import PROMPT_SEED, TEMPERATURE, held_out_prompts
+from measure_steering import PROMPT_SEED, held_out_prompts
 from rich.console import Console
 from rich.table import Table
-from story_grammar import (
-    ATTRIBUTES,
-    classify,
-    contrast_pairs,
-    generate_story,
-    split_sentences,
-    well_formed,
+from steering_cases import (
+    SEARCH_SEED,
+    formed,
+    judge_of,
+    open_model,
+    pairs_of,
+    searched_prompts,
 )
+from story_grammar import ATTRIBUTES, contrast_pairs, split_sentences
 from tiny_models import RECIPES
-from train_vectors import SEED, choice_points
+from train_autoencoders import autoencoders_of
 
 import backbone_surgery as bs
 
-STORIES, SEARCH_SEED, SEARCHED = 48, 30_000, 64
-METHODS = ("mean_diff", "pca_diff", "logistic", "learned", "reft")
+DEFAULT = ("mean_diff", "pca_diff", "logistic", "learned", "reft")
+METHODS = (*DEFAULT, "bipo", "reft_r1", "sae", "lora")
+SAID = "said in the prompt"
 GOAL = {"down": 0.15, "up": 0.85, "well formed": 0.95}
 
 console = Console()
-
-
-def judge_of(attribute: str) -> Any:
-    """Return what gives 1 for the first value of an attribute, 0 for the second, else 1/2."""
-    first, second = ATTRIBUTES[attribute]
-    worth = {first: 1.0, second: 0.0}
-    return lambda texts: [worth.get(classify(text, attribute), 0.5) for text in texts]
-
-
-def formed(texts: list[str]) -> list[float]:
-    """Return the share of well-formed sentences of each text."""
-    return [good / max(total, 1) for good, total in map(well_formed, texts)]
 
 
 def said_in_prompts(attribute: str, count: int) -> list[list[str]]:
@@ -95,17 +88,58 @@ def measure(texts: dict[int, list[str]], attribute: str) -> dict[str, Any]:
     }
 
 
-def measure_case(model: str, attribute: str, count: int, tokens: int) -> dict[str, Any]:
+def write_steered(
+    lm: bs.CachedCausalLM, edits: Mapping[str, bs.Rewrite], prompts: list[str], options: Any
+) -> dict[str, dict[int, list[str]]]:
+    """Write at strengths -1 and 1 by each edit: directions in one graph, other edits in their own.
+
+    Returns:
+        `{method: {strength: texts}}`.
+    """
+    size = lm.opened.token_embedding.output_dim
+    nothing = {block: np.zeros(size) for block in range(lm.backbone.num_layers)}
+    vectors = {
+        method: bs.ControlVector({**nothing, **edit.directions})
+        for method, edit in edits.items()
+        if isinstance(edit, bs.Steer)
+    }
+    found: dict[str, dict[int, list[str]]] = {method: {} for method in edits}
+    shared = _edited(lm, bs.Steer("tuned", nothing, strength=0.0)) if vectors else None
+    for method, edit in edits.items():
+        edited = shared if method in vectors else _edited(lm, edit)
+        for sign in (-1, 1):
+            value = sign * edit.strength
+            if method in vectors:
+                value = bs.Control(strength=value, directions=vectors[method])
+            found[method][sign] = edited.generate(prompts, controls={"tuned": value}, **options)
+    return found
+
+
+def _edited(lm: bs.CachedCausalLM, edit: bs.Rewrite) -> bs.CachedCausalLM:
+    edited = bs.CachedCausalLM(bs.operate(lm.backbone, [edit]), lm.preprocessor)
+    edited.compile(sampler=lm.sampler)
+    return edited
+
+
+def measure_case(
+    model: str, attribute: str, count: int, tokens: int, methods: list[str], folder: Path
+) -> dict[str, Any]:
     """Tune all methods for one attribute of one model, and measure each."""
-    lm = bs.CachedCausalLM.from_preset(model)
-    lm.compile(sampler=keras_hub.samplers.RandomSampler(temperature=TEMPERATURE))
-    pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
-    prompts, rng = held_out_prompts(count), Random(SEARCH_SEED)
-    stories = (generate_story(rng).prompt for _ in itertools.count())
-    searched = list(itertools.islice((s for s in stories if s not in prompts), SEARCHED))
+    lm, pairs = open_model(model), pairs_of(attribute)
+    prompts = held_out_prompts(count)
+    folder.mkdir(parents=True, exist_ok=True)
+    encoders = autoencoders_of(model, lm, folder) if "sae" in methods else None
     start = time.perf_counter()
     result = bs.tune(
-        lm, pairs, judge_of(attribute), searched, METHODS, fluency=formed, max_new_tokens=100
+        lm,
+        pairs,
+        judge_of(attribute),
+        searched_prompts(prompts),
+        methods,
+        fluency=formed,
+        max_new_tokens=100,
+        autoencoders=encoders,
+        file=folder / f"{model}-{attribute}-{'-'.join(methods)}.jsonl",
     )
     seconds = time.perf_counter() - start
     console.print(f"{model} {attribute}: {seconds:.0f} s", result.table)
@@ -116,24 +150,38 @@ def measure_case(model: str, attribute: str, count: int, tokens: int) -> dict[st
         "seed": list(range(count)),
     }
     alone = lm.generate(prompts, **options)
-    rows = {}
     stories = contrast_pairs(attribute, Random(SEARCH_SEED), 60)
     kinds = [[pair[side] for pair in stories] for side in (0, 1)]
-    for method, edit in result.edits.items():
-        edited = bs.CachedCausalLM(bs.operate(lm.backbone, [edit]), lm.preprocessor)
-        edited.compile(sampler=lm.sampler)
-        texts = {0: alone}
-        for sign in (-1, 1):
-            controls = {"tuned": sign * edit.strength}
-            texts[sign] = edited.generate(prompts, controls=controls, **options)
-        rows[method] = measure(texts, attribute)
-        vector = getattr(edit, "vector", None)
-        if vector is not None:
-            rows[method]["AUROC"] = max(bs.score_detection(lm, vector, *kinds).values())
+    scores = {t.candidate: t.score for t in result.tried}
+    ends = {t.candidate.method: t.candidate for t in result.trials if t.candidate}
+    rows = {}
+    for method, texts in write_steered(lm, result.edits, prompts, options).items():
+        candidate, edit = ends[method], result.edits[method]
+        rows[method] = {
+            **measure({**texts, 0: alone}, attribute),
+            "blocks": candidate.blocks,
+            "strength": candidate.strength,
+            "searched": scores[candidate],
+        }
+        if isinstance(edit, bs.Steer):
+            edit.vector.save(folder / f"{model}-{attribute}-{method}.safetensors")
+            areas = bs.score_detection(lm, edit.vector, *kinds)
+            rows[method]["AUROC"] = max(areas.values())
     down, up = said_in_prompts(attribute, count)
     said = {-1: lm.generate(down, **options), 0: alone, 1: lm.generate(up, **options)}
-    rows["said in the prompt"] = measure(said, attribute)
-    return {"seconds": seconds, "chosen": result.chosen, "methods": rows}
+    rows[SAID] = measure(said, attribute)
+    return {"seconds": {",".join(methods): seconds}, "methods": rows}
+
+
+def join(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Join what two runs measured of a case."""
+    return {key: {**(one or {}).get(key, {}), **other[key]} for key in ("seconds", "methods")}
+
+
+def chosen_of(found: dict[str, Any]) -> str:
+    """Return which of the methods that `tune` tries by default came out best in the search."""
+    rows = found["methods"]
+    return max((m for m in DEFAULT if m in rows), key=lambda m: rows[m]["searched"])
 
 
 def show(results: dict[str, Any]) -> None:
@@ -143,7 +191,7 @@ def show(results: dict[str, Any]) -> None:
         table.add_column(column)
     for case, found in results.items():
         for method, row in found["methods"].items():
-            mark = " *" if method == found["chosen"] else ""
+            mark = " *" if method == chosen_of(found) else ""
             table.add_row(
                 case,
                 method + mark,
@@ -157,20 +205,50 @@ def show(results: dict[str, Any]) -> None:
     reached = sum(
         any(m["reached"] for m in found["methods"].values()) for found in results.values()
     )
-    chosen = sum(found["methods"][found["chosen"]]["reached"] for found in results.values())
+    chosen = sum(found["methods"][chosen_of(found)]["reached"] for found in results.values())
     console.print(f"reached by some method: {reached} of {len(results)}; by the chosen: {chosen}")
+
+
+def summarise(results: dict[str, Any]) -> None:
+    """Print a line for each method over all cases."""
+    table = Table(title=f"{len(results)} cases")
+    columns = ("at the goal", "mean", "others in the median", "at most", "AUROC", "chosen in")
+    for column in ("method", *columns):
+        table.add_column(column)
+    for method in methods_of(results):
+        rows = [found["methods"][method] for found in results.values()]
+        areas = [row["AUROC"] for row in rows if "AUROC" in row]
+        chosen = sum(chosen_of(found) == method for found in results.values())
+        table.add_row(
+            method,
+            f"{sum(row['reached'] for row in rows)}",
+            f"{np.mean([row['harmonic mean'] for row in rows]):.2f}",
+            f"{100 * np.median([row['others move in the median'] for row in rows]):.1f}",
+            f"{100 * max(row['others move'] for row in rows):.0f}",
+            f"{np.mean(areas):.2f}" if areas else "",
+            str(chosen),
+        )
+    console.print(table)
+
+
+def methods_of(results: dict[str, Any]) -> list[str]:
+    """Return the methods that were measured in all cases."""
+    measured = [set(found["methods"]) for found in results.values()]
+    return [m for m in (*METHODS, SAID) if all(m in own for own in measured)]
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
     """Draw the share at strengths -1 and 1 of each case and method."""
     from matplotlib import pyplot
 
-    names = [*METHODS, "said in the prompt"]
+    names, cases = methods_of(results), list(results)
+    lines = -(-len(names) // 5)
     figure, axes = pyplot.subplots(
-        1, len(names), figsize=(12, 3.6), sharey=True, layout="constrained"
+        lines, 5, figsize=(11, 3.1 * lines), sharex=True, sharey=True, layout="constrained"
     )
-    cases = list(results)
-    for axis, method in zip(axes, names, strict=True):
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis, method in zip(axes.flat, names, strict=False):
         for y, case in enumerate(reversed(cases)):
             row = results[case]["methods"][method]
             down, alone, up = row["share"]
@@ -181,9 +259,9 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.axvspan(0, GOAL["down"], color="tab:blue", alpha=0.08)
         axis.axvspan(GOAL["up"], 1, color="tab:red", alpha=0.08)
         axis.set_xlim(-0.03, 1.03)
+        axis.set_yticks(range(len(cases)), [case.replace(":", ", ") for case in reversed(cases)])
         axis.set_title(method, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(cases)), reversed(cases))
     figure.supxlabel("share with the first value: at strength -1, unsteered, at 1", fontsize=10)
     figure.savefig(file, dpi=130)
 
@@ -194,16 +272,30 @@ def main(
     prompts: Annotated[int, typer.Option(help="How many held-out prompts.")] = 200,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each continuation.")] = 120,
     case: Annotated[list[str], typer.Option(help="MODEL:ATTRIBUTE; all by default.")] = [],  # noqa: B006
+    method: Annotated[list[str], typer.Option(help="All by default.")] = [],  # noqa: B006
+    folder: Annotated[
+        Path, typer.Option(help="Where to keep searches, vectors, autoencoders.")
+    ] = Path("searches"),
+    known: Annotated[list[Path], typer.Option(help="JSON of other runs, to take in.")] = [],  # noqa: B006
 ) -> None:
-    """Measure all methods on all cases; cases that are in the output file already are kept."""
+    """Measure methods on all cases; what is in the output file already is kept."""
     cases = case or [f"{model}:{attribute}" for model in RECIPES for attribute in ATTRIBUTES]
-    done = json.loads(output.read_text()) if output is not None and output.exists() else {}
+    done: dict[str, Any] = {}
+    for file in (*known, output):
+        if file is not None and file.exists():
+            for name, found in json.loads(file.read_text()).items():
+                done[name] = join(done.get(name), found)
     for name in cases:
-        if name not in done:
-            done[name] = measure_case(*name.split(":"), prompts, new_tokens)
+        measured = done.get(name, {"methods": {}})["methods"]
+        missing = [m for m in method or METHODS if m not in measured]
+        if missing:
+            found = measure_case(*name.split(":"), prompts, new_tokens, missing, folder)
+            done[name] = join(done.get(name), found)
         if output is not None:
             output.write_text(json.dumps(done, indent=1) + "\n")
+    done = {name: done[name] for name in cases}
     show(done)
+    summarise(done)
     if plot_file is not None:
         plot(done, plot_file)
 

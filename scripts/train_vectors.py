@@ -13,51 +13,20 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from story_grammar import ATTRIBUTES, contrast_pairs, split_sentences
+from steering_cases import SEED, choice_points
+from story_grammar import ATTRIBUTES, contrast_pairs
 from tiny_models import RECIPES
 from train_tiny_models import write_checksums
 
 import backbone_surgery as bs
 
-STORIES, SEED = 128, 11
+STORIES = 128
 BLOCKS = {"tiny_gpt2": (3, 4, 5), "tiny_gemma": (4, 5)}
 LENGTHS = {
     "tiny_gpt2": {"mood": 0.38, "place": 0.17, "characters": 0.3, "time": 0.32, "pet": 0.25},
     "tiny_gemma": {"mood": 0.25, "place": 0.3, "characters": 0.17, "time": 0.3, "pet": 0.22},
 }
 """How long the direction of each block is, in units of the residual norm there, at strength 1."""
-
-
-def choice_points(stories: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Cut pairs of stories where they are about to say again what they differ in.
-
-    The last words of such a pair are the same, and so is everything the model needs to go on but
-    for the attribute: what differs in its state is what it is going to say about that.
-
-    Args:
-        stories: pairs of stories that differ in one attribute.
-
-    Returns:
-        One pair for every second sentence that differs, but for the first, up to the word before.
-
-    Example:
-        >>> choice_points([("I am glad. I sing. So I smile.", "I am sad. I sing. So I cry.")])
-        [('I am glad. I sing. So I', 'I am sad. I sing. So I')]
-    """
-    pairs = []
-    for texts in stories:
-        sides = [split_sentences(text) for text in texts]
-        differing = [k for k, (a, b) in enumerate(zip(*sides, strict=True)) if a != b]
-        for k in differing[1::2]:
-            words = [side[k].split() for side in sides]
-            same = next(j for j, (a, b) in enumerate(zip(*words, strict=False)) if a != b)
-            if same:
-                pairs.append(
-                    tuple(
-                        " ".join(side[:k] + w[:same]) for side, w in zip(sides, words, strict=True)
-                    )
-                )
-    return pairs
 
 
 def train(lm: bs.CachedCausalLM, attribute: str) -> bs.ControlVector:

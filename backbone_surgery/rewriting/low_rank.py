@@ -11,8 +11,9 @@ from keras import ops
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.site import Place
+from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
-from backbone_surgery.rewriting.rewrite import SiteRewrite, Surgery
+from backbone_surgery.rewriting.rewrite import Rows, SiteRewrite, Surgery
 from backbone_surgery.rewriting.sources import source_of
 
 
@@ -31,12 +32,17 @@ class LowRank(SiteRewrite):
     `edited.rewrites[i].adapters` holds the adapters. Apply that rewrite to another graph, and it
     puts the same, trained adapters there.
 
+    With a `strength`, the maps are multiplied by a control too: y + strength · scale · (x A) B. A
+    strength of 0 is bit-equal to no edit, and one graph learns both ways, at 1 and at -1.
+
     Attributes:
         at: site selector.
         rank: rank of each map, at most the smaller of inputs and outputs.
         alpha: scale is alpha / rank; by default 1.
         name: what the names of the layers begin with. Two `LowRank` at one site need two names.
         adapters: `{site path: adapter}` to use instead of new ones. Sites may share one.
+        strength: the default of a control named `name`, for all rows or one for each. By default
+            there is no such control. `fit` trains at it: at 0 there is no gradient.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -51,12 +57,14 @@ class LowRank(SiteRewrite):
     alpha: float | None = None
     name: str = "low_rank"
     adapters: Mapping[str, keras.layers.Layer] = field(default_factory=dict)
+    strength: float | None = None
 
     def __post_init__(self) -> None:
         fields = Fields(self)
         fields.selector()
         fields.integer("rank", smallest=1)
         fields.number("alpha", optional=True)
+        fields.number("strength", optional=True)
         if not isinstance(self.name, str) or "/" in self.name:
             raise fields.refuse("`name` to be a name of layers, without '/'", self.name, "Rename.")
         kinds = self.adapters.values() if isinstance(self.adapters, Mapping) else [None]
@@ -67,8 +75,21 @@ class LowRank(SiteRewrite):
                 "Take those of `edited.rewrites[i].adapters`, or leave them out.",
             )
 
+    @property
+    def control(self) -> str | None:
+        """The name of the control, where there is a strength."""
+        return None if self.strength is None else self.name
+
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Bind a strength, for all rows or one for each. `None` takes that of the rewrite."""
+        if self.strength is None:
+            return super().bind(value, rows)
+        strength = self.strength if value is None else value
+        bound = bind_amounts(strength, f"controls at '{self.name}'", rows.batch)
+        return {f"{self.name}_strength": bound}
+
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
-        """Check that each adapter has a site, then visit the sites."""
+        """Check that each adapter has a site, and declare the control; then visit the sites."""
         paths = [place.path for place in self.choose(surgery)]
         if self.adapters and set(self.adapters) != set(paths):
             raise SurgeryError(
@@ -76,6 +97,8 @@ class LowRank(SiteRewrite):
                 f"{paths}. Received adapters for {shown(list(self.adapters))}. Leave `adapters` "
                 "out to start with new ones."
             )
+        if self.strength is not None:
+            surgery.control(f"{self.name}_strength", np.float32(self.strength))
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
@@ -112,7 +135,9 @@ class LowRank(SiteRewrite):
             )
         surgery.train(adapter)
         surgery.once("adapters", dict)[place.path] = adapter
-        return adapter(source, x)
+        if self.strength is None:
+            return adapter(source, x)
+        return adapter(source, x, surgery.inputs[f"{self.name}_strength"])
 
     def applied(self, surgery: Surgery) -> "LowRank":
         """Return the rewrite with its adapters."""
@@ -138,6 +163,7 @@ class Adapter(keras.layers.Layer):
     Call arguments:
         x: float[batch, time, ...], what the map is applied to.
         y: float[batch, time, ...], what it is added to.
+        strength: float32[batch], what the map is multiplied by too; 1 if left out.
     """
 
     def __init__(self, rank: int, scale: float, **kwargs: Any) -> None:
@@ -145,7 +171,7 @@ class Adapter(keras.layers.Layer):
         self.rank, self.scale = rank, scale
         self.shapes: tuple = ()
 
-    def build(self, x_shape, y_shape):
+    def build(self, x_shape, y_shape, strength_shape=None):
         """Create A, normal with variance 1 / inputs, and B, zero."""
         self.shapes = (tuple(x_shape[2:]), tuple(y_shape[2:]))
         inputs, outputs = (int(np.prod(shape)) for shape in self.shapes)
@@ -153,14 +179,18 @@ class Adapter(keras.layers.Layer):
         self.down = self.add_weight(shape=(inputs, self.rank), initializer=normal, name="down")
         self.up = self.add_weight(shape=(self.rank, outputs), initializer="zeros", name="up")
 
-    def call(self, x, y):
-        """Return y + scale · (x A) B."""
+    def call(self, x, y, strength=None):
+        """Return y + strength · scale · (x A) B; y itself where the strength is zero."""
         batch, time = ops.shape(x)[:2]
         flat = ops.reshape(x, (batch, time, self.down.shape[0]))
         change = ops.matmul(ops.matmul(flat, self.down), self.up) * self.scale
-        return y + ops.cast(ops.reshape(change, ops.shape(y)), y.dtype)
+        change = ops.cast(ops.reshape(change, ops.shape(y)), y.dtype)
+        if strength is None:
+            return y + change
+        strength = ops.cast(ops.reshape(strength, (-1, *[1] * (len(y.shape) - 1))), y.dtype)
+        return ops.where(ops.equal(strength, 0), y, y + strength * change)
 
-    def compute_output_spec(self, x, y):
+    def compute_output_spec(self, x, y, strength=None):
         """Keep the shape and dtype of `y`."""
         return keras.KerasTensor(y.shape, y.dtype)
 

@@ -4,24 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import keras
 import numpy as np
 
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.site import places
-from backbone_surgery.rewriting import Control, Reft, Rewrite, Steer
+from backbone_surgery.rewriting import Control, LowRank, Reft, Rewrite, Steer
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.tuning.learning import learn
-from backbone_surgery.vectors.directions import METHODS
 from backbone_surgery.vectors.vector import ControlVector
-
-STEERING = (*METHODS, "learned")
-NAMES = (*STEERING, "reft")
 
 _SHARES = (0.1, 0.17, 0.28, 0.45, 0.7)
 _FACTORS = (0.5, 0.75, 1.0, 1.4, 2.0)
-_LONGEST = 0.5
-"""Of a learned direction, in units of the residual norm of its block."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +74,12 @@ class Steering:
         )
 
     def candidates(self, method: str) -> list[Candidate]:
-        """Return what to try of a method."""
+        """Return what to try of a method: of the blocks that it has directions for."""
+        own = set(self.vectors[method].directions)
         return [
             Candidate(method, blocks, share / len(blocks) ** 0.5)
             for blocks in block_sets(len(self.size))
+            if own.issuperset(blocks)
             for share in _SHARES
         ]
 
@@ -94,7 +89,9 @@ class Steering:
         strengths = np.zeros((len(rows), len(order)), "float32")
         for i, (candidate, sign) in enumerate(rows):
             strengths[i, [order.index(b) for b in candidate.blocks]] = sign * candidate.strength
-        vectors = [self.vectors[candidate.method] for candidate, _ in rows]
+        nothing = self.vectors[UNEDITED.method].directions
+        whole = {m: ControlVector({**nothing, **v.directions}) for m, v in self.vectors.items()}
+        vectors = [whole[candidate.method] for candidate, _ in rows]
         return {self.name: Control(strength=strengths, directions=vectors)}
 
     def edit(self, candidate: Candidate) -> Rewrite:
@@ -126,7 +123,7 @@ class Interventions:
         self.lm = _edited(lm, refts)
         apart = np.eye(len(names), dtype="float32")
         strengths = {f"{n}_strength": apart[:, i] for i, n in enumerate(names.values())}
-        learn(self.lm, _new_layers(self.lm, lm), pairs, strengths, **options)
+        learn(lm, self.lm.opened, pairs, strengths, **options)
 
     def candidates(self, method: str) -> list[Candidate]:
         """Return what to try."""
@@ -148,19 +145,6 @@ class Interventions:
         return replace(trained, name=self.name, strength=candidate.strength)
 
 
-def learned_vector(
-    lm: CachedCausalLM, pairs: Any, size: Mapping[int, float], options: Mapping[str, Any]
-) -> ControlVector:
-    """Learn a direction for each block, by itself, no longer than a share of the hidden states."""
-    start = {block: np.zeros(lm.opened.token_embedding.output_dim) for block in size}
-    steer = Steer("learned", start, trainable=True, max_norm=_LONGEST)
-    edited = _edited(lm, [steer])
-    # At the strength of the residual norm, directions are in units of it.
-    apart = np.diag(np.array(list(size.values()), "float32"))
-    learn(edited, _new_layers(edited, lm), pairs, {"learned_strength": apart}, **options)
-    return ControlVector(edited.opened.rewrites[-1].directions)
-
-
 def blocks_of(lm: CachedCausalLM) -> list[int]:
     """Return the numbers of the blocks of a model."""
     return sorted({p.block for p in places(lm.opened) if p.block is not None})
@@ -174,6 +158,42 @@ def _edited(lm: CachedCausalLM, rewrites: Sequence[Rewrite]) -> CachedCausalLM:
     return edited
 
 
-def _new_layers(edited: CachedCausalLM, lm: CachedCausalLM) -> list[keras.layers.Layer]:
-    """Return the trained layers that an edit added; those of the model's own edits stay."""
-    return [x for x in edited.opened.trained_layers if x not in lm.opened.trained_layers]
+class Adapters:
+    """Candidates that are a `LowRank` at the values of all blocks: the graph that runs it, trained.
+
+    Args:
+        lm: the model to edit.
+        name: of the control.
+        rank: of each map.
+        pairs: to learn.
+        options: for `learn`.
+    """
+
+    def __init__(
+        self, lm: CachedCausalLM, name: str, rank: int, pairs: Any, options: Mapping[str, Any]
+    ) -> None:
+        self.name, self.blocks = name, tuple(blocks_of(lm))
+        self.lm = _edited(lm, [LowRank("blocks.*.value", rank, name=name, strength=0.0)])
+        rng = np.random.default_rng(options["seed"])
+        for adapter in self.trained.adapters.values():
+            shape = adapter.down.shape
+            adapter.down.assign(rng.normal(0, shape[0] ** -0.5, shape))
+        learn(lm, self.lm.opened, pairs, {f"{name}_strength": np.ones(1, "float32")}, **options)
+
+    @property
+    def trained(self) -> LowRank:
+        """The rewrite with its adapters."""
+        own = [r for r in self.lm.opened.rewrites if isinstance(r, LowRank)]
+        return next(r for r in own if r.name == self.name)
+
+    def candidates(self, method: str) -> list[Candidate]:
+        """Return what to try."""
+        return [Candidate(method, self.blocks, factor) for factor in _FACTORS]
+
+    def controls(self, rows: Sequence[tuple[Candidate, int]]) -> dict[str, Any]:
+        """Return the controls of rows, each of a candidate and a sign."""
+        return {self.name: [c.strength * sign for c, sign in rows]}
+
+    def edit(self, candidate: Candidate) -> Rewrite:
+        """Return the rewrite that a candidate is, at the strength that was found by default."""
+        return replace(self.trained, strength=candidate.strength)

@@ -47,7 +47,7 @@ class Perplexity:
 
     def __init__(self, lm: CachedCausalLM, batch_size: int) -> None:
         self.lm, self.batch_size = lm, batch_size
-        self.model = losses_of(lm)
+        self.model = losses_of(lm.opened)
 
     def losses(self, prompts: list[str], texts: list[str]) -> np.ndarray:
         """Return the mean loss of the tokens of each text after its prompt, in nats.

@@ -1,6 +1,7 @@
 """Learning: train what an edit brings along on pairs of texts, by their likelihood."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -13,8 +14,12 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.opening.layers import RowConstant
+from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.training import TrainsOwnLayers
 from backbone_surgery.vectors.activations import read_texts
+
+RATE = 0.01
+"""The learning rate at first."""
 
 
 class TokenLosses(keras.layers.Layer):
@@ -46,12 +51,12 @@ class _Losses(TrainsOwnLayers, keras.Model):
 
 @graph.building()
 def losses_of(
-    lm: CachedCausalLM, controls: Sequence[str] = (), trained: Sequence[keras.layers.Layer] = ()
+    opened: EditedBackbone, controls: Sequence[str] = (), trained: Sequence[keras.layers.Layer] = ()
 ) -> keras.Model:
     """Derive the model that gives the loss of each next token.
 
     Args:
-        lm: a model.
+        opened: the graph.
         controls: names of inputs of its graph that stay inputs; the others take their defaults.
         trained: the layers that `fit` of the model trains.
 
@@ -59,7 +64,6 @@ def losses_of(
         A model of `token_ids`, `padding_mask`, `targets` int32[batch, time] and the controls, to
         float32[batch, time].
     """
-    opened = lm.opened
     names = {"token_ids", "padding_mask", *controls}
     inputs = {t.name: t for t in opened.inputs if t.name in names}
     constants = {
@@ -87,49 +91,99 @@ def pack_texts(rows: list[np.ndarray], width: int) -> dict[str, np.ndarray]:
     return {"token_ids": ids[:, :-1], "padding_mask": mask[:, :-1], "targets": ids[:, 1:]}
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of texts as rows of tokens, each first text before its second.
+
+    Attributes:
+        inputs: `{name: int32[texts, time]}` for `losses_of`.
+        counted: float32[texts, time], 1 for the tokens of a text from the first on in which those
+            of its pair differ. Those before are the same on both sides.
+    """
+
+    inputs: Mapping[str, np.ndarray]
+    counted: np.ndarray
+
+    @classmethod
+    def read(cls, lm: CachedCausalLM, pairs: Sequence[tuple[Any, Any]]) -> "Pairs":
+        """Read pairs of texts, or of token ids, as a model does."""
+        rows = read_texts(lm, [text for pair in pairs for text in pair], "tune")
+        width = width_of(lm, rows)
+        return cls(pack_texts(rows, width), _counted(rows, width))
+
+
 def learn(
     lm: CachedCausalLM,
-    trained: Sequence[keras.layers.Layer],
+    edited: EditedBackbone,
     pairs: Sequence[tuple[Any, Any]],
     strengths: Mapping[str, np.ndarray],
     *,
     steps: int,
-    batch_size: int = 16,
-    learning_rate: float = 0.01,
     seed: int = 0,
+    batch_size: int = 16,
+    learning_rate: float = RATE,
+    rising: Mapping[str, float] | None = None,
 ) -> None:
-    """Train some layers that rewrites of a model brought along, and nothing else.
+    """Train what rewrites brought along, and nothing else, on the likelihood of texts.
 
     The first text of a pair is learned at a strength, and the second at its negative: what is
-    learned is the way from one to the other. Only tokens from the first on in which the two differ
-    count, since those before are the same at both strengths. Each row is a text at one of the
-    strengths: so one program learns several edits, each by itself.
+    learned is the way from one to the other. Each row is a text at one of the strengths: so one
+    program learns several edits, each by itself.
 
     Args:
-        lm: a model with such rewrites.
-        trained: the layers.
+        lm: the model.
+        edited: its graph with the rewrites.
         pairs: `[(text for a strength, text for its negative), ...]`.
         strengths: `{input name: float32[strengths, ...]}`, the strengths to learn at.
         steps: how many steps to take.
-        batch_size: rows of a step.
-        learning_rate: of Adam (Kingma and Ba 2014, arXiv:1412.6980), falling to zero by a cosine.
         seed: of the order.
+        batch_size: rows of a step.
+        learning_rate: of `fit`.
+        rising: `{input name: number}`, inputs that rise evenly from zero to a number.
     """
-    rows = read_texts(lm, [text for pair in pairs for text in pair], "tune")
-    width = width_of(lm, rows)
-    inputs, counted = pack_texts(rows, width), _counted(rows, width)
-    model = losses_of(lm, list(strengths), trained)
-    count = len(next(iter(strengths.values())))
-    chosen = np.random.default_rng(seed).permutation(len(rows) * count)
-    chosen = np.resize(chosen, steps * batch_size)
+    texts, count = Pairs.read(lm, pairs), len(next(iter(strengths.values())))
+    chosen = draw(len(texts.counted) * count, steps * batch_size, seed)
     row, which = chosen // count, chosen % count
-    x = {name: value[row] for name, value in inputs.items()}
-    for name, value in strengths.items():
-        sign = np.where(row % 2 == 0, 1, -1).astype("float32")
-        x[name] = value[which] * sign.reshape(-1, *[1] * (value.ndim - 1))
+    x = {name: value[row] for name, value in texts.inputs.items()}
+    x |= signed(strengths, which, np.where(row % 2 == 0, 1, -1))
+    for name, most in (rising or {}).items():
+        x[name] = np.repeat(most * np.arange(steps, dtype="float32") / steps, batch_size)
+    model = losses_of(edited, [*strengths, *(rising or {})], new_layers(edited, lm))
+    fit(model, x, texts.counted[row], _mean_over_rows, steps, learning_rate)
+
+
+def new_layers(edited: EditedBackbone, lm: CachedCausalLM) -> list[keras.layers.Layer]:
+    """Return the trained layers that an edit added; those of the model's own edits stay."""
+    return [x for x in edited.trained_layers if x not in lm.opened.trained_layers]
+
+
+def draw(count: int, length: int, seed: int) -> np.ndarray:
+    """Return numbers below a count in random order, again and again, int[length]."""
+    return np.resize(np.random.default_rng(seed).permutation(count), length)
+
+
+def signed(
+    strengths: Mapping[str, np.ndarray], which: np.ndarray, sign: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return for each row one of the strengths, times 1 or -1."""
+    return {
+        name: value[which] * sign.astype("float32").reshape(-1, *[1] * (value.ndim - 1))
+        for name, value in strengths.items()
+    }
+
+
+def fit(
+    model: keras.Model,
+    x: Mapping[str, np.ndarray],
+    y: np.ndarray,
+    loss: Callable[[Any, Any], Any],
+    steps: int,
+    learning_rate: float = RATE,
+) -> None:
+    """Take steps of Adam (Kingma and Ba 2014, arXiv:1412.6980), its rate falling by a cosine."""
     rate = keras.optimizers.schedules.CosineDecay(learning_rate, steps)
-    model.compile(optimizer=keras.optimizers.Adam(rate), loss=_mean_over_rows)
-    model.fit(x, counted[row], batch_size=batch_size, shuffle=False, verbose=0)
+    model.compile(optimizer=keras.optimizers.Adam(rate), loss=loss)
+    model.fit(x, y, batch_size=len(y) // steps, shuffle=False, verbose=0)
 
 
 def _mean_over_rows(counted: Any, losses: Any) -> Any:

@@ -10,27 +10,24 @@ import numpy as np
 from rich.progress import Progress
 
 from backbone_surgery import hosts
-from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.files import as_path
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.fingerprint import digest
 from backbone_surgery.generation.samplers import make_strategy
-from backbone_surgery.numbers import is_int
-from backbone_surgery.tuning.candidates import (
-    NAMES,
-    STEERING,
-    UNEDITED,
-    Candidate,
-    Interventions,
-    Steering,
-    blocks_of,
-    learned_vector,
+from backbone_surgery.tuning.candidates import UNEDITED, Candidate, Steering
+from backbone_surgery.tuning.checks import (
+    check_autoencoders,
+    check_judges,
+    check_methods,
+    check_numbers,
+    check_prompts,
+    check_vectors,
 )
 from backbone_surgery.tuning.judging import Judge, Perplexity, as_judged, ask
+from backbone_surgery.tuning.methods import Methods
 from backbone_surgery.tuning.record import Measured, Record
 from backbone_surgery.tuning.result import Trial, Tuning
 from backbone_surgery.vectors.activations import check_batch_size, check_task
-from backbone_surgery.vectors.directions import METHODS, check_method
 from backbone_surgery.vectors.pairs import check_pairs
 from backbone_surgery.vectors.vector import ControlVector, residual_norms
 from backbone_surgery.weights.tree import weights_digest
@@ -57,6 +54,7 @@ def tune(
     rank: int = 4,
     steps: int = 80,
     orthogonal_to: Sequence[ControlVector] = (),
+    autoencoders: Mapping[int, str | Path] | None = None,
     file: str | Path | None = None,
 ) -> Tuning:
     """Find an edit that moves what is written both ways, and keeps it fluent.
@@ -74,10 +72,15 @@ def tune(
         judge: a function of a list of texts, without their prompts, that returns a number for each,
             from 0 for the negative to 1 for the positive side.
         prompts: at least two; half of them are searched on.
-        methods: those of `ControlVector.train`; `"learned"`, a direction for each block that makes
-            the texts of the pairs likely, learned at up to half the length of the hidden states
-            there, and tried at any; `"reft"`, a `Reft` of one block that does. May be empty if
-            there are `vectors`.
+        methods: those of `ControlVector.train`, and others that learn. Directions, one for each
+            block: `"learned"`, which makes the texts of the pairs likely; `"bipo"`, which makes one
+            text of a pair likelier than the other (BiPO, Cao et al. 2024, arXiv:2406.00045);
+            `"reft_r1"`, which is learned to detect and to steer (ReFT-r1, Wu et al. 2025,
+            arXiv:2501.17148); `"sae"`, the decoder row of the one feature of each of
+            `autoencoders` that tells the sides apart best. The first two are learned at up to half
+            the length of the hidden states; all are tried at any. Or rewrites: `"reft"`, a `Reft`
+            of one block, and `"lora"`, a `LowRank` at the values of all, both of which make the
+            texts likely. May be empty if there are `vectors`.
         budget: about how many texts to write in the search, for each method: at least two prompts
             for each candidate and round. The report writes two more for each of its prompts.
         seed: of the search; the same seed gives the same result.
@@ -90,10 +93,12 @@ def tune(
             itself: 1 at the same or less, and in inverse proportion beyond.
         max_new_tokens: of each text.
         batch_size: texts to write at once.
-        rank: of `"reft"`.
+        rank: of `"reft"` and `"lora"`.
         steps: how many steps the methods that learn take, of 16 texts.
         orthogonal_to: vectors that directions are made orthogonal to, so that what these steer
-            stays. `"reft"` has no direction: leave it out.
+            stays. `"reft"` and `"lora"` have no direction: leave them out.
+        autoencoders: for method `"sae"`, `{block: folder}` of sparse autoencoders of the output of
+            blocks, as `SparseAutoencoder` reads them.
         file: where to keep what was measured: a search that was killed goes on from it. It does not
             know `judge` and `fluency`: for others take another file.
 
@@ -105,18 +110,14 @@ def tune(
             0 to 1, or the file of another search.
     """
     check_task(lm, "tune")
-    listed, texts = check_pairs(pairs), _check_prompts(lm, prompts)
-    given = _check_vectors(lm, vectors)
-    others = _check_methods(methods, orthogonal_to, bool(given))
+    listed, texts = check_pairs(pairs), check_prompts(lm, prompts)
+    given = check_vectors(lm, vectors)
+    others = check_methods(methods, orthogonal_to, bool(given))
+    encoders = check_autoencoders(lm, autoencoders, "sae" in methods)
     check_batch_size(batch_size, "tune")
     numbers = {"budget": budget, "rank": rank, "steps": steps, "max_new_tokens": max_new_tokens}
-    _check_numbers(lm, numbers, seed)
-    for what, function in {"judge": judge, "fluency": fluency}.items():
-        if not callable(function) and (function is not None or what == "judge"):
-            raise SurgeryError(
-                f"tune at '{what}': expected a function of a list of texts. Received "
-                f"{shown(function)}. Pass one that returns a number from 0 to 1 for each."
-            )
+    check_numbers(lm, numbers, seed)
+    check_judges(judge, fluency)
     seed = int(seed)
     Random(seed).shuffle(texts)
     strategy = make_strategy(lm.sampler)
@@ -124,7 +125,7 @@ def tune(
     apart = [dict(vector.directions) for vector in others]
     own = {key: dict(vector.directions) for key, vector in given.items()}
     model = [weights_digest(lm.opened), lm.programs.outline, dict(lm.opened.defaults)]
-    facts = [model, listed, texts, [*methods], own, apart, settings, digest(strategy.key)]
+    facts = [model, listed, texts, [*methods], own, apart, settings, digest(strategy.key), encoders]
     path = None if file is None else as_path(file, "tune")
     search = _Search(
         texts=texts,
@@ -138,20 +139,8 @@ def tune(
     )
     steering = Steering(lm, name, residual_norms(lm))
     learning = {"steps": steps, "seed": seed}
-
-    def prepare(method: str) -> Any:
-        if method == "reft":
-            return Interventions(lm, name, rank, listed, learning)
-        if method == "learned":
-            vector = learned_vector(lm, listed, steering.size, learning)
-        elif method in given:
-            vector = given[method]
-        else:
-            vector = ControlVector.train(lm, listed, method=method, verbose=0)
-        steering.add(method, vector.orthogonal_to(*others) if others else vector)
-        return steering
-
-    return search.run(name, [*methods, *given], steering, prepare, verbose)
+    ways = Methods(lm, name, listed, rank, steering, learning, given, others, encoders)
+    return search.run(name, [*methods, *given], steering, ways.prepare, verbose)
 
 
 @dataclass
@@ -253,96 +242,3 @@ class _Search:
             fluent = np.minimum(np.exp(alone - fluent), 1)
         own = None if candidate == UNEDITED else candidate
         return Trial(own, float(judged[0]), float(judged[1]), float(fluent.min()), len(measured))
-
-
-def _check_prompts(lm: CachedCausalLM, prompts: Any) -> list[str]:
-    texts = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else []
-    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
-        raise SurgeryError(
-            "tune at 'prompts': expected a list of two strings or more, half of them to search on. "
-            f"Received {shown(prompts)}. Pass some, better 50 or more."
-        )
-    if lm.preprocessor is None:
-        raise SurgeryError(
-            "tune: expected a preprocessor, to make text for the judge. Received a model without "
-            "one. Attach a preprocessor."
-        )
-    return texts
-
-
-def _check_numbers(lm: CachedCausalLM, numbers: dict[str, Any], seed: Any) -> None:
-    for what, value in numbers.items():
-        if not is_int(value) or value < 1:
-            raise SurgeryError(
-                f"tune at '{what}': expected an integer of 1 or more. Received {shown(value)}. "
-                "Leave it out for the usual."
-            )
-    if not is_int(seed) or not 0 <= seed < 2**31:
-        raise SurgeryError(
-            f"tune at 'seed': expected an integer from 0 to {2**31 - 1}. Received {shown(seed)}. "
-            "Leave it out for 0."
-        )
-    size = lm.opened.token_embedding.output_dim
-    if numbers["rank"] >= size:
-        raise SurgeryError(
-            f"tune at 'rank': expected fewer than {size}, the size of the hidden states. Received "
-            f"{numbers['rank']}. Ranks such as 4 are usual."
-        )
-
-
-def _check_vectors(lm: CachedCausalLM, vectors: Any) -> dict[str, ControlVector]:
-    """Check the directions that a user brings."""
-    own = dict(vectors) if isinstance(vectors, Mapping) else {}
-    kinds = all(isinstance(k, str) and isinstance(v, ControlVector) for k, v in own.items())
-    if not kinds or (vectors is not None and not own):
-        raise SurgeryError(
-            f"tune at 'vectors': expected ControlVectors by name. Received {shown(vectors)}. Pass "
-            "{'mine': vector}, or leave it out."
-        )
-    size = lm.opened.token_embedding.output_dim
-    for name, vector in own.items():
-        if name in (*NAMES, UNEDITED.method):
-            raise SurgeryError(
-                f"tune at 'vectors': expected another name than those of methods. Received "
-                f"'{name}'. Rename it."
-            )
-        missing = [block for block in blocks_of(lm) if block not in vector.directions]
-        if missing or len(vector.directions[0]) != size:
-            received = f"none for block {missing[0]}" if missing else f"{len(vector.directions[0])}"
-            raise SurgeryError(
-                f"tune at 'vectors': expected a direction of {size} numbers for each block of "
-                f"'{name}'. Received {received}. Train it on all blocks of this model."
-            )
-    return own
-
-
-def _check_methods(methods: Any, orthogonal_to: Any, has_vectors: bool) -> list[ControlVector]:
-    """Check the names of methods, and return the vectors to stay apart from."""
-    listed = list(methods) if isinstance(methods, list | tuple) else []
-    is_empty = not listed and not (has_vectors and isinstance(methods, list | tuple))
-    if is_empty or len(set(map(str, listed))) < len(listed):
-        raise SurgeryError(
-            f"tune at 'methods': expected a list with each method once. Received {shown(methods)}. "
-            f"Name at least one of {', '.join(NAMES)}."
-        )
-    for method in listed:
-        if not isinstance(method, str) or method not in NAMES:
-            raise SurgeryError(
-                f"tune at 'methods': expected names of methods. Received {shown(method)}. "
-                f"{closest(method if isinstance(method, str) else '', NAMES)} Choose some of these."
-            )
-        if method in METHODS:
-            check_method(method)
-    others: list[Any] = list(orthogonal_to) if isinstance(orthogonal_to, list | tuple) else [None]
-    if not all(isinstance(vector, ControlVector) for vector in others):
-        raise SurgeryError(
-            f"tune at 'orthogonal_to': expected a list of ControlVectors. Received "
-            f"{shown(orthogonal_to)}. Pass such a list."
-        )
-    without = [method for method in listed if method not in STEERING]
-    if others and without:
-        raise SurgeryError(
-            f"tune at 'orthogonal_to': expected methods that find a direction. Received "
-            f"'{without[0]}' among them. Leave it out of `methods`."
-        )
-    return others

@@ -85,7 +85,7 @@ def score_detection(
         )
     first, second = (read_texts(lm, texts, "score_detection") for texts in (positives, negatives))
     along = largest_projections(lm, vector, [*first, *second], batch_size, controls)
-    return {block: _auroc(x[: len(first)], x[len(first) :]) for block, x in along.items()}
+    return {block: auroc(x[: len(first)], x[len(first) :]) for block, x in along.items()}
 
 
 def largest_projections(
@@ -131,7 +131,8 @@ def _check_fits(lm: Any, vector: ControlVector) -> None:
         )
 
 
-def _auroc(positive: np.ndarray, negative: np.ndarray) -> float:
+def auroc(positive: np.ndarray, negative: np.ndarray) -> float:
+    """Return the chance that one of the first numbers is larger than one of the second."""
     larger = positive[:, None] > negative
     equal = positive[:, None] == negative
     return float(larger.mean() + equal.mean() / 2)

@@ -147,7 +147,7 @@ class ControlVector:
             for block, values in _by_block(states, at).items()
         }
         normalization = "none" if method == "mean_diff" else "unit"
-        return cls(directions, _describe(lm, method=method, normalization=normalization))
+        return cls(directions, describe(lm, method=method, normalization=normalization))
 
     @classmethod
     def load(cls, path: str | Path, shift: int = 0, lm: Any = None) -> ControlVector:
@@ -176,7 +176,7 @@ class ControlVector:
             check_task(lm, f"load at '{path}'")
             strict = path.suffix == ".safetensors"
             types = lm.opened.family.model_types_of(lm.opened.owner)
-            files.check_made_for(path, info, _describe(lm), types, directions, strict)
+            files.check_made_for(path, info, describe(lm), types, directions, strict)
         return cls(directions, info)
 
     @classmethod
@@ -375,7 +375,7 @@ def _is_factor(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
-def _describe(lm: Any, **facts: str) -> dict[str, str]:
+def describe(lm: Any, **facts: str) -> dict[str, str]:
     """Say what model a vector is for."""
     opened = lm.opened
     blocks = {place.block for place in site.places(opened)} - {None}

@@ -148,6 +148,9 @@ CASES = {
     "reorder": lambda name, dtype: [bs.Reorder([1, 0, 2])],
     "remove": lambda name, dtype: [bs.Remove("blocks.-1")],
     "low_rank": lambda name, dtype: [bs.LowRank("blocks.*.query", rank=2)],
+    "low_rank_by_strength": lambda name, dtype: [
+        bs.LowRank("blocks.*.value", rank=2, name="tone", strength=0.5)
+    ],
     "reft": lambda name, dtype: [bs.Reft("tone", rank=2, at="blocks.*", tokens=(1, 4))],
     "autoencoder": read_from_files(None),
     "feature": read_from_files(4),

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.tuning.candidates import Candidate, Interventions, block_sets, learned_vector
+from backbone_surgery.tuning.candidates import Candidate, Interventions, block_sets
 from backbone_surgery.tuning.judging import Perplexity
+from backbone_surgery.tuning.learned import learned_vector
 from backbone_surgery.tuning.learning import learn, losses_of, pack_texts
 from backbone_surgery.tuning.result import Trial
 from backbone_surgery.vectors.vector import residual_norms
@@ -34,7 +35,7 @@ def mean_loss(lm, rows, first, **controls):
 def test_losses_are_those_of_the_logits(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     rows = [rng.integers(1, 60, n).astype("int32") for n in (3, 9)]
-    losses = losses_of(lm).predict_on_batch(pack_texts(rows, 16))
+    losses = losses_of(lm.opened).predict_on_batch(pack_texts(rows, 16))
     for row, own in zip(rows, losses, strict=True):
         wanted = mean_loss(lm, [row.tolist()], 1)
         assert own[: len(row) - 1].mean() == pytest.approx(wanted, rel=1e-5)
@@ -48,10 +49,9 @@ def test_both_sides_become_likelier_and_the_rest_is_frozen():
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", zero, trainable=True)]))
     sides = [[pair[i] for pair in PAIRS] for i in (0, 1)]
     start = [mean_loss(lm, side, 2) for side in sides]
-    (layer,) = lm.opened.trained_layers
     learn(
-        lm,
-        [layer],
+        bs.CachedCausalLM(backbone),
+        lm.opened,
         PAIRS,
         {"mood_strength": np.ones((1, 1), "float32")},
         steps=30,
@@ -70,7 +70,7 @@ def test_a_direction_is_learned_by_itself_and_stays_short():
     """Alone, a block learns what it learns among others: the same rows, and no other strength."""
     lm = bs.CachedCausalLM(make_gpt2())
     lm.compile(sampler="greedy")
-    vector = learned_vector(lm, PAIRS, SIZE, {"steps": 400, "seed": 0})
+    vector = learned_vector("learned", lm, PAIRS, SIZE, {"steps": 400, "seed": 0})
     norms = {b: np.linalg.norm(d) for b, d in vector.directions.items()}
     assert max(norms.values()) == pytest.approx(0.5, rel=1e-4)
     for block, size in SIZE.items():
@@ -174,7 +174,7 @@ def test_only_what_is_new_learns_and_the_same_each_time():
     lm.compile(sampler="greedy")
     before = bs.weights_digest(lm.opened)
     options = {"steps": 3, "seed": 5}
-    vectors = [learned_vector(lm, PAIRS, SIZE, options) for _ in range(2)]
+    vectors = [learned_vector("learned", lm, PAIRS, SIZE, options) for _ in range(2)]
     assert vectors[0] == vectors[1]
     refts = [Interventions(lm, "tone", 2, PAIRS, options) for _ in range(2)]
     trained = [r.edit(Candidate("reft", (1,), 1.0)).interventions for r in refts]

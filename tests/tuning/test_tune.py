@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests.tuning.test_methods import save_autoencoder
 
 PAIRS = [
     ("Lily was happy. Lily smiled. So Lily", "Lily was sad. Lily cried. So Lily"),
@@ -19,7 +20,7 @@ PAIRS = [
 PROMPTS = ["Once there was a girl named Mia.", "Tom had a red ball.", "Zoe came home.", "Ben sat."]
 OPTIONS = {
     "budget": 120,
-    "steps": 2,
+    "steps": 6,
     "max_new_tokens": 8,
     "verbose": 0,
     "rank": 2,
@@ -41,10 +42,15 @@ def lm():
     return model
 
 
+FOUND = ("mean_diff", "learned", "bipo", "reft_r1", "sae", "reft", "lora")
+
+
 @pytest.fixture(scope="module")
-def found(lm):
-    methods = ("mean_diff", "learned", "reft")
-    return bs.tune(lm, PAIRS, letters, PROMPTS, methods, seed=3, **OPTIONS)
+def found(lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("autoencoders") / "blocks.4"
+    save_autoencoder(folder, np.random.default_rng(0), 128)
+    options = {**OPTIONS, "autoencoders": {4: folder}}
+    return bs.tune(lm, PAIRS, letters, PROMPTS, FOUND, seed=3, **options)
 
 
 def report_prompts(seed):
@@ -55,7 +61,7 @@ def report_prompts(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["mean_diff", "learned", "reft"])
+@pytest.mark.parametrize("method", FOUND)
 def test_an_edit_does_what_is_reported(method, lm, found):
     edit = found.edits[method]
     edited = bs.CachedCausalLM(bs.operate(lm.backbone, [edit]), lm.preprocessor)
@@ -70,7 +76,8 @@ def test_an_edit_does_what_is_reported(method, lm, found):
     assert trial.down == pytest.approx(np.mean(letters(down)))
     alone = lm.generate(prompts, **options)
     assert found.unedited.up == pytest.approx(np.mean(letters(alone)))
-    assert method == "reft" or up != alone  # two steps teach little
+    assert method in ("reft", "lora") or up != alone  # so few steps teach little
+    assert method != "sae" or trial.candidate.blocks == (4,)
 
 
 @pytest.mark.slow
@@ -201,6 +208,12 @@ def test_directions_apart_from_others(lm):
             {"methods": ("reft",), "orthogonal_to": [bs.ControlVector({0: np.ones(128)})]},
             "expected methods that find a direction",
         ),
+        (
+            {"methods": ("lora",), "orthogonal_to": [bs.ControlVector({0: np.ones(128)})]},
+            "expected methods that find a direction",
+        ),
+        ({"methods": ("sae",)}, "'autoencoders': expected folders by block, of blocks 0 to 5"),
+        ({"autoencoders": {4: "folder"}}, "expected them for method 'sae' alone"),
         ({"pairs": []}, "pairs"),
         ({"vectors": {}}, "'vectors': expected ControlVectors by name"),
         ({"vectors": [1]}, "'vectors': expected ControlVectors by name"),
