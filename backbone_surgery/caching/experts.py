@@ -91,11 +91,16 @@ class _Chosen(Experts):
 
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
         that stay in its cache, so that memory is read once and not written. Not so for kernels in
-        half precision: XLA on a CPU would make float32 of the whole bank, in a loop.
+        half precision: XLA on a CPU would make float32 of the whole bank, in a loop. On a GPU they
+        are multiplied and added up, which XLA makes one kernel with the taking, and copies nothing.
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
         tokens = x.shape[0]
+        if target.platform() == "gpu":
+            wide = ops.cast(self._take(kernel, self.index), "float32")
+            total = ops.sum(ops.cast(x[:, 0, :, None], "float32") * wide, axis=1)
+            return ops.cast(total, x.dtype)[:, None]
         in_pieces = (
             target.platform() == "cpu"
             and keras.backend.standardize_dtype(kernel.dtype) == "float32"
