@@ -53,11 +53,15 @@ class ChosenExperts(keras.layers.Layer):
         self.mixed, self.top_k = mixed, top_k
 
     def call(self, x, weights):
-        """Run the experts that each token weighs; all, once that would read as many kernels."""
+        """Run the experts that each token weighs; all, once that would read as many kernels.
+
+        On a TPU always all: its compiler takes the kernels of some row by row, in loops.
+        """
         batch, time, hidden_dim = ops.shape(x)
         count = weights.shape[-1]
         sizes_are_known = isinstance(batch, int) and isinstance(time, int)
-        if not sizes_are_known or batch * time * self.top_k >= count:
+        few = sizes_are_known and batch * time * self.top_k < count
+        if not few or target.platform() == "tpu":
             return self.mixed(x, weights)
         shares, index = ops.top_k(ops.reshape(weights, (batch * time, count)), self.top_k)
         pairs = ops.repeat(ops.reshape(x, (batch * time, 1, hidden_dim)), self.top_k, axis=0)
