@@ -18,8 +18,11 @@ from backbone_surgery.errors import SurgeryError, shown
 PLATFORMS = ("cpu", "gpu", "tpu")
 PRECISIONS = ("default", "high", "highest")
 
-_TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE = {"gpu": 2048, "tpu": 1024}
 """Of all rows: enough to keep a chip busy."""
+
+_LANES = 128
+"""How many numbers a TPU reads at once."""
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _on_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("on_mesh", default=False)
@@ -85,11 +88,11 @@ def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
 
     Examples:
         >>> [prefill_chunk("gpu", rows, 4096) for rows in (1, 2, 8)], prefill_chunk("tpu", 8, 384)
-        ([2048, 1024, 256], 192)
+        ([2048, 1024, 256], 128)
     """
-    most = max(_TOKENS_AT_ONCE // rows, 1)
-    if chosen == "cpu" or prompt <= most:
+    if chosen == "cpu":
         return prompt
+    most = min(max(_TOKENS_AT_ONCE[chosen] // rows, 1), prompt)
     return next(n for n in range(most, 0, -1) if prompt % n == 0)
 
 
@@ -125,15 +128,25 @@ def precision(name: str | None) -> Iterator[None]:
         yield
 
 
-def row_major(x: Any) -> Any:
-    """Have an array lie in the order of its axes, on a GPU or a TPU; inside a program.
+def in_order(x: Any, slots: int | None = None) -> Any:
+    """Have an array lie as a GPU or a TPU lays what comes into a program; inside a program.
 
     Else their compilers choose an order for each array of a loop, and copy what comes in another.
+    It is the order of the axes. But a TPU reads 128 numbers of the last axis at once, and does not
+    leave lanes empty: where entries are narrower, their slots come last.
+
     Not on a mesh: XLA would gather on GPUs what has an order that was asked for, and a TPU pads an
     array of few heads.
+
+    Args:
+        x: the array.
+        slots: the axis that counts slots, of a cache.
     """
     if platform() == "cpu" or _on_mesh.get() or keras.config.backend() != "jax":
         return x
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    order = list(range(x.ndim))
+    if platform() == "tpu" and slots is not None and x.shape[-1] % _LANES:
+        order.append(order.pop(slots))
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))

@@ -9,6 +9,7 @@ Real shapes, without weights; nothing runs. With --write, docs/accelerators.json
 import argparse
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -34,50 +35,111 @@ def gpt2():
     return keras_hub.models.GPT2Backbone(50257, 12, 12, 768, 3072, max_sequence_length=1024)
 
 
-def gemma2(blocks=4):
-    """Of the shape of Gemma 2 2B, with fewer blocks."""
+def gemma2(**sizes):
+    """Of the shape of Gemma 2 2B, with 4 of its 26 blocks."""
+    shape = {
+        "num_layers": 4,
+        "num_query_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_dim": 2304,
+        "intermediate_dim": 18432,
+        "head_dim": 256,
+    }
     return keras_hub.models.GemmaBackbone(
         vocabulary_size=256000,
-        num_layers=blocks,
-        num_query_heads=8,
-        num_key_value_heads=4,
-        hidden_dim=2304,
-        intermediate_dim=18432,
-        head_dim=256,
         use_post_ffw_norm=True,
         use_post_attention_norm=True,
         final_logit_soft_cap=30,
         attention_logit_soft_cap=50,
         use_sliding_window_attention=True,
         sliding_window_size=4096,
+        **{**shape, **sizes},
     )
 
 
-def llama3(blocks=4):
-    """Of the shape of Llama 3 8B, with fewer blocks."""
-    return keras_hub.models.Llama3Backbone(
-        vocabulary_size=128256,
+def gemma2_27b(blocks=4):
+    """Of the shape of Gemma 2 27B, with 4 of its 46 blocks."""
+    return gemma2(
         num_layers=blocks,
+        num_query_heads=32,
+        num_key_value_heads=16,
+        hidden_dim=4608,
+        intermediate_dim=73728,
+        head_dim=128,
+        query_head_dim_normalize=False,
+    )
+
+
+def llama3(**sizes):
+    """Of the shape of Llama 3 8B, with 4 of its 32 blocks."""
+    shape = {
+        "num_layers": 4,
+        "num_query_heads": 32,
+        "hidden_dim": 4096,
+        "intermediate_dim": 14336,
+    }
+    return keras_hub.models.Llama3Backbone(
+        vocabulary_size=128256, num_key_value_heads=8, **{**shape, **sizes}
+    )
+
+
+def llama3_70b(blocks=4):
+    """Of the shape of Llama 3 70B, with 4 of its 80 blocks."""
+    return llama3(num_layers=blocks, num_query_heads=64, hidden_dim=8192, intermediate_dim=28672)
+
+
+def qwen3():
+    """Of the shape of Qwen 3 8B, with 4 of its 36 blocks."""
+    return keras_hub.models.Qwen3Backbone(
+        vocabulary_size=151936,
+        num_layers=4,
+        num_query_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        hidden_dim=4096,
+        intermediate_dim=12288,
+        rope_max_wavelength=1000000,
+        tie_word_embeddings=False,
+        sliding_window_size=None,
+    )
+
+
+def mixtral():
+    """Of the shape of Mixtral 8x7B, with 4 of its 32 blocks."""
+    return keras_hub.models.MixtralBackbone(
+        vocabulary_size=32000,
+        num_layers=4,
         num_query_heads=32,
         num_key_value_heads=8,
         hidden_dim=4096,
         intermediate_dim=14336,
+        num_experts=8,
+        top_k=2,
+        rope_max_wavelength=1000000,
+        sliding_window=None,
     )
 
 
 MODELS = {
     "gpt2": (gpt2, keras_hub.models.GPT2CausalLM),
     "gemma2": (gemma2, keras_hub.models.GemmaCausalLM),
+    "gemma2_27b": (gemma2_27b, keras_hub.models.GemmaCausalLM),
+    "gemma2_27b_whole": (partial(gemma2_27b, 46), keras_hub.models.GemmaCausalLM),
     "llama3": (llama3, keras_hub.models.Llama3CausalLM),
+    "llama3_70b": (llama3_70b, keras_hub.models.Llama3CausalLM),
+    "llama3_70b_whole": (partial(llama3_70b, 80), keras_hub.models.Llama3CausalLM),
+    "qwen3": (qwen3, keras_hub.models.Qwen3CausalLM),
+    "mixtral": (mixtral, keras_hub.models.MixtralCausalLM),
 }
-LENGTHS = {"gpt2": 256, "gemma2": 1024, "llama3": 1024}
+LENGTHS = {"gpt2": 256}
+LENGTH = 1024
 
 
 def ours(name, device, rows):
     """Return the counts of our programs."""
     with graph.without_values():
         backbone = MODELS[name][0]()
-    length = LENGTHS[name]
+    length = LENGTHS.get(name, LENGTH)
     plan = bs.plan(
         backbone, device=device, batch=rows, length=length, prompt=PROMPT, compile=True, verbose=0
     )
@@ -100,7 +162,7 @@ def upstream(name, device, rows):
                 return task.generate_step(inputs, None)
 
         values = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
-        shape = (rows, LENGTHS[name])
+        shape = (rows, LENGTHS.get(name, LENGTH))
         inputs = {
             "token_ids": jax.ShapeDtypeStruct(shape, np.int32),
             "padding_mask": jax.ShapeDtypeStruct(shape, bool),
@@ -124,19 +186,16 @@ def counts(program):
     return {name: getattr(program, name) for name in names}
 
 
-def measure(models, devices, rows):
-    """Yield a line for each case."""
+def measure(models, devices, rows, own_alone):
+    """Yield a line for each case; with `own_alone` KerasHub's counts are those on record."""
     for name, device, count in itertools.product(models, devices, rows):
+        case = {"model": name, "device": device, "rows": count}
         least, own = ours(name, device, count)
-        other = upstream(name, device, count)
-        yield {
-            "model": name,
-            "device": device,
-            "rows": count,
-            "least_bytes": least,
-            "ours": own,
-            "keras_hub": other,
-        }
+        if own_alone:
+            (other,) = (x["keras_hub"] for x in on_record() if case.items() <= x.items())
+        else:
+            other = upstream(name, device, count)
+        yield {**case, "least_bytes": least, "ours": own, "keras_hub": other}
 
 
 def show(lines):
@@ -158,26 +217,33 @@ def show(lines):
     Console(width=100).print(table)
 
 
+def on_record():
+    """Return the lines of docs/accelerators.json."""
+    return json.loads(FILE.read_text()) if FILE.exists() else []
+
+
 def write(line):
     """Put a line in the place of what was known of its case."""
-    known = json.loads(FILE.read_text()) if FILE.exists() else []
     keys = ("model", "device", "rows")
-    kept = [x for x in known if any(x[k] != line[k] for k in keys)]
-    FILE.write_text(json.dumps([*kept, line], indent=1) + "\n")
+    kept = [x for x in on_record() if any(x[k] != line[k] for k in keys)]
+    order = list(MODELS)
+    lines = sorted([*kept, line], key=lambda x: (order.index(x["model"]), x["device"], x["rows"]))
+    FILE.write_text(json.dumps(lines, indent=1) + "\n")
 
 
 def main():
     """Measure, show and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="gpt2,gemma2,llama3")
+    parser.add_argument("--models", default="gpt2,gemma2,llama3", help=", ".join(MODELS))
     parser.add_argument("--devices", default="h100,v5e")
     parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--own", action="store_true", help="leave KerasHub's as on record")
     parser.add_argument("--write", action="store_true", help="write docs/accelerators.json")
     args = parser.parse_args()
     keras.config.set_dtype_policy("bfloat16")
     rows = [int(n) for n in args.rows.split(",")]
     lines = []
-    for line in measure(args.models.split(","), args.devices.split(","), rows):
+    for line in measure(args.models.split(","), args.devices.split(","), rows, args.own):
         lines.append(line)
         show([line])
         if args.write:

@@ -53,11 +53,15 @@ class ChosenExperts(keras.layers.Layer):
         self.mixed, self.top_k = mixed, top_k
 
     def call(self, x, weights):
-        """Run the experts that each token weighs; all, once that would read as many kernels."""
+        """Run the experts that each token weighs; all, once that would read as many kernels.
+
+        On a TPU always all: its compiler takes the kernels of some row by row, in loops.
+        """
         batch, time, hidden_dim = ops.shape(x)
         count = weights.shape[-1]
         sizes_are_known = isinstance(batch, int) and isinstance(time, int)
-        if not sizes_are_known or batch * time * self.top_k >= count:
+        few = sizes_are_known and batch * time * self.top_k < count
+        if not few or target.platform() == "tpu":
             return self.mixed(x, weights)
         shares, index = ops.top_k(ops.reshape(weights, (batch * time, count)), self.top_k)
         pairs = ops.repeat(ops.reshape(x, (batch * time, 1, hidden_dim)), self.top_k, axis=0)
@@ -91,11 +95,16 @@ class _Chosen(Experts):
 
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
         that stay in its cache, so that memory is read once and not written. Not so for kernels in
-        half precision: XLA on a CPU would make float32 of the whole bank, in a loop.
+        half precision: XLA on a CPU would make float32 of the whole bank, in a loop. On a GPU they
+        are multiplied and added up, which XLA makes one kernel with the taking, and copies nothing.
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
         tokens = x.shape[0]
+        if target.platform() == "gpu":
+            wide = ops.cast(self._take(kernel, self.index), "float32")
+            total = ops.sum(ops.cast(x[:, 0, :, None], "float32") * wide, axis=1)
+            return ops.cast(total, x.dtype)[:, None]
         in_pieces = (
             target.platform() == "cpu"
             and keras.backend.standardize_dtype(kernel.dtype) == "float32"

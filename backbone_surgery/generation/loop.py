@@ -75,7 +75,9 @@ class Forward:
             made_for = target.made_for(self.platform, on_mesh=self.placement is not None)
             scope = keras.StatelessScope(state_mapping=mapping)
             with scope, made_for, target.precision(self.precision):
-                cache = jax.tree.map(target.row_major, cache)
+                cache = map_cache(
+                    lambda spec, x: target.in_order(x, spec.slot_axis), cache, self.model
+                )
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]
                 if token is None and not every:

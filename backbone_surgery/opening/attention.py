@@ -234,7 +234,7 @@ def _scores_of_one(query: Any, key: Any) -> Any:
     products = ops.cast(key[:, :, :, None], "float32") * ops.cast(query, "float32")
     scores = ops.cast(ops.sum(products, axis=-1), key.dtype)
     scores = ops.transpose(scores, (0, 2, 3, 1))[:, :, :, None]
-    return target.row_major(scores)  # so that its softmax is one kernel
+    return target.in_order(scores)  # so that its softmax is one kernel
 
 
 def _mix_of_one(shares: Any, value: Any) -> Any:

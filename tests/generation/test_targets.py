@@ -1,5 +1,6 @@
 """Programs written for a GPU or a TPU, run on a CPU: they compute what those of a CPU compute."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -46,7 +47,7 @@ def compare(lm, platform, prompts):
 @pytest.mark.parametrize("name", list(ROWS))
 def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     """Two prompts, run in pieces of four tokens."""
-    monkeypatch.setattr(target, "_TOKENS_AT_ONCE", 8)
+    monkeypatch.setitem(target._TOKENS_AT_ONCE, platform, 8)
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
 
 
@@ -64,7 +65,7 @@ def test_int8(name, rng, no_collecting):
     "sampler", ["greedy", pytest.param("top_k", marks=pytest.mark.slow), "beam"]
 )
 def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
-    monkeypatch.setattr(target, "_TOKENS_AT_ONCE", 12)
+    monkeypatch.setitem(target._TOKENS_AT_ONCE, "gpu", 12)
     lm = make_lm(family, sampler)
     compare(lm, "gpu", ragged(rng, [7], 7))
     (decode,) = lm.programs.compiled("decode")
@@ -75,7 +76,7 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
 
 
 def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
-    monkeypatch.setattr(target, "_TOKENS_AT_ONCE", 8)
+    monkeypatch.setitem(target._TOKENS_AT_ONCE, "gpu", 8)
     backbone = ROWS["gemma2"].make()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Capture("blocks.*.attention_pattern")]))
     lm.compile(sampler="greedy")
@@ -87,7 +88,8 @@ def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
     [
         ("cpu", 8, 4096, 4096),
         ("gpu", 2, 1024, 1024),
-        ("tpu", 2, 1536, 768),
+        ("tpu", 2, 1536, 512),
+        ("gpu", 2, 1536, 768),
         ("gpu", 8, 384, 192),
         ("tpu", 4096, 16, 1),
     ],
@@ -104,3 +106,27 @@ def test_what_is_made_for_a_platform_is_known_inside_alone():
             assert target.platform() == "gpu"
         assert target.platform() == "tpu"
     assert target.platform() == before == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("platform", "shape", "order"),
+    [
+        ("tpu", (2, 256, 12, 64), (0, 2, 3, 1)),  # a head of 64 would leave half the lanes empty
+        ("tpu", (2, 256, 8, 128), (0, 1, 2, 3)),
+        ("tpu", (2, 256, 64), (0, 2, 1)),
+        ("tpu", (2, 256), (0, 1)),
+        ("gpu", (2, 256, 12, 64), (0, 1, 2, 3)),
+    ],
+)
+def test_a_cache_lies_as_the_chip_lays_it(platform, shape, order):
+    with target.made_for(platform):
+        made = jax.make_jaxpr(lambda x: target.in_order(x, slots=1))(np.zeros(shape))
+    (equation,) = made.eqns
+    assert equation.params["layout"].major_to_minor == order
+
+
+def test_a_cache_is_left_alone_on_a_cpu_and_a_mesh():
+    for settings in (("cpu",), ("tpu", True)):
+        with target.made_for(*settings):
+            made = jax.make_jaxpr(lambda x: target.in_order(x, slots=1))(np.zeros((2, 256, 1, 64)))
+        assert not made.eqns

@@ -14,8 +14,8 @@ from backbone_surgery.planning import compilers
 from backbone_surgery.planning.compilers import check_compiler
 from backbone_surgery.planning.devices import find_devices
 from tests.families import ROWS
-
-CHIPS = ("h100", "v5e")
+from tests.planning import matrix
+from tests.planning.matrix import CHIPS
 
 
 def needs(chip):
@@ -83,11 +83,21 @@ def test_a_bundled_model(chip):
     assert "estimated" in str(plan)
 
 
+# Of each family another kind for each chip; `python -m tests.planning.matrix` compiles all.
+KIND_OF = [
+    (chip, name, matrix.KINDS[(5 * i + j) % len(matrix.KINDS)])
+    for i, chip in enumerate(CHIPS)
+    for j, name in enumerate(ROWS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("sampler", ["top_p", "beam"])
-def test_samplers(chip, sampler):
-    assert compile_for(chip, ROWS["gemma2"].make(), sampler=sampler)["decode"].kernels > 20
+@pytest.mark.parametrize(("chip", "name", "kind"), KIND_OF)
+def test_samplers_edits_and_narrow_weights(chip, name, kind):
+    needs(chip)
+    if not matrix.can_be(name, kind):
+        kind = "greedy"
+    matrix.check(chip, name, kind)
 
 
 @pytest.mark.slow
@@ -105,15 +115,6 @@ def test_every_family_with_edits(chip, name):
     plan = compile_for(chip, backbone, batch=4, edits=edits)
     assert plan["decode"].kernels > 20
     assert plan["decode"].collectives == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_quantised_weights(chip, mode):
-    backbone = ROWS["gemma"].make()
-    backbone.quantize(mode)
-    assert compile_for(chip, backbone)["decode"].kernels > 20
 
 
 @pytest.mark.slow

@@ -11,7 +11,10 @@ from tests.planning.test_compiled import needs
 
 ROOT = Path(__file__).parents[2]
 KNOWN = json.loads((ROOT / "docs" / "accelerators.json").read_text())
-CASES = [line for line in KNOWN if line["rows"] == 8 and line["device"] == "h100"]
+# The whole models take minutes.
+CHEAP = {("h100", name) for name in ("gpt2", "gemma2", "llama3", "qwen3", "mixtral")}
+CHEAP.add(("v5e", "gpt2"))
+CASES = [x for x in KNOWN if x["rows"] == 8 and (x["device"], x["model"]) in CHEAP]
 
 
 def load_script():
@@ -23,7 +26,7 @@ def load_script():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", CASES, ids=[line["model"] for line in CASES])
+@pytest.mark.parametrize("known", CASES, ids=[f"{x['model']} {x['device']}" for x in CASES])
 @pytest.mark.usefixtures("half_precision")
 def test_counts_do_not_grow(known):
     needs(known["device"])
@@ -36,14 +39,20 @@ def test_counts_do_not_grow(known):
 
 
 def test_what_is_on_record_keeps_what_was_promised():
-    """Of an H100: what is moved, what is needed besides, and never more than KerasHub."""
+    """What is moved, what is needed besides, and never more than KerasHub."""
     for line in KNOWN:
         own, other = line["ours"], line["keras_hub"]
-        assert own["kernels"] <= other["kernels"]
+        few = line["rows"] <= 8
+        if "error" not in other:  # its compiler broke
+            assert own["estimated_seconds"] <= other["estimated_seconds"]
+            assert own["temporary_bytes"] <= other["temporary_bytes"]
         if line["device"] == "h100":
-            few = line["rows"] <= 8
             # Of many rows XLA adds up sums of pieces: GPT-2 misses the aim of 1.25.
             assert own["step_bytes"] <= (1.10 if few else 1.37) * line["least_bytes"]
             assert own["temporary_bytes"] <= (0.01 if few else 0.02) * line["least_bytes"]
-            assert own["step_bytes"] <= other["step_bytes"]
             assert own["copied_bytes"] == 0
+            assert own["kernels"] <= other["kernels"]
+            assert own["step_bytes"] <= other["step_bytes"]
+        elif few and line["device"] == "v5e" and line["model"] in ("gpt2", "gemma2", "gemma2_27b"):
+            # Of the others a TPU keeps a second copy of the kernels of q, k and v.
+            assert own["temporary_bytes"] <= 0.01 * line["least_bytes"]
