@@ -81,15 +81,17 @@ RECIPES = {
             "attention_logit_soft_cap": 50.0,
             "final_logit_soft_cap": 30.0,
             "use_sliding_window_attention": True,
-            "sliding_window_size": 64,
+            # Half of the layers see no further. A story has up to 180 tokens, and at 64 the model
+            # forgot the place: what sets it up is often further back.
+            "sliding_window_size": 128,
             "dropout": 0.0,
         },
         gaps=(
-            "It keeps names,\nobjects, the mood and the number of characters well, but mostly "
-            "forgets the room that the story\nbegan in."
+            "It keeps names,\nobjects, the room, the mood and the number of characters well, but "
+            "its halves disagree on the\ntime of day about one time in six."
         ),
         # The second cycle is what makes it remember the time of day.
-        cycles=(1300, 1300),
+        cycles=(1300, 800),
     ),
 }
 

@@ -1,76 +1,117 @@
-"""Train the control vectors that come with the bundled models, one for each story attribute.
+"""Make the control vectors that come with the bundled models, one for each story attribute.
 
 Rebuilds `models/*/vectors/*.gguf` from the models and the story grammar, the same bytes each time:
 
     KERAS_BACKEND=jax python scripts/train_vectors.py --models models
+
+`bs.tune` learns the directions of each and finds blocks and strength, from pairs alone, by the
+grammar's judge. What is orthogonal to the mean differences of the other attributes is taken
+instead, at the same length, where it steers as well on the prompts searched on.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-from steering_cases import SEED, choice_points
-from story_grammar import ATTRIBUTES, contrast_pairs
+from measure_steering import held_out_prompts
+from steering_cases import formed, judge_of, open_model, pairs_of, searched_prompts
+from story_grammar import ATTRIBUTES
 from tiny_models import RECIPES
 from train_tiny_models import write_checksums
 
 import backbone_surgery as bs
 
-STORIES = 128
-BLOCKS = {"tiny_gpt2": (3, 4, 5), "tiny_gemma": (4, 5)}
-LENGTHS = {
-    "tiny_gpt2": {"mood": 0.38, "place": 0.17, "characters": 0.3, "time": 0.32, "pet": 0.25},
-    "tiny_gemma": {"mood": 0.25, "place": 0.3, "characters": 0.17, "time": 0.3, "pet": 0.22},
-}
-"""How long the direction of each block is, in units of the residual norm there, at strength 1."""
+METHODS, BUDGET = ("learned",), 1200
+MEASURED = 200
+"""How many prompts `measure_steering.py` measures on: none of them is searched on."""
+
+LOST = 0.01
+"""How much of the score a vector that is apart from the others may lose."""
 
 
-def train(lm: bs.CachedCausalLM, attribute: str) -> bs.ControlVector:
-    """Train the vector from the second to the first value of an attribute, at every block."""
-    pairs = choice_points(contrast_pairs(attribute, Random(SEED), STORIES))
-    return bs.ControlVector.train(lm, pairs, method="mean_diff")
-
-
-def apart(
-    vector: bs.ControlVector, others: list[bs.ControlVector], blocks: tuple[int, ...]
-) -> bs.ControlVector:
-    """Take out of a vector what it shares with others, so that it moves its own attribute alone.
+class Finder:
+    """Finds vectors for one model.
 
     Args:
-        vector: what to keep.
-        others: vectors of other attributes.
-        blocks: which blocks to keep.
-
-    Returns:
-        The part of each direction that is at right angles to those of the others.
+        model: its name or folder.
     """
-    directions = {}
-    for block in blocks:
-        shared = np.stack([other.directions[block] for other in others], axis=1)
-        basis, _ = np.linalg.qr(shared.astype("float64"))
-        own = vector.directions[block]
-        directions[block] = own - basis @ (basis.T @ own)
-    return bs.ControlVector(directions, vector.info)
+
+    def __init__(self, model: str) -> None:
+        self.lm = open_model(model)
+        self.prompts = searched_prompts(held_out_prompts(MEASURED))
+        size = self.lm.opened.token_embedding.output_dim
+        self.nothing = {block: np.zeros(size) for block in range(self.lm.backbone.num_layers)}
+        steer = bs.Steer("vector", self.nothing, strength=0.0)
+        self.steered = bs.CachedCausalLM(
+            bs.operate(self.lm.backbone, [steer]), self.lm.preprocessor
+        )
+        self.steered.compile(sampler=self.lm.sampler)
+        self.means = {
+            attribute: bs.ControlVector.train(self.lm, pairs_of(attribute), "mean_diff", verbose=0)
+            for attribute in ATTRIBUTES
+        }
+
+    def find(self, attribute: str) -> bs.ControlVector:
+        """Find the vector of an attribute, apart from the others where that costs nothing."""
+        judge = judge_of(attribute)
+        options: dict[str, Any] = {"fluency": formed, "max_new_tokens": 100, "verbose": 0}
+        result = bs.tune(
+            self.lm, pairs_of(attribute), judge, self.prompts, METHODS, BUDGET, **options
+        )
+        vector = result.best.vector
+        if 0 in vector.directions:
+            raise ValueError(f"{attribute}: GGUF files of llama.cpp have no place for block 0.")
+        others = [self.means[other] for other in ATTRIBUTES if other != attribute]
+        apart = _as_long_as(vector, vector.orthogonal_to(*others))
+        scores = [self.score(attribute, v) for v in (vector, apart)]
+        keeps = scores[1] >= scores[0] - LOST
+        typer.echo(
+            f"  {attribute}: blocks {[*vector.directions]}, score {scores[0]:.3f}, and "
+            f"{scores[1]:.3f} if orthogonal to the others: {'made' if keeps else 'not made'} so"
+        )
+        return apart if keeps else vector
+
+    def score(self, attribute: str, vector: bs.ControlVector) -> float:
+        """Score a vector on the prompts searched on, as `tune` does."""
+        whole = bs.ControlVector({**self.nothing, **vector.directions})
+        judged, fluent = {}, {}
+        for sign in (-1, 1):
+            texts = self.steered.generate(
+                self.prompts,
+                controls={"vector": bs.Control(strength=sign, directions=whole)},
+                max_new_tokens=100,
+                strip_prompt=True,
+                batch_size=64,
+                seed=list(range(len(self.prompts))),
+            )
+            judged[sign] = float(np.mean(judge_of(attribute)(texts)))
+            fluent[sign] = float(np.mean(formed(texts)))
+        return bs.Trial(None, judged[1], judged[-1], min(fluent.values()), len(texts)).score
+
+
+def _as_long_as(vector: bs.ControlVector, other: bs.ControlVector) -> bs.ControlVector:
+    """Return other directions at the lengths of those of a vector."""
+    unit = other.normalized().directions
+    own = {b: float(np.linalg.norm(d)) * unit[b] for b, d in vector.directions.items()}
+    return bs.ControlVector(own, vector.info)
 
 
 def main(
     models: Annotated[Path, typer.Option(help="Folder with the models.")] = Path("models"),
+    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = None,
+    attribute: Annotated[list[str], typer.Option(help="All by default.")] = [],  # noqa: B006
 ) -> None:
-    """Train the control vectors of the bundled models."""
-    for name in RECIPES:
-        lm = bs.CachedCausalLM.from_preset(str(models / name))
-        vectors = {attribute: train(lm, attribute) for attribute in ATTRIBUTES}
-        (models / name / "vectors").mkdir(exist_ok=True)
-        for attribute, (first, second) in ATTRIBUTES.items():
-            others = [vectors[other] for other in ATTRIBUTES if other != attribute]
-            vector = apart(vectors[attribute], others, BLOCKS[name]).relative_to(lm)
-            scaled = LENGTHS[name][attribute] * vector
-            scaled.save(models / name / "vectors" / f"{attribute}.gguf")
-            typer.echo(f"{name} {attribute}: from {second} to {first}")
+    """Make the control vectors of the bundled models."""
+    for name in [only] if only else RECIPES:
+        typer.echo(name)
+        finder = Finder(str(models / name))
+        folder = models / name / "vectors"
+        folder.mkdir(exist_ok=True)
+        for found in attribute or ATTRIBUTES:
+            finder.find(found).save(folder / f"{found}.gguf")
         write_checksums(models / name)
 
 
