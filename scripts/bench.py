@@ -225,7 +225,7 @@ def operations_per_step(row: Row, backbone: Any) -> float:
     """Return how many operations the products with the weights take in one step of all rows."""
     experts = getattr(backbone, "num_experts", None)
     share = backbone.top_k / experts if experts else 1
-    return 2 * row.batch * sum(np.prod(v.shape) * s for v, s in _read(backbone, share))
+    return 2.0 * row.batch * sum(v.value.size * s for v, s in _read(backbone, share))
 
 
 def _read(backbone: Any, share: float) -> list[tuple[Any, float]]:
