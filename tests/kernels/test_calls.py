@@ -24,7 +24,10 @@ SHAPES = {
 pytestmark = pytest.mark.skipif(not WIDTHS, reason="no kernels for this processor")
 
 
-@pytest.fixture(params=WIDTHS)
+NARROWER = [pytest.param(width, marks=pytest.mark.slow) for width in WIDTHS[:-1]]
+
+
+@pytest.fixture(params=[*NARROWER, *WIDTHS[-1:]])
 def everywhere(request, monkeypatch):
     """Use kernels for whatever can be, as a processor with vectors of some width does."""
     monkeypatch.setattr(processor, "floats_of_vector", lambda: request.param)
