@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ _MOST_ROWS_BY_COLUMNS, _MOST_ROWS_OF_DOTS = 10, 32
 """With more rows XLA's products are faster, which pack the matrix. See docs/performance.md."""
 
 _MOST_QUERIES, _MOST_PARTS = 16, 8
+
+_OLDEST = (0, 50)
+"""Version of llvmlite, as the extra `cpu` has it."""
 
 _in_use: contextvars.ContextVar[bool] = contextvars.ContextVar("kernels", default=False)
 
@@ -40,6 +44,8 @@ def available() -> bool:
     known = platform.machine() in ("x86_64", "AMD64") and os.name == "posix"
     if not known or importlib.util.find_spec("llvmlite") is None:
         return False
+    if tuple(map(int, version("llvmlite").split(".")[:2])) < _OLDEST:
+        return False  # of another package: the kernels were never compiled by it
     from backbone_surgery.kernels.processor import floats_of_vector
 
     return floats_of_vector() > 0

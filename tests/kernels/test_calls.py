@@ -144,8 +144,11 @@ def test_many_calls_from_several_threads(monkeypatch, rng):
             np.testing.assert_array_equal(received, wanted)
 
 
-def test_without_llvmlite_there_are_none(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    "lack", [("importlib.util.find_spec", None), (f"{calls.__name__}.version", "0.44.0")]
+)
+def test_without_llvmlite_or_with_an_old_one_there_are_none(monkeypatch, lack):
+    monkeypatch.setattr(lack[0], lambda name: lack[1])
     calls.available.cache_clear()
     try:
         assert not calls.available()
