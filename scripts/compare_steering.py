@@ -212,10 +212,9 @@ def ours(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def best(result: Any, methods: Any) -> str:
-    """Return which of some methods came out best on the prompts of the search."""
-    scores = {t.candidate: t.score for t in result.tried if t.candidate}
-    ends = [t.candidate for t in result.trials if t.candidate and t.candidate.method in methods]
-    return max(ends, key=lambda c: (scores[c], c.method)).method
+    """Return which of some methods came out best where `tune` decides."""
+    scores = {t.candidate.method: t.score for t in result.finals if t.candidate}
+    return max((m for m in scores if m in methods), key=lambda m: (scores[m], m))
 
 
 def show(results: dict[str, Any]) -> None:

@@ -152,16 +152,15 @@ def measure_case(
     alone = lm.generate(prompts, **options)
     stories = contrast_pairs(attribute, Random(SEARCH_SEED), 60)
     kinds = [[pair[side] for pair in stories] for side in (0, 1)]
-    scores = {t.candidate: t.score for t in result.tried}
-    ends = {t.candidate.method: t.candidate for t in result.trials if t.candidate}
+    finals = {t.candidate.method: t for t in result.finals if t.candidate}
     rows = {}
     for method, texts in write_steered(lm, result.edits, prompts, options).items():
-        candidate, edit = ends[method], result.edits[method]
+        candidate, edit = finals[method].candidate, result.edits[method]
         rows[method] = {
             **measure({**texts, 0: alone}, attribute),
             "blocks": candidate.blocks,
             "strength": candidate.strength,
-            "searched": scores[candidate],
+            "searched": finals[method].score,
         }
         if isinstance(edit, bs.Steer):
             edit.vector.save(folder / f"{model}-{attribute}-{method}.safetensors")

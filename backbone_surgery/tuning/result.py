@@ -25,7 +25,7 @@ class Trial:
         up: mean of the judge at the strength of the candidate.
         down: mean of the judge at its negative.
         fluency: the lower of the two strengths' fluencies, from 0 to 1.
-        prompts: on how many prompts.
+        prompts: how many texts were written at each of the two strengths.
     """
 
     candidate: Candidate | None
@@ -51,26 +51,28 @@ class Tuning:
         trials: the best candidate of each method, on these prompts, the best first.
         edits: `{method: rewrite}`, ready for `operate`. Its default strength is what was chosen: 1
             for a direction, which has its length, and for `"reft"` that of the candidate.
-        tried: all that was tried, on the prompts of the search.
+        finals: the same candidates on the prompts of the search, with new seeds. The best of these
+            is `chosen`.
+        tried: all that was tried in the search.
     """
 
     control: str
     unedited: Trial
     trials: tuple[Trial, ...]
     edits: Mapping[str, Rewrite]
+    finals: tuple[Trial, ...]
     tried: tuple[Trial, ...]
 
     @property
     def best(self) -> Rewrite:
-        """The edit of the method that came out best on the prompts of the search."""
+        """The edit of the method that was chosen."""
         return self.edits[self.chosen]
 
     @property
     def chosen(self) -> str:
-        """The method that came out best on the prompts of the search."""
-        chosen = {t.candidate: t for t in self.tried if t.candidate}
-        ends = [t.candidate for t in self.trials if t.candidate]
-        return max(ends, key=lambda c: (chosen[c].score, c.method)).method
+        """The method that came out best in `finals`, on the prompts of the search."""
+        scores = {t.candidate.method: t.score for t in self.finals if t.candidate}
+        return max(scores, key=lambda method: (scores[method], method))
 
     @property
     def table(self) -> Table:

@@ -61,8 +61,10 @@ def tune(
 
     Each method is tried at each block, at runs of blocks, and at several strengths. All of it are
     rows of few batches. The worse two thirds are dropped, and the rest tried on more prompts, until
-    few are left (successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943). What is best
-    on one half of the prompts is reported on the other. A candidate counts by the harmonic mean of
+    few are left (successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943). The best of
+    each method write once more, on new seeds, which decides between the methods: what won among
+    many candidates was lucky too. All that is on one half of the prompts; the other half is
+    reported. A candidate counts by the harmonic mean of
     the judge at strength 1, one less the judge at -1, and the fluency, as AxBench (Wu et al. 2025,
     arXiv:2501.17148) joins its ratings.
 
@@ -82,7 +84,8 @@ def tune(
             of one block, and `"lora"`, a `LowRank` at the values of all, both of which make the
             texts likely. May be empty if there are `vectors`.
         budget: about how many texts to write in the search, for each method: at least two prompts
-            for each candidate and round. The report writes two more for each of its prompts.
+            for each candidate and round, and a prompt with other seeds where there are few. The
+            last decision takes an eighth of it more, the report two for each of its prompts.
         seed: of the search; the same seed gives the same result.
         verbose: 1 shows a progress bar.
         vectors: directions of your own to search in the same way, of a file or another library, by
@@ -127,8 +130,10 @@ def tune(
     model = [weights_digest(lm.opened), lm.programs.outline, dict(lm.opened.defaults)]
     facts = [model, listed, texts, [*methods], own, apart, settings, digest(strategy.key), encoders]
     path = None if file is None else as_path(file, "tune")
+    half = len(texts) // 2
     search = _Search(
-        texts=texts,
+        searched=texts[:half],
+        reported=texts[half:],
         judge=judge,
         fluent=Perplexity(lm, batch_size).losses if fluency is None else as_judged(fluency),
         is_relative=fluency is None,
@@ -145,20 +150,25 @@ def tune(
 
 @dataclass
 class _Search:
-    """Measures candidates on prompts, once each: the first half to choose by, the other to report.
+    """Measures candidates on draws: a prompt and a seed each, the same ones for all candidates.
+
+    The first draws are the prompts to report on. Then come the draws of the search, round by round,
+    and from `decisive` on those that decide between methods.
 
     Attributes:
-        texts: the prompts.
+        searched: the prompts to choose by, again and again.
+        reported: the prompts to report on.
         judge: see `tune`.
         fluent: gives the fluency of texts by their prompts, or what it is derived from.
         is_relative: whether it gives losses, to be compared with those of the unedited model.
         options: for `generate`.
-        seed: of the first prompt; the next ones count up.
+        seed: of the first draw; the next ones count up.
         budget: see `tune`.
         record: of what was measured.
     """
 
-    texts: list[str]
+    searched: list[str]
+    reported: list[str]
     judge: Judge
     fluent: Callable[[list[str], list[str]], np.ndarray]
     is_relative: bool
@@ -166,6 +176,11 @@ class _Search:
     seed: int
     budget: int
     record: Record
+
+    @property
+    def decisive(self) -> int:
+        """The first of the draws that decide; a search takes two in a round, or its budget."""
+        return len(self.reported) + self.budget + 64
 
     def run(
         self,
@@ -175,52 +190,54 @@ class _Search:
         prepare: Callable[[str], Any],
         verbose: int,
     ) -> Tuning:
-        """Try each method, and report its best."""
-        half, end = len(self.texts) // 2, len(self.texts)
+        """Try each method, decide, and report the best of each."""
+        reported, decisive = len(self.reported), self.decisive
+        end = decisive + max(self.budget // 16, 2)
         found: dict[str, tuple[Any, Candidate]] = {}
         with Progress(disable=not verbose) as progress:
             bar = progress.add_task("tuning", total=len(methods))
-            self.measure(steering, [UNEDITED], 0, half)
-            self.measure(steering, [UNEDITED], half, end)
+            self.measure(steering, [UNEDITED], 0, reported)
             for method in methods:
                 progress.update(bar, description=method)
                 runner = prepare(method)
-                best = self.halve(runner, runner.candidates(method), half)
-                self.measure(runner, [best], half, end)
+                best = self.halve(runner, runner.candidates(method))
+                self.measure(runner, [best], decisive, end)
+                self.measure(runner, [best], 0, reported)
                 found[method] = runner, best
                 progress.advance(bar)
-        report = [self.trial(best, half, end) for _, best in found.values()]
+        ends = [best for _, best in found.values()]
+        report = [self.trial(best, 0, reported) for best in ends]
         tried = {key[0] for key in self.record.known} - {UNEDITED}
         return Tuning(
             name,
-            self.trial(UNEDITED, half, end),
+            self.trial(UNEDITED, 0, reported),
             tuple(sorted(report, key=lambda t: -t.score)),
             {method: runner.edit(best) for method, (runner, best) in found.items()},
-            tuple(self.trial(c, 0, half) for c in sorted(tried, key=repr)),
+            tuple(self.trial(best, decisive, end) for best in ends),
+            tuple(self.trial(c, reported, decisive) for c in sorted(tried, key=repr)),
         )
 
-    def halve(self, runner: Any, candidates: list[Candidate], half: int) -> Candidate:
+    def halve(self, runner: Any, candidates: list[Candidate]) -> Candidate:
         """Return the best of some candidates, dropping the worse ones round by round."""
         rounds = max(int(np.ceil(np.log(len(candidates)) / np.log(_KEPT))), 1)
-        stop = 0
+        first = stop = len(self.reported)
         for _ in range(rounds):
             start, count = stop, len(candidates)
-            stop = min(max(self.budget // rounds // (2 * count), start + 2), half)
-            if stop > start:
-                self.measure(runner, candidates, start, stop)
-            trials = [self.trial(candidate, 0, half) for candidate in candidates]
+            stop = start + max(self.budget // rounds // (2 * count), 2)
+            self.measure(runner, candidates, start, stop)
+            trials = [self.trial(candidate, first, stop) for candidate in candidates]
             trials.sort(key=lambda t: -t.score)
             candidates = [t.candidate for t in trials if t.candidate][: -(-count // _KEPT)]
         return candidates[0]
 
     def measure(self, runner: Any, candidates: list[Candidate], start: int, stop: int) -> None:
-        """Have candidates write from some prompts, and judge it."""
+        """Have candidates write on some draws, and judge it."""
         new = [c for c in candidates if self.record.get(c, start, stop) is None]
         if not new:
             return
         signs, index = (1, -1), range(start, stop)
         rows = [(c, i, sign) for c in new for i in index for sign in signs]
-        prompts = [self.texts[i] for _, i, _ in rows]
+        prompts = [self.prompt_of(i) for _, i, _ in rows]
         written = runner.lm.generate(
             prompts,
             controls=runner.controls([(c, sign) for c, _, sign in rows]),
@@ -233,12 +250,19 @@ class _Search:
         values = np.stack([judged, fluent], axis=-1).reshape(len(new), len(index), 2, 2)
         self.record.add(new, start, stop, [*values])
 
+    def prompt_of(self, draw: int) -> str:
+        """Return the prompt of a draw."""
+        reported = len(self.reported)
+        if draw < reported:
+            return self.reported[draw]
+        return self.searched[(draw - reported) % len(self.searched)]
+
     def trial(self, candidate: Candidate, start: int, stop: int) -> Trial:
-        """Return what came of a candidate on the prompts of a range, as far as it was tried."""
+        """Return what came of a candidate on the draws of a range, as far as it was tried."""
         measured: Measured = self.record.all_of(candidate, start, stop)
         judged, fluent = measured[..., 0].mean(axis=0), measured[..., 1].mean(axis=0)
         if self.is_relative:
-            alone = self.record.all_of(UNEDITED, 0, len(self.texts))[..., 1].mean()
+            alone = self.record.all_of(UNEDITED, 0, len(self.reported))[..., 1].mean()
             fluent = np.minimum(np.exp(alone - fluent), 1)
         own = None if candidate == UNEDITED else candidate
         return Trial(own, float(judged[0]), float(judged[1]), float(fluent.min()), len(measured))

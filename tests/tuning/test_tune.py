@@ -57,7 +57,7 @@ def report_prompts(seed):
     """Return the half that is reported on, and its seeds."""
     texts = list(PROMPTS)
     Random(seed).shuffle(texts)
-    return texts[2:], [seed + 2, seed + 3]
+    return texts[2:], [seed, seed + 1]
 
 
 @pytest.mark.slow
@@ -76,14 +76,14 @@ def test_an_edit_does_what_is_reported(method, lm, found):
     assert trial.down == pytest.approx(np.mean(letters(down)))
     alone = lm.generate(prompts, **options)
     assert found.unedited.up == pytest.approx(np.mean(letters(alone)))
-    assert method in ("reft", "lora") or up != alone  # so few steps teach little
+    assert method in ("reft", "lora") or (up, down) != (alone, alone)  # few steps teach little
     assert method != "sae" or trial.candidate.blocks == (4,)
 
 
 @pytest.mark.slow
 def test_the_best_is_chosen_where_it_is_not_reported(found):
-    finals = {t.candidate: t for t in found.tried if t.candidate}
-    best = max((finals[t.candidate] for t in found.trials), key=lambda t: t.score)
+    best = max(found.finals, key=lambda t: t.score)
+    assert {t.candidate for t in found.finals} == {t.candidate for t in found.trials}
     assert found.chosen == best.candidate.method
     assert found.best is found.edits[best.candidate.method]
     assert [t.score for t in found.trials] == sorted((t.score for t in found.trials), reverse=True)
@@ -92,7 +92,8 @@ def test_the_best_is_chosen_where_it_is_not_reported(found):
 
 
 def only(found, method):
-    return replace(found, trials=tuple(t for t in found.trials if t.candidate.method == method))
+    own = [[t for t in of if t.candidate.method == method] for of in (found.trials, found.finals)]
+    return replace(found, trials=tuple(own[0]), finals=tuple(own[1]))
 
 
 @pytest.mark.slow
@@ -139,6 +140,7 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
     assert known > 10
     assert again.trials == whole.trials
     assert again.tried == whole.tried
+    assert again.finals == whole.finals
     everything = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     texts = 2 * sum(line["stop"] - line["start"] for line in everything)
     assert sum(seen) < texts  # what the first one measured was not written again
