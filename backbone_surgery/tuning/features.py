@@ -11,7 +11,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.rewriting.sparse_autoencoder import read_autoencoder
-from backbone_surgery.vectors.activations import TokenState, measure, read_texts
+from backbone_surgery.vectors.activations import TokenStates, measure, read_texts
 from backbone_surgery.vectors.detection import auroc
 from backbone_surgery.vectors.vector import ControlVector
 
@@ -58,7 +58,7 @@ def feature_vector(
     """
     rows = read_texts(lm, [text for pair in pairs for text in pair], "tune")
     last = np.array([len(row) - 1 for row in rows], "int32")
-    states = measure(lm, rows, TokenState, tokens=last)
+    states = measure(lm, rows, TokenStates, tokens=last)
     directions, chosen = {}, {}
     for block, (weights, k) in autoencoders.items():
         features = encode(states[f"blocks.{block}"], weights, k)

@@ -22,31 +22,34 @@ from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.vectors.pairs import listable
+from backbone_surgery.vectors.prefixes import plan_runs
+
+_TOKENS = "measured_tokens"
 
 
-class TokenState(keras.layers.Layer):
-    """Take the hidden state of one token of each row, in float32.
+class TokenStates(keras.layers.Layer):
+    """Take the hidden states of some tokens of each row, in float32.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
         positions: int32[batch, time].
         padding_mask: int or bool[batch, time].
-        token: int32[batch], position of the token within its row.
+        tokens: int32[batch, asked], positions of the tokens within their row.
     """
 
     def __init__(self, **kwargs) -> None:
         super().__init__(autocast=False, **kwargs)
 
-    def call(self, x, positions, padding_mask, token):
+    def call(self, x, positions, padding_mask, tokens):
         """Pick by position, wherever the padding is."""
-        real = ops.cast(padding_mask, "bool")
-        chosen = ops.logical_and(ops.equal(positions, token[:, None]), real)
-        index = ops.argmax(ops.cast(chosen, "int32"), axis=1)
-        return ops.take_along_axis(ops.cast(x, "float32"), index[:, None, None], axis=1)[:, 0]
+        real = ops.cast(padding_mask, "bool")[:, None]
+        chosen = ops.logical_and(ops.equal(positions[:, None], tokens[:, :, None]), real)
+        index = ops.argmax(ops.cast(chosen, "int32"), axis=2)
+        return ops.take_along_axis(ops.cast(x, "float32"), index[:, :, None], axis=1)
 
-    def compute_output_spec(self, x, positions, padding_mask, token):
-        """One state for each row."""
-        return keras.KerasTensor((x.shape[0], x.shape[2]), "float32")
+    def compute_output_spec(self, x, positions, padding_mask, tokens):
+        """One state for each token that is asked for."""
+        return keras.KerasTensor((*tokens.shape, x.shape[2]), "float32")
 
 
 class TokenNorms(keras.layers.Layer):
@@ -58,13 +61,13 @@ class TokenNorms(keras.layers.Layer):
         x: float[batch, time, hidden_dim].
         positions: int32[batch, time].
         padding_mask: int or bool[batch, time].
-        token: int32[batch]; not used.
+        tokens: not used.
     """
 
     def __init__(self, **kwargs) -> None:
         super().__init__(autocast=False, **kwargs)
 
-    def call(self, x, positions, padding_mask, token):
+    def call(self, x, positions, padding_mask, tokens):
         """Average over the tokens that count."""
         counted = ops.logical_and(ops.cast(padding_mask, "bool"), positions > 0)
         counted = ops.cast(counted, "float32")
@@ -72,7 +75,7 @@ class TokenNorms(keras.layers.Layer):
         total = ops.sum(norms * counted, axis=1, keepdims=True)
         return total / ops.sum(counted, axis=1, keepdims=True)
 
-    def compute_output_spec(self, x, positions, padding_mask, token):
+    def compute_output_spec(self, x, positions, padding_mask, tokens):
         """One number for each row."""
         return keras.KerasTensor((x.shape[0], 1), "float32")
 
@@ -158,14 +161,15 @@ def measure(
 ) -> dict[str, np.ndarray]:
     """Run texts through the graph of a model, its rewrites applied, and measure at some sites.
 
-    Batches all have one shape, so one program is compiled.
+    Batches all have one shape, so one program is compiled. With `tokens`, texts that begin another
+    one are not run: theirs is read there.
 
     Args:
         lm: a `CachedCausalLM`.
         rows: token ids of each text.
-        make_layer: makes what measures one site, such as `TokenState`.
+        make_layer: makes what measures one site, such as `TokenStates`.
         at: site selector.
-        tokens: int32[rows], a position in each row, for the layer.
+        tokens: int32[rows], a position in each row, for `TokenStates`.
         batch_size: how many rows to run at once.
         controls: as of `generate`.
         verbose: 1 shows a progress bar.
@@ -174,22 +178,23 @@ def measure(
         `{site path: float32[rows, size]}`.
     """
     model = _measuring(lm.opened, at, make_layer)
-    prompts = Prompts(rows)
-    longest = int(prompts.lengths.max())
-    width = min(bucket(longest, 16, steps=8), lm.max_positions or LONGEST)
-    inputs = {
-        **pack_right(rows, width, 0),
-        **bind_controls(lm.opened, controls, prompts.lengths),
-        "measured_token": np.zeros(len(rows), np.int32) if tokens is None else tokens,
-    }
-    size = min(batch_size, bucket(len(rows)))
+    lengths = Prompts(rows).lengths
+    bound = bind_controls(lm.opened, controls, lengths)
+    runs = plan_runs(rows, tokens, bound)
+    width = min(bucket(int(lengths.max()), 16, steps=8), lm.max_positions or LONGEST)
+    inputs = {name: value[runs.texts] for name, value in bound.items()}
+    inputs |= {**pack_right([rows[i] for i in runs.texts], width, 0), _TOKENS: runs.tokens}
+    count = len(runs.texts)
+    size = min(batch_size, bucket(count))
     parts = []
     with Progress(disable=not verbose) as progress:
-        for start in progress.track(range(0, len(rows), size), description="measuring"):
-            index = np.arange(start, start + size) % len(rows)
+        for start in progress.track(range(0, count, size), description="measuring"):
+            index = np.arange(start, start + size) % count
             part = {name: value[index] for name, value in inputs.items()}
             parts.append(predict(model, part))
-    joined = {path: np.concatenate([p[path] for p in parts])[: len(rows)] for path in parts[0]}
+    joined = {path: np.concatenate([p[path] for p in parts])[:count] for path in parts[0]}
+    if tokens is not None:
+        joined = {path: values[runs.run, runs.place] for path, values in joined.items()}
     return {path: np.asarray(values, np.float32) for path, values in joined.items()}
 
 
@@ -199,7 +204,7 @@ def _measuring(
 ) -> keras.Model:
     """Derive the model that gives what a layer measures at each site."""
     inputs = {t.name: t for t in opened.inputs}
-    token = keras.Input((), dtype="int32", name="measured_token")
+    tokens = keras.Input((None,), dtype="int32", name=_TOKENS)
     padding_mask = inputs["padding_mask"]
     positions = TokenPositions(name="positions")(inputs["token_ids"], padding_mask)
     places = site.places(opened)
@@ -218,10 +223,10 @@ def _measuring(
                 f"train at '{path}': expected a site of hidden states [batch, time, hidden_dim]. "
                 f"Received one of shape {x.shape}. Choose another, such as 'blocks.*'."
             )
-        emit(path, make_layer()(x, positions, padding_mask, token))
+        emit(path, make_layer()(x, positions, padding_mask, tokens))
         return x
 
     mapping = {id(t): t for t in inputs.values()}
     _, emitted = graph.replay(opened.output, mapping, visit, per_use=True)
     outputs = {path: tensors[0] for path, tensors in emitted.items()}
-    return keras.Model({**inputs, token.name: token}, outputs, name="measuring")
+    return keras.Model({**inputs, _TOKENS: tokens}, outputs, name="measuring")

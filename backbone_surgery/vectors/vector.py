@@ -21,7 +21,7 @@ from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import files
 from backbone_surgery.vectors.activations import (
     TokenNorms,
-    TokenState,
+    TokenStates,
     check_batch_size,
     check_task,
     measure,
@@ -135,7 +135,7 @@ class ControlVector:
         states = measure(
             lm,
             rows,
-            TokenState,
+            TokenStates,
             at=at,
             tokens=_token_positions(rows, int(token)),
             batch_size=batch_size,
