@@ -152,7 +152,7 @@ def test_steering_changes_text_by_a_run_time_strength(lm):
 
 
 def test_the_bundled_names():
-    from backbone_surgery.presets import bundled_models
+    from backbone_surgery.bundled import bundled_models
 
     assert set(bundled_models()) == set(BUNDLED)
     with pytest.raises(bs.SurgeryError, match="Bundled models: tiny_gemma, tiny_gpt2"):
