@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tomllib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,38 +10,13 @@ import keras
 import keras_hub
 
 from backbone_surgery import graph, hosts
+from backbone_surgery.bundled import bundled_models
 from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.files import as_path
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 _names: weakref.WeakKeyDictionary[keras.Model, str] = weakref.WeakKeyDictionary()
-
-
-def bundled_models() -> dict[str, Path]:
-    """Return the folder of each bundled model, by name."""
-    folder = models_folder(Path(__file__).resolve().parent)
-    inner = sorted(folder.iterdir()) if folder is not None else []
-    return {path.name: path for path in inner if (path / "config.json").is_file()}
-
-
-def models_folder(package: Path) -> Path | None:
-    """Return the folder of bundled models: in an installed package, or beside one in a checkout.
-
-    Args:
-        package: the folder of the package. What lies beside it counts only where that is a checkout
-            of this project: beside an installed package lie other people's.
-    """
-    if (package / "models").is_dir():
-        return package / "models"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        project = tomllib.loads((package.parent / "pyproject.toml").read_text(encoding="utf-8"))
-        if (
-            project["project"]["name"] == "backbone-surgery"
-            and (package.parent / "models").is_dir()
-        ):
-            return package.parent / "models"
-    return None
 
 
 def preset_path(preset: str | os.PathLike[str]) -> str:

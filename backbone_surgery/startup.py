@@ -2,17 +2,25 @@
 
 Keras reads its backend once, when it is imported, and XLA its flags when it begins. The console
 script imports this package before any code of `cli` runs, so the package looks here first. Nothing
-happens when it is imported as a library: then both are configured by whoever imports it.
+happens when it is imported as a library: then both are configured by whoever imports it, and
+KerasHub imports TensorFlow where it is installed. That cannot wait until it is used: KerasHub
+derives a class from it and makes tables for each tokenizer with it. Who uses none of it sets
+`BACKBONE_SURGERY_LEAN=1`, to import what the command line imports.
 """
 
 import os
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+
+from backbone_surgery.bundled import bundled_models
 
 _GPU = Path("/dev/nvidia0")
 _COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
-_FOR_OTHERS = ("sklearn", "pandas", "matplotlib")
+_FOR_OTHERS = ("sklearn", "pandas", "matplotlib", "IPython")
 """Keras and KerasHub import these, where they are, for what no command uses."""
+_LEAN = "BACKBONE_SURGERY_LEAN"
 _PROGRAMS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
@@ -22,6 +30,9 @@ _PROGRAMS = {
 def prepare_command_line(arguments: list[str]) -> None:
     """Choose JAX, unless the user chose, where this process is the console script."""
     if not arguments or Path(arguments[0]).stem != "backbone-surgery":
+        if os.environ.get(_LEAN) == "1":
+            os.environ.setdefault("KERAS_BACKEND", "jax")
+            import_keras()
         return
     os.environ.setdefault("KERAS_BACKEND", "jax")
     run_loops_as_graphs()
@@ -29,19 +40,32 @@ def prepare_command_line(arguments: list[str]) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers that are installed look for chips
     else:
         keep_programs()
-    import_keras()
+    import_keras(() if _may_download(arguments) else ("kagglehub",))
 
 
-def import_keras() -> None:
+def _may_download(arguments: list[str]) -> bool:
+    """Tell whether a command names a model that is neither bundled nor a folder."""
+    models = [after for before, after in pairwise(arguments) if before in ("--model", "-m")]
+    joined = [x for x in arguments if x.startswith(("--model=", "-m")) and x != "-m"]
+    if joined or arguments[1:2] == ["plan"]:  # which names its model without an option
+        return True
+    known = bundled_models()
+    return not all(name in known or Path(name).is_dir() for name in models)
+
+
+def import_keras(unused: Sequence[str] = ()) -> None:
     """Import KerasHub without the libraries that it loads for what no command uses.
 
     TensorFlow, which takes seconds and writes to the screen, is kept out for good, unless it is the
     backend. Others are only kept from Keras: what imports them later gets them.
+
+    Args:
+        unused: more libraries to keep from Keras.
     """
     if os.environ["KERAS_BACKEND"] != "tensorflow":
         for name in ("tensorflow", "tensorflow_text"):
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    hidden = [name for name in _FOR_OTHERS if name not in sys.modules]
+    hidden = [name for name in (*_FOR_OTHERS, *unused) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     import keras_hub  # noqa: F401
 

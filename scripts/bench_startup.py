@@ -3,8 +3,8 @@
     python scripts/bench_startup.py --runs 5
 
 Each run is a process of its own, and the contenders take turns: `import keras_hub` and
-`import backbone_surgery`; `generate` with an empty folder of compiled programs, and with the one
-that it left.
+`import backbone_surgery`, the latter also with `BACKBONE_SURGERY_LEAN=1`; `generate` with an empty
+folder of compiled programs, and with the one that it left.
 `--also PATH` runs them once more with the package in another checkout, to compare two commits.
 """
 
@@ -24,11 +24,12 @@ from rich.table import Table
 
 SCRIPT = str(Path(sys.executable).with_name("backbone-surgery"))
 GENERATE = [SCRIPT, "generate", "Once upon a time", "--stream", "--max-new-tokens", "32", "--model"]
+OWN = "backbone_surgery"
 MODELS = ("tiny_gpt2", "tiny_gemma")
 HERE = Path(__file__).resolve().parents[1]
 
 
-def seconds_of(command: list[str], checkout: Path, caches: str) -> float:
+def seconds_of(command: list[str], checkout: Path, caches: str, lean: bool = False) -> float:
     """Return when a process wrote its first bytes, or, if it writes none, when it ended."""
     environment = {
         **os.environ,
@@ -36,6 +37,7 @@ def seconds_of(command: list[str], checkout: Path, caches: str) -> float:
         "PYTHONPATH": str(checkout),
         "XDG_CACHE_HOME": caches,
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "BACKBONE_SURGERY_LEAN": str(int(lean)),
     }
     start = time.perf_counter()
     with subprocess.Popen(
@@ -57,10 +59,9 @@ def seconds_of(command: list[str], checkout: Path, caches: str) -> float:
 def measure(checkout: Path, full: str) -> dict[str, float]:
     """Return the seconds of one run of each contender."""
     found = {}
-    for package in ("keras_hub", "backbone_surgery"):
-        found[f"import {package}"] = seconds_of(
-            [sys.executable, "-c", f"import {package}"], checkout, full
-        )
+    for package, lean in (("keras_hub", False), (OWN, False), (OWN, True)):
+        name = f"import {package}" + ", lean" * lean
+        found[name] = seconds_of([sys.executable, "-c", f"import {package}"], checkout, full, lean)
     for model in MODELS:
         with tempfile.TemporaryDirectory() as empty:
             cold = seconds_of([*GENERATE, model], checkout, empty)

@@ -14,6 +14,7 @@ ORDER = [
     "extras",
     "numbers",
     "version",
+    "bundled",
     "startup",
     "files",
     "hosts",

@@ -14,7 +14,8 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import graph, presets
-from backbone_surgery.presets import bundled_models, models_folder, preset_of
+from backbone_surgery.bundled import bundled_models, models_folder
+from backbone_surgery.presets import preset_of
 from tests.helpers import make_gpt2
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +115,7 @@ def test_a_wheel_has_its_own_models_and_no_others(tmp_path):
     site = tmp_path / "site-packages"
     shutil.unpack_archive(wheel, site, "zip")
     model(site / "models", "stranger")
-    code = "from backbone_surgery.presets import bundled_models as b; print(*b().values())"
+    code = "from backbone_surgery.bundled import bundled_models as b; print(*b().values())"
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env={"PYTHONPATH": str(site), "PATH": "", "KERAS_BACKEND": "jax", "HOME": str(tmp_path)},

@@ -86,35 +86,63 @@ def test_a_plan_keeps_no_programs(tmp_path, monkeypatch):
 
 IMPORTS = """
 import sys
-sys.argv = ["backbone-surgery", "generate"]
-import backbone_surgery.cli
+{}
 unused = ["tensorflow", "sklearn", "scipy.stats", "pandas", "matplotlib", "pyarrow", "torch"]
-print([name for name in unused if sys.modules.get(name)])
-import matplotlib, sklearn
+unused += ["IPython"]
+print([name for name in {} + unused if sys.modules.get(name)])
+import matplotlib, sklearn, kagglehub
 """
+COMMAND = 'sys.argv = ["backbone-surgery", "generate"]; import backbone_surgery.cli'
 
 
-def test_a_command_imports_nothing_that_it_does_not_use():
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    received = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    "code", [IMPORTS.format(COMMAND, ["kagglehub"]), IMPORTS.format("import backbone_surgery", [])]
+)
+def test_nothing_is_imported_that_is_not_used(code):
+    received = _run([sys.executable, "-c", code], BACKBONE_SURGERY_LEAN="1")
     assert received.stdout == "[]\n", received.stderr
+
+
+@pytest.mark.slow
+def test_text_is_the_same_without_tensorflow():
+    code = (
+        "import backbone_surgery as bs; lm = bs.CachedCausalLM.from_preset('tiny_gpt2'); "
+        "lm.compile(sampler='greedy'); print(lm.generate('Once upon a time', max_new_tokens=20)); "
+        "import sys; print(bool(sys.modules.get('tensorflow')))"
+    )
+    texts = [_run([sys.executable, "-c", code], BACKBONE_SURGERY_LEAN=x).stdout for x in "01"]
+    assert texts[0].endswith("True\n")
+    assert texts[0].replace("True", "False") == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "may"),
+    [
+        (["generate", "Once"], False),
+        (["generate", "--model", "tiny_gemma", "-m"], False),
+        (["generate", "-m", "."], False),
+        (["generate", "-m", "gpt2_base_en"], True),
+        (["generate", "--model", "kaggle://keras/gpt2/keras/gpt2_base_en"], True),
+        (["generate", "--model=tiny_gpt2"], True),  # not looked at
+        (["generate", "-mtiny_gpt2"], True),
+        (["plan", "tiny_gpt2"], True),
+    ],
+)
+def test_what_downloads_is_kept_from_commands_that_need_no_download(arguments, may):
+    assert startup._may_download(["backbone-surgery", *arguments]) == may
+
+
+def _run(command, **environment):
+    environment = {**os.environ, "KERAS_BACKEND": "jax", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.mark.slow
 def test_the_second_run_of_a_command_finds_its_programs(tmp_path):
     command = [str(Path(sys.executable).with_name("backbone-surgery")), "generate", "Once upon"]
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
     texts, programs = [], []
     for _ in range(2):
-        received = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=True
-        )
+        received = _run(command)
         texts.append(received.stdout)
         programs.append(sorted(p.name for p in (tmp_path / "caches").rglob("*-cache")))
     assert programs[0] == programs[1] != []

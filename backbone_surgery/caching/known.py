@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import keras_hub
+import numpy as np
 from keras import layers, tree
 
 from backbone_surgery import graph
@@ -26,6 +27,8 @@ _POINTWISE = {
     layers.ReversibleEmbedding,
     layers.Subtract,
 }
+_ARITHMETIC = ("Add", "Divide", "Multiply", "Subtract", "TrueDivide")
+"""What `+`, `-`, `*` and `/` of tensors of a graph are."""
 _OWN = "backbone_surgery"
 _LIBRARIES = ("keras", "keras_hub", _OWN)
 _ACTIVATIONS = ("keras.src.activations.", "keras_hub.")
@@ -45,7 +48,10 @@ def is_known(operation: Any, args: tuple, kwargs: dict[str, Any], family: Family
         return "positions" in kwargs
     if kind in family.pointwise_layers:
         return True
-    tensors = [t for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
+    flat = tree.flatten((args, kwargs))
+    tensors = [t for t in flat if isinstance(t, keras.KerasTensor)]
+    if kind.__module__ == "keras.src.ops.numpy" and kind.__name__ in _ARITHMETIC:
+        return len(tensors) == 1 and all(t is tensors[0] or np.ndim(t) == 0 for t in flat)
     return kind in _POINTWISE and _is_plain(operation) and not any(map(_ends_in_tokens, tensors))
 
 

@@ -141,7 +141,7 @@ def harvest(
 
 def _absolute(path: Any) -> Any:
     """Make the path of a folder absolute, since workers may run in others; leave names."""
-    from backbone_surgery.presets import bundled_models
+    from backbone_surgery.bundled import bundled_models
 
     is_name = path is None or str(path) in bundled_models() or not Path(path).is_dir()
     return path if is_name else type(path)(Path(path).absolute())

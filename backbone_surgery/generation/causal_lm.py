@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 from rich.progress import Progress
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
@@ -261,13 +261,14 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
             strip_prompt: see `generate`.
             controls: see `generate`.
             seed: see `generate`.
-            chunk_size: tokens between two pieces.
+            chunk_size: tokens between two pieces, after a first piece of one token.
             lookup: see `generate`.
 
         Yields:
-            The next piece of text. The first holds the prompt, unless it is stripped. A character
-            that takes several tokens is held back until it is whole. The next piece is computed
-            while you hold this one, so a change of weights takes effect one piece later.
+            The next piece of text. The first holds the prompt, unless it is stripped, and comes as
+            soon as the prompt was run. A character that takes several tokens is held back until it
+            is whole. While you hold a later piece the next one is computed, so a change of weights
+            takes effect one piece later.
         """
         if self.preprocessor is None:
             raise SurgeryError(
@@ -294,7 +295,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
     ) -> Iterator[Any]:
         shown = [""] * len(prompts.rows)
         steps = chunk if strategy.width == 1 else None  # beams change until the end
-        for rows in run_batch(self.programs, strategy, batch, steps):
+        # Processes of one mesh read what `decode` copies for each of them, and beams their last.
+        at_once = steps is not None and not hosts.span(self.backbone_with_cache)
+        for rows in run_batch(self.programs, strategy, batch, steps, at_once):
             pieces = []
             for i, row in enumerate(rows):
                 text = batch.stops.render(prompts.rows[i], row.new, strip_prompt)

@@ -80,7 +80,11 @@ class Row(NamedTuple):
 
 
 def run_batch(
-    programs: Programs, strategy: Strategy, batch: Batch, chunk: int | None = None
+    programs: Programs,
+    strategy: Strategy,
+    batch: Batch,
+    chunk: int | None = None,
+    at_once: bool = False,
 ) -> Iterator[list[Row]]:
     """Generate, and yield the rows as far as they are.
 
@@ -89,6 +93,8 @@ def run_batch(
         strategy: how tokens are chosen.
         batch: what to run.
         chunk: how many steps to take between two yields; `None` runs to the end and yields once.
+        at_once: whether to yield the first token of each row as soon as the prompts were run, and
+            only then to compile what chooses the next ones. Captures are not read then.
     """
     count = len(batch.rows)
     padded = programs.padded(bucket(count, least_rows(programs.platform)))
@@ -111,6 +117,11 @@ def run_batch(
     def decode(state: State, until: int) -> tuple[State, State]:
         return _decode(programs, strategy, state, arguments, until, length)
 
+    if at_once:
+        rows = _read(strategy, state, batch, prompt)
+        yield rows
+        if all(row.finished for row in rows):
+            return
     until, *slots = _slots(prompt + 1, last, chunk)
     state, copies = decode(state, until)
     while True:

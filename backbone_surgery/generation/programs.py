@@ -197,7 +197,8 @@ def _on_mesh(x: jax.Array) -> Hashable:
 
 
 def _array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    # `jnp.asarray` would compile a program for each kind of number.
+    return x if isinstance(x, jax.Array) else jax.device_put(x)
 
 
 _grow = jax.jit(loop.pad, static_argnums=(1, 2, 3))

@@ -13,11 +13,12 @@ import keras_hub
 import numpy as np
 
 from backbone_surgery import hosts
+from backbone_surgery.bundled import bundled_models
 from backbone_surgery.errors import RecipeError, SurgeryError
 from backbone_surgery.files import as_path, reading
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
-from backbone_surgery.presets import bundled_models, load_backbone, preset_of
+from backbone_surgery.presets import load_backbone, preset_of
 from backbone_surgery.recipes.base import assign, base_facts, fitted_base, owner_deltas
 from backbone_surgery.recipes.describe import Describer, Rebuilder
 from backbone_surgery.recipes.store import read_recipe, write_recipe

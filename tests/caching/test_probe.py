@@ -346,3 +346,11 @@ def test_backbones_and_rewrites_need_no_probe(gpt2, monkeypatch):
         bs.Insert("blocks.0.mlp_output", layers.Dense(16)),
     ]
     bs.rewire(bs.operate(gpt2, rewrites))
+
+
+def test_arithmetic_with_numbers_needs_no_probe(gpt2, monkeypatch):
+    model = edited(gpt2, lambda x: ((2 - x) * ops.sqrt(16.0) + 1) / np.float32(3))
+    monkeypatch.setattr(probe, "_Trial", None)
+    bs.rewire(model)
+    with pytest.raises(bs.SurgeryError, match="cannot be probed"):
+        bs.rewire(edited(gpt2, lambda x: x * np.ones(16, "float32")))

@@ -64,6 +64,28 @@ def test_stream_joins_to_what_generate_returns(lm, strip_prompt, stop):
     assert joined == lm.generate(PROMPTS, **options)
 
 
+@pytest.mark.parametrize("inputs", [PROMPTS[0], PROMPTS], ids=["one", "two"])
+def test_the_first_token_is_shown_before_the_next_are_compiled(inputs):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    stream = lm.stream(inputs, max_new_tokens=12)
+    first = next(stream)
+    assert lm.programs.compilations == {"prefill": 1, "decode": 0}
+    lists = [first, *stream]
+    assert lm.programs.compilations == {"prefill": 1, "decode": 1}
+    assert first == lm.generate(inputs, max_new_tokens=1)
+    is_text = isinstance(inputs, str)
+    joined = "".join(lists) if is_text else ["".join(x) for x in zip(*lists, strict=True)]
+    assert joined == lm.generate(inputs, max_new_tokens=12)
+
+
+def test_a_stream_of_one_token_needs_no_second_program():
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    assert len(list(lm.stream(PROMPTS[0], max_new_tokens=1))) == 1
+    assert lm.programs.compilations == {"prefill": 1, "decode": 0}
+
+
 def test_stop_sequence_ends_the_text_exactly(lm):
     free = lm.generate(PROMPTS[0], max_new_tokens=60, strip_prompt=True)
     stop = free[len(free) // 3 : len(free) // 3 + 5]
@@ -130,7 +152,7 @@ def test_steering_changes_text_by_a_run_time_strength(lm):
 
 
 def test_the_bundled_names():
-    from backbone_surgery.presets import bundled_models
+    from backbone_surgery.bundled import bundled_models
 
     assert set(bundled_models()) == set(BUNDLED)
     with pytest.raises(bs.SurgeryError, match="Bundled models: tiny_gemma, tiny_gpt2"):
