@@ -28,24 +28,33 @@ def rows_of_one(lm, inputs, lookup, **options):
 
 
 def python_guess(tokens, first, last, count):
-    """Guess in plain Python: after the longest equal run before, the latest of those."""
-    best, found = 0, None
+    """Guess in plain Python: after the longest equal run before, the latest of those.
+
+    It has to be of two tokens where it came once, and otherwise to have gone on alike twice.
+    """
+    runs = {}
     for end in range(first, last):
         equal = 0
-        while equal < 4 and end - equal >= first and tokens[end - equal] == tokens[last - equal]:
+        while equal < 8 and end - equal >= first and tokens[end - equal] == tokens[last - equal]:
             equal += 1
-        if equal >= best:
-            best, found = equal, end
-    if best < 2:
+        runs.setdefault(equal, []).append(end)
+    most = max(runs, default=0)
+    if most == 0 or (len(runs[most]) == 1 and most < 2):
+        return None
+    if len({tokens[end + 1] for end in runs[most][-2:]}) > 1:
         return None
     text = list(tokens[: last + 1])
     for i in range(count):
-        text.append(text[found + 1 + i])
+        text.append(text[runs[most][-1] + 1 + i])
     return text[last + 1 :]
 
 
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+TWICE = st.lists(st.integers(0, 3), min_size=1, max_size=11).map(lambda text: 2 * text)
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 3), st.integers(1, 6))
+@given(TEXTS | TWICE, st.integers(0, 3), st.integers(1, 6))
 def test_guesses_are_those_of_plain_python(text, padding, count):
     length = 32
     tokens = np.zeros((1, length), np.int32)
