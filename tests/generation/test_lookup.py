@@ -11,6 +11,7 @@ import backbone_surgery as bs
 from backbone_surgery.generation import engine
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import NO_TOKEN, Greedy
+from backbone_surgery.kernels import calls
 from tests.helpers import FAMILIES, make_gpt2, ragged
 from tests.recurrent import RECURRENT
 
@@ -95,6 +96,29 @@ def kept(chosen, guesses, stop_ids=(NO_TOKEN,), left=9):
     after = strategy.choose_all(jnp.asarray(logits), jnp.asarray(guesses), state, arguments)
     slot = int(after["slot"])
     return list(map(int, after["tokens"][0, 5:slot])), bool(after["done"][0])
+
+
+def test_wrong_guesses_use_up_trust_and_time_gives_it_back():
+    strategy = LookUp(Greedy(), 4)
+    state = {
+        "tokens": jnp.asarray([[1, 2, 3, 4, 5, 1, 2, 0, 0, 0, 0, 0]], jnp.int32),
+        "cache_mask": jnp.ones((1, 12), bool),
+        "done": jnp.zeros(1, bool),
+        "slot": jnp.int32(7),
+        "start": jnp.int32(7),
+        "draws": strategy.start(np.zeros((1, 2), np.uint32)),
+    }
+    arguments = {"stop_ids": jnp.asarray([NO_TOKEN]), "budget": jnp.asarray([9]), "settings": {}}
+    logits, wrong = jnp.eye(10)[None, [9] * 5], 0
+    while strategy.guess(state)[1]:
+        draws = strategy.choose_all(logits, strategy.guess(state)[0], state, arguments)["draws"]
+        state, wrong = {**state, "draws": draws}, wrong + 1
+    waited = 0
+    while not strategy.guess(state)[1]:
+        _, _, draws = strategy.choose(logits[:, 0], state["done"], state["draws"], {})
+        state, waited = {**state, "draws": draws}, waited + 1
+    # Passes of a price each use up what two right guesses are worth, and a step gives back a 64th.
+    assert (wrong, waited) == ((8, 1) if calls.available() else (3, 17))
 
 
 @pytest.mark.parametrize("right", range(5))
