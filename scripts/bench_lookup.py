@@ -3,8 +3,10 @@
     KERAS_BACKEND=jax python scripts/bench_lookup.py --runs 3 --json lookup.json
 
 A GPT-2 of 124M whose text is known: its blocks add nothing, and the embedding of each position says
-which token comes next. So a pass costs what one costs, and the text is one of this repository, its
-words and marks as tokens: code, a guide, or random tokens, which do not repeat themselves.
+which token comes next. So a pass costs what one costs, and the text is any, its words and marks as
+tokens: code, a guide and stories, 64 → 512 tokens; random tokens, which do not repeat themselves;
+and after 512 tokens of what they are made from, a summary, the first sentence of each paragraph,
+and an edit, code with two names changed. Whole calls are timed, their prompts included.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import statistics
 import time
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import keras
@@ -24,22 +27,47 @@ from bench_machine import describe
 from bench_peers import backbone_of
 from rich.console import Console
 from rich.table import Table
+from story_grammar import generate_story
 
 import backbone_surgery as bs
 
 ROOT = Path(__file__).parents[1]
-TEXTS = {
-    "code": ROOT / "backbone_surgery" / "opening" / "attention.py",
-    "a guide": ROOT / "docs" / "rewrites.md",
-}
+CODE = ROOT / "backbone_surgery" / "opening" / "attention.py"
+GUIDE = ROOT / "docs" / "rewrites.md"
+PAGE = ROOT / "docs" / "datasets.md"
 PROMPT, LENGTH = 64, 512
 
 
-def words(file: Path) -> np.ndarray:
-    """Number the words and marks of a text in the order in which they come."""
-    parts = re.findall(r"\w+|[^\w\s]|\n| +", file.read_text())
+def words(text: str) -> list[str]:
+    """Cut a text into words and marks."""
+    return re.findall(r"\w+|[^\w\s]|\n| +", text)
+
+
+def number(parts: list[str]) -> np.ndarray:
+    """Number words and marks in the order in which they come."""
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(part, len(numbers) + 1) for part in parts], "int32")
+
+
+def summary(page: str) -> str:
+    """Keep the first sentence of each paragraph."""
+    paragraphs = [" ".join(part.split()) for part in page.split("\n\n") if part[:1].isalpha()]
+    return "\n".join(part.partition(". ")[0] for part in paragraphs)
+
+
+def make_texts() -> dict[str, tuple[np.ndarray, int]]:
+    """Return each text in numbers, and how much of it is the prompt."""
+    code, guide, rng = CODE.read_text(), GUIDE.read_text(), Random(0)
+    stories = "\n".join(generate_story(rng).text for _ in range(4))
+    known = {"code": code, "a guide": guide, "stories": stories}
+    texts = {name: (number(words(text)[:LENGTH]), PROMPT) for name, text in known.items()}
+    page = words(PAGE.read_text())[:LENGTH]
+    texts["a summary"] = number(page + words(summary("".join(page)))), LENGTH
+    method = words(code[code.index("    def pattern(") :])[:LENGTH]
+    edited = "".join(method).replace("query", "question").replace("time", "count")
+    texts["an edit"] = number(method + words(edited)), LENGTH
+    texts["random"] = np.random.default_rng(0).integers(1, 50_000, LENGTH).astype("int32"), PROMPT
+    return texts
 
 
 def teach(backbone: keras.Model, text: np.ndarray) -> None:
@@ -54,13 +82,13 @@ def teach(backbone: keras.Model, text: np.ndarray) -> None:
     positions.assign(following)
 
 
-def seconds(lm: bs.CachedCausalLM, text: np.ndarray, lookup: int | None) -> float:
+def seconds(lm: bs.CachedCausalLM, text: np.ndarray, given: int, lookup: int | None) -> float:
     """Write a text on, check it, and return how long it took."""
-    prompt = {"token_ids": text[None, :PROMPT], "padding_mask": np.ones((1, PROMPT))}
+    prompt = {"token_ids": text[None, :given], "padding_mask": np.ones((1, given))}
     start = time.perf_counter()
-    got = lm.generate(prompt, max_length=LENGTH, stop_token_ids=None, lookup=lookup)
+    got = lm.generate(prompt, max_length=len(text), stop_token_ids=None, lookup=lookup)
     took = time.perf_counter() - start
-    if not np.array_equal(np.asarray(got["token_ids"])[0, :LENGTH], text[:LENGTH]):
+    if not np.array_equal(np.asarray(got["token_ids"])[0, : len(text)], text):
         raise RuntimeError(f"the text with lookup={lookup} is another")
     return took
 
@@ -76,18 +104,17 @@ def main(
     backbone = backbone_of({**CONFIG, "num_layers": blocks}, "gpt2", "float32")
     lm = bs.CachedCausalLM(backbone)
     lm.compile(sampler="greedy")
-    texts = {name: words(file)[:LENGTH] for name, file in TEXTS.items()}
-    texts["random"] = np.random.default_rng(0).integers(1, 50_000, LENGTH).astype("int32")
+    texts = make_texts()
     ways: list[int | None] = [None, *guesses]
     results: dict[str, Any] = {}
-    for name, text in texts.items():
+    for name, (text, given) in texts.items():
         teach(backbone, text)
         for way in ways:
-            seconds(lm, text, way)  # compiles
+            seconds(lm, text, given, way)  # compiles
         times = {str(way): [] for way in ways}
         for _ in range(runs):
             for way in ways:
-                times[str(way)].append(seconds(lm, text, way))
+                times[str(way)].append(seconds(lm, text, given, way))
         results[name] = times
     table = Table("text", "tokens/s without", *(f"lookup={k}" for k in guesses))
     for name, times in results.items():
@@ -96,7 +123,8 @@ def main(
             statistics.median(a / b for a, b in zip(alone, times[str(k)], strict=True))
             for k in guesses
         ]
-        speed = (LENGTH - PROMPT) / statistics.median(alone)
+        text, given = texts[name]
+        speed = (len(text) - given) / statistics.median(alone)
         table.add_row(name, f"{speed:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(machine, table)
     if json_file is not None:

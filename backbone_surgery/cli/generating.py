@@ -29,7 +29,7 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Show text as it comes.")] = False,
     lookup: Annotated[
         int | None,
-        typer.Option(help="Tokens to guess at once from the text so far, one prompt at a time."),
+        typer.Option(help="Tokens to guess at once from the text so far, such as 4, for one row."),
     ] = None,
     vector: Vectors = [],  # noqa: B006 - typer copies it
     control: Annotated[

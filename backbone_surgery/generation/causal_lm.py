@@ -183,8 +183,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
             return_captures: whether to return what the graph captures too, see `Capture`.
             lookup: how many tokens to guess at once from what followed the same tokens earlier in
                 the text. One pass checks them, so texts that repeat themselves come faster. The
-                text stays the same, but for what rounds otherwise in a pass of several tokens. One
-                prompt at a time; no beams.
+                text stays the same, but for what rounds otherwise in a pass of several tokens. 4
+                is good for most texts, and 8 where the prompt comes back nearly as it is, as in an
+                edit. One prompt at a time; no beams.
 
         Returns:
             Text for text, a list for a list; for arrays a dict of right-padded `token_ids`

@@ -25,8 +25,8 @@ from backbone_surgery.opening.state import StateSpec
 MOST = 16
 """Guesses: with the last token they fit into the shortest cache."""
 
-_LONGEST, _SHORTEST = 4, 2
-"""Tokens that are compared with those before, and that must be equal."""
+_LONGEST, _ALONE = 8, 2
+"""Tokens that are compared with those before, and that must be equal where they came once."""
 
 _TRUST, _REGAIN = 2.0, 1 / 64
 """Trust at first and at most, in right guesses, and what each step of one token gives back."""
@@ -84,6 +84,8 @@ def _price(tokens: int) -> float:
     """
     if target.platform() == "cpu" and not calls.available():
         return 0.5 + tokens / 16
+    if target.platform() == "cpu" and tokens > 9:  # more rows than the kernels take
+        return 0.25 + tokens / 12
     return tokens / 16
 
 
@@ -124,6 +126,9 @@ class LookUp:
     def guess(self, state: Arrays) -> tuple[jax.Array, jax.Array]:
         """Guess what follows the last tokens: what followed the same ones when they came last.
 
+        Of earlier places those count where the most tokens before are the same. Where the two
+        latest of them went on with different tokens there is no telling, and nothing is run.
+
         Args:
             state: of a generation.
 
@@ -138,12 +143,16 @@ class LookUp:
             there = (slots >= back) & jnp.roll(known, back) & known[last - back]
             alike = alike & there & (jnp.roll(tokens, back) == tokens[last - back])
             equal = equal + alike
-        found = jnp.argmax(equal * length + slots).astype(jnp.int32)
+        most = equal.max()
+        places = jnp.where(equal == most, slots, -1)
+        found = places.max()
+        before = jnp.where(slots < found, places, -1).max()
+        agree = tokens[before + 1] == tokens[found + 1]
+        likely = (most > 0) & jnp.where(before < 0, most >= _ALONE, agree)
         # What followed may not be long enough: then the text goes round.
         following = found + 1 + jnp.arange(self.tokens) % jnp.maximum(last - found, 1)
         room = state["slot"] + self.tokens < length
-        is_worth_it = (equal[found] >= _SHORTEST) & room & (state["draws"]["trust"] > 0)
-        return tokens[following], is_worth_it
+        return tokens[following], likely & room & (state["draws"]["trust"] > 0)
 
     def choose_all(
         self, logits: jax.Array, guesses: jax.Array, state: Arrays, arguments: Arrays
@@ -160,13 +169,8 @@ class LookUp:
             The state, with one token more than guesses were right. Where the row ends earlier, by a
             stop token or its budget, it has those up to there.
         """
-        slot, done, own = state["slot"], state["done"], state["draws"]["of"]
-        chosen, after = [], []
-        for i in range(1 + self.tokens):
-            tokens, _, own = self.strategy.choose(logits[:, i], done, own, arguments["settings"])
-            chosen.append(tokens)
-            after.append(own)
-        tokens = jnp.stack(chosen, axis=1)
+        slot, done = state["slot"], state["done"]
+        tokens, after = self._choose_each(logits, state, arguments["settings"])
         right = jnp.cumprod(tokens[0, :-1] == guesses).sum(dtype=jnp.int32)
         stops = (tokens[0, :, None] == arguments["stop_ids"]).any(axis=1)
         left = arguments["budget"][0] - (slot - state["start"])
@@ -174,7 +178,7 @@ class LookUp:
         kept = jnp.minimum(jnp.minimum(right, first_stop) + 1, left)
         ended = (kept > first_stop) & stops.any() | (kept == left)
         trust = jnp.minimum(state["draws"]["trust"] + right - self._price, _TRUST)
-        own = jax.tree.map(lambda *x: jnp.stack(x)[kept - 1], *after)
+        own = jax.tree.map(lambda x: x[kept - 1], after)
         return {
             **state,
             "tokens": jax.lax.dynamic_update_slice(state["tokens"], tokens, (0, slot)),
@@ -182,3 +186,18 @@ class LookUp:
             "slot": slot + kept,
             "draws": {"of": own, "trust": trust},
         }
+
+    def _choose_each(
+        self, logits: jax.Array, state: Arrays, settings: Arrays
+    ) -> tuple[jax.Array, Arrays]:
+        """Choose after each token: int32[rows, 1 + guesses], and the states after, stacked."""
+        done, own = state["done"], state["draws"]["of"]
+        if not jax.tree.leaves(own) and len(logits) == 1:  # nothing is drawn: all at once
+            tokens, _, own = self.strategy.choose(logits[0], done, own, settings)
+            return tokens[None], own
+        chosen, after = [], []
+        for i in range(1 + self.tokens):
+            tokens, _, own = self.strategy.choose(logits[:, i], done, own, settings)
+            chosen.append(tokens)
+            after.append(own)
+        return jnp.stack(chosen, axis=1), jax.tree.map(lambda *x: jnp.stack(x), *after)

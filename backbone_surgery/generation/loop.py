@@ -22,7 +22,7 @@ from backbone_surgery.opening.placement import Placement, placement_of
 from backbone_surgery.products import with_fast_products
 
 State = dict[str, Any]
-Loop = tuple[State, list[jax.Array]]
+Guessed = tuple[State, list[jax.Array], jax.Array, jax.Array]
 
 _PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
 """What of the state belongs to a candidate row, and follows it."""
@@ -232,32 +232,56 @@ def decode(
 
     inputs = {**arguments, "controls": controls}
 
-    def go_on(loop: Loop) -> jax.Array:
-        state, _ = loop
+    def go_on(state: State) -> jax.Array:
         return (state["slot"] < until) & ~state["done"].all()
 
-    def step(loop: Loop) -> Loop:
-        state, weights = loop
+    def step(state: State, weights: list[jax.Array]) -> State:
         logits, state = _run_last(model, weights, strategy, state, inputs)
-        return model.pin_state(_choose(strategy, logits, state, arguments)), weights
+        return model.pin_state(_choose(strategy, logits, state, arguments))
 
     if not isinstance(strategy, LookUp):
-        return jax.lax.while_loop(go_on, step, (state, weights))[0]
+        return jax.lax.while_loop(
+            lambda x: go_on(x[0]), lambda x: (step(*x), x[1]), (state, weights)
+        )[0]
 
-    def guessed_step(loop: Loop) -> Loop:
-        state, weights = loop
-        guesses, _ = strategy.guess(state)
+    def guessed_step(state: State, weights: list[jax.Array], guesses: jax.Array) -> State:
         logits, state = _run_last(model, weights, strategy, state, inputs, guesses)
-        return model.pin_state(strategy.choose_all(logits, guesses, state, arguments)), weights
+        return model.pin_state(strategy.choose_all(logits, guesses, state, arguments))
 
-    def guesses(loop: Loop) -> jax.Array:
-        return strategy.guess(loop[0])[1]
+    return _in_turns(strategy, go_on, step, guessed_step, state, weights)
 
-    def in_turns(loop: Loop) -> Loop:  # a loop each: they write to caches in place
-        loop = jax.lax.while_loop(lambda x: go_on(x) & ~guesses(x), step, loop)
-        return jax.lax.while_loop(lambda x: go_on(x) & guesses(x), guessed_step, loop)
 
-    return jax.lax.while_loop(go_on, in_turns, (state, weights))[0]
+def _in_turns(
+    strategy: LookUp,
+    go_on: Callable[[State], jax.Array],
+    step: Callable[..., State],
+    guessed_step: Callable[..., State],
+    state: State,
+    weights: list[jax.Array],
+) -> State:
+    """Take steps of one token and of several, each kind in a loop that writes to caches in place.
+
+    Args:
+        strategy: guesses once after each step.
+        go_on: tells whether to take another step.
+        step: of a state and weights.
+        guessed_step: of a state, weights and guesses.
+        state: before.
+        weights: the values of all variables.
+    """
+
+    def guess(state: State, weights: list[jax.Array]) -> Guessed:
+        return state, weights, *strategy.guess(state)
+
+    def turns(loop: Guessed) -> Guessed:
+        loop = jax.lax.while_loop(
+            lambda x: go_on(x[0]) & ~x[3], lambda x: guess(step(*x[:2]), x[1]), loop
+        )
+        return jax.lax.while_loop(
+            lambda x: go_on(x[0]) & x[3], lambda x: guess(guessed_step(*x[:3]), x[1]), loop
+        )
+
+    return jax.lax.while_loop(lambda x: go_on(x[0]), turns, guess(state, weights))[0]
 
 
 def _run_last(

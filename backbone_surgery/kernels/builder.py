@@ -164,6 +164,18 @@ class Builder:
         name = f"llvm.vector.reduce.fadd.v{self.width}f32"
         return self.call(name, FLOAT, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
 
+    def totals(self, vectors: list[Any]) -> Any:
+        """Add up the numbers of each vector; there are as many as a vector has numbers."""
+        kind = ir.VectorType(INT32, self.width)
+        even, odd = (ir.Constant(kind, list(range(i, 2 * self.width, 2))) for i in (0, 1))
+        while len(vectors) > 1:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [
+                self.ir.fadd(self.ir.shuffle_vector(*x, even), self.ir.shuffle_vector(*x, odd))
+                for x in pairs
+            ]
+        return vectors[0]
+
     def prefetch(self, pointer: Any, *place: Any) -> None:
         """Ask for what will be read soon, into the second cache; it may lie beyond the array."""
         where = self.ir.bitcast(self.at(pointer, *place), BYTES)

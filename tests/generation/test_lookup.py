@@ -11,6 +11,7 @@ import backbone_surgery as bs
 from backbone_surgery.generation import engine
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import NO_TOKEN, Greedy
+from backbone_surgery.kernels import calls
 from tests.helpers import FAMILIES, make_gpt2, ragged
 from tests.recurrent import RECURRENT
 
@@ -28,24 +29,33 @@ def rows_of_one(lm, inputs, lookup, **options):
 
 
 def python_guess(tokens, first, last, count):
-    """Guess in plain Python: after the longest equal run before, the latest of those."""
-    best, found = 0, None
+    """Guess in plain Python: after the longest equal run before, the latest of those.
+
+    It has to be of two tokens where it came once, and otherwise to have gone on alike twice.
+    """
+    runs = {}
     for end in range(first, last):
         equal = 0
-        while equal < 4 and end - equal >= first and tokens[end - equal] == tokens[last - equal]:
+        while equal < 8 and end - equal >= first and tokens[end - equal] == tokens[last - equal]:
             equal += 1
-        if equal >= best:
-            best, found = equal, end
-    if best < 2:
+        runs.setdefault(equal, []).append(end)
+    most = max(runs, default=0)
+    if most == 0 or (len(runs[most]) == 1 and most < 2):
+        return None
+    if len({tokens[end + 1] for end in runs[most][-2:]}) > 1:
         return None
     text = list(tokens[: last + 1])
     for i in range(count):
-        text.append(text[found + 1 + i])
+        text.append(text[runs[most][-1] + 1 + i])
     return text[last + 1 :]
 
 
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+TWICE = st.lists(st.integers(0, 3), min_size=1, max_size=11).map(lambda text: 2 * text)
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 3), st.integers(1, 6))
+@given(TEXTS | TWICE, st.integers(0, 3), st.integers(1, 6))
 def test_guesses_are_those_of_plain_python(text, padding, count):
     length = 32
     tokens = np.zeros((1, length), np.int32)
@@ -86,6 +96,29 @@ def kept(chosen, guesses, stop_ids=(NO_TOKEN,), left=9):
     after = strategy.choose_all(jnp.asarray(logits), jnp.asarray(guesses), state, arguments)
     slot = int(after["slot"])
     return list(map(int, after["tokens"][0, 5:slot])), bool(after["done"][0])
+
+
+def test_wrong_guesses_use_up_trust_and_time_gives_it_back():
+    strategy = LookUp(Greedy(), 4)
+    state = {
+        "tokens": jnp.asarray([[1, 2, 3, 4, 5, 1, 2, 0, 0, 0, 0, 0]], jnp.int32),
+        "cache_mask": jnp.ones((1, 12), bool),
+        "done": jnp.zeros(1, bool),
+        "slot": jnp.int32(7),
+        "start": jnp.int32(7),
+        "draws": strategy.start(np.zeros((1, 2), np.uint32)),
+    }
+    arguments = {"stop_ids": jnp.asarray([NO_TOKEN]), "budget": jnp.asarray([9]), "settings": {}}
+    logits, wrong = jnp.eye(10)[None, [9] * 5], 0
+    while strategy.guess(state)[1]:
+        draws = strategy.choose_all(logits, strategy.guess(state)[0], state, arguments)["draws"]
+        state, wrong = {**state, "draws": draws}, wrong + 1
+    waited = 0
+    while not strategy.guess(state)[1]:
+        _, _, draws = strategy.choose(logits[:, 0], state["done"], state["draws"], {})
+        state, waited = {**state, "draws": draws}, waited + 1
+    # Passes of a price each use up what two right guesses are worth, and a step gives back a 64th.
+    assert (wrong, waited) == ((8, 1) if calls.available() else (3, 17))
 
 
 @pytest.mark.parametrize("right", range(5))

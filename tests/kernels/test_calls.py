@@ -101,7 +101,12 @@ def test_small_matrices_are_left_to_xla(rng):
 @pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("float32", 3), ("bfloat16", 2)])
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "size", "slots", "first", "stop"),
-    [(1, 3, 1, 16, 40, 0, 33), (2, 2, 4, 32, 50, 7, 50), (3, 1, 5, 64, 9, -4, 9)],
+    [
+        (1, 3, 1, 16, 40, 0, 33),
+        (2, 2, 4, 32, 50, 7, 50),
+        (3, 1, 5, 64, 9, -4, 9),
+        (1, 2, 3, 32, 150, 9, 140),  # several blocks of slots for each part, and some slots more
+    ],
 )
 def test_attention_reads_the_slots_that_are_seen(
     everywhere, monkeypatch, rng, batch, heads, queries, size, slots, first, stop, dtype, parts
