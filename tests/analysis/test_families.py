@@ -35,7 +35,7 @@ def test_grids_of_texts_in_pieces_are_those_of_one_piece(name, monkeypatch):
     lm = bs.CachedCausalLM(ROWS[name].make())
     texts = [[9, 2, 3, 4, 5, 6, 7, 8, 1, 2], [9, 2, 5, 4, 5, 6, 7, 8, 1, 2]]
     whole = bs.patch_grid(lm, *texts, (7, 8))
-    monkeypatch.setattr("backbone_surgery.analysis.patch_grid._LEAST_PIECE", 1)
+    monkeypatch.setattr("backbone_surgery.analysis.runs._LEAST_PIECE", 1)
     np.testing.assert_allclose(bs.patch_grid(lm, *texts, (7, 8)).values, whole.values, atol=1e-4)
 
 
