@@ -56,8 +56,8 @@ class Stage(keras.Model):
         self.built = True
 
     def call(self, values, training=None):
-        """Make the calls; layers take `training` from this one."""
-        rows = ops.shape(values[0])[:1]
+        """Make the calls."""
+        rows = ops.shape(values[0])[:1] if values else ()
         known = dict(zip(self.takes, values, strict=True))
         for call in self.calls:
             given = {}
@@ -66,6 +66,8 @@ class Stage(keras.Model):
                     known[n] = ops.broadcast_to(known[n], (*rows, *ops.shape(known[n])[1:]))
                 given[id(tensor)] = known[n]
             args, kwargs = call.node.arguments.fill_in(given)
+            if "training" in kwargs:  # as it was when the call was added to the graph
+                kwargs["training"] = training
             made = tree.flatten(call.node.operation(*args, **kwargs))
             known.update(zip(call.makes, made, strict=True))
         return [known[n] for n in self.makes]
