@@ -38,11 +38,14 @@ from backbone_surgery.graph.replay import (
     visited_node,
 )
 from backbone_surgery.graph.shared_nodes import share
+from backbone_surgery.graph.stages import Stage, Stages
 
 __all__ = [
     "KEEP",
     "LISTS_OF_LAYERS",
     "CloneFn",
+    "Stage",
+    "Stages",
     "all_nodes",
     "array_of",
     "as_functional",

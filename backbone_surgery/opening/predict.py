@@ -14,14 +14,47 @@ from backbone_surgery import hosts, target
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.products import with_fast_products
 
+_CONSTANTS_APART = "jax_use_simplified_jaxpr_constants"
+"""A setting of JAX that is off. With it constants are no part of the text of a program."""
 
-def predict(model: keras.Model, inputs: Any) -> Any:
+
+class SharedPrograms:
+    """Compiled programs of models of which some are alike, such as the blocks of a backbone.
+
+    Weights are arguments of a program. So models that lower to the same text, constants included,
+    are run by one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self._by_text: dict[Any, Any] = {}
+
+    def of(self, run: Any, weights: list[Any], inputs: Any) -> Any:
+        """Return the program of a function that JAX compiles, for arguments like these."""
+        import jax
+
+        kinds = [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in weights]
+        kinds += [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in tree.flatten(inputs)]
+        key = (run, *kinds)
+        if key not in self._known:
+            lowered = run.lower(weights, inputs)
+            own = run if getattr(jax.config, _CONSTANTS_APART) else None
+            structure = jax.tree.structure((weights, inputs))
+            text = own, structure, hosts.digest(lowered.as_text())
+            if text not in self._by_text:
+                self._by_text[text] = lowered.compile()
+            self._known[key] = self._by_text[text]
+        return self._known[key]
+
+
+def predict(model: keras.Model, inputs: Any, programs: SharedPrograms | None = None) -> Any:
     """Run a model, compiled, as `predict_on_batch`; other threads may use its weights meanwhile.
 
     Args:
         model: any Keras model.
         inputs: arrays, in the structure of the inputs of the model. On a mesh, rows are split over
             its batch axis where they divide by it.
+        programs: shared with models that may be alike, to compile less.
 
     Returns:
         NumPy arrays in the structure of its outputs, whole in each process of a mesh.
@@ -34,8 +67,9 @@ def predict(model: keras.Model, inputs: Any) -> Any:
     if "_predict" not in vars(model):
         object.__setattr__(model, "_predict", (_compiled(model), {}))
     run, digests = vars(model)["_predict"]
-    weights = [v.value for v in model.variables]
-    placement = placement_of(model.variables)
+    variables = model.variables
+    weights = [v.value for v in variables]
+    placement = placement_of(variables)
     placed = inputs if placement is None else placement.put(inputs, by_rows=True)
     if hosts.span(model):
         shapes = str(tree.map_structure(lambda x: (x.shape, x.dtype), placed))
@@ -43,6 +77,8 @@ def predict(model: keras.Model, inputs: Any) -> Any:
             digests[shapes] = hosts.digest(run.lower(weights, placed).as_text())
         # The inputs as they came: of those that are placed, each process has its own rows.
         hosts.agree(model, "predict", {"inputs": inputs, "model": digests[shapes]})
+    if programs is not None:
+        run = programs.of(run, weights, placed)
     return tree.map_structure(hosts.to_numpy, run(weights, placed))
 
 
@@ -58,4 +94,5 @@ def _compiled(model: keras.Model) -> Any:
             return forward(inputs)
         return with_fast_products(forward, model, target.platform_of(model.variables))(inputs)
 
-    return jax.jit(run)
+    # What is not used stays an argument, or programs of one text could take different ones.
+    return jax.jit(run, keep_unused=True)

@@ -65,14 +65,7 @@ class Patch(ControlledRewrite):
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Declare the controls, then visit the sites."""
-        places = self.choose(surgery)
-        for place in places:
-            if place.is_pattern:
-                raise SurgeryError(
-                    f"Patch at '{place.path}': expected sites with a value for each token. "
-                    "Received attention patterns, whose columns are other tokens. Patch `query`, "
-                    "`key` or `head_outputs`, or take heads out with `Ablate`."
-                )
+        places = for_each_token(self.choose(surgery), "Patch")
         fixed = (UNUSED,) if self.positions == "control" else self.positions
         default = np.tile(np.array(fixed, "int32"), (len(places), 1))
         surgery.control(f"{self.name}_positions", default, (len(places), None))
@@ -113,6 +106,18 @@ class Patch(ControlledRewrite):
             shape = (*positions[:, i].shape, *rows.shapes[name][1:])
             bound[name] = _read_values(values[path], positions[:, i], shape, f"{where}, '{path}'")
         return bound
+
+
+def for_each_token(places: list[Place], operation: str) -> list[Place]:
+    """Return sites that can be patched; refuse attention patterns."""
+    for place in places:
+        if place.is_pattern:
+            raise SurgeryError(
+                f"{operation} at '{place.path}': expected sites with a value for each token. "
+                "Received attention patterns, whose columns are other tokens. Patch `query`, "
+                "`key` or `head_outputs`, or take heads out with `Ablate`."
+            )
+    return places
 
 
 def _read_positions(value: Any, batch: int, sites: int, where: str) -> np.ndarray:

@@ -1,13 +1,19 @@
 """Patching grid, logit lens and attribution equal one pass for each number they give."""
 
+from unittest import mock
+
+import jax
 import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests.analysis.cells import logits_of_cells
 from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.numpy_models import Model, weights_of
 
+SLOW = pytest.mark.slow
+compile_ = jax.stages.Lowered.compile
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]
 
 
@@ -35,22 +41,47 @@ def logits_of(lm, model, ids):
 LONG = list(range(1, 22))
 
 
-def test_rows_of_a_grid_begin_where_their_patch_is(lm):
-    """A text of three pieces, against one uncached pass for each cell."""
+@pytest.mark.parametrize(
+    "at",
+    ["blocks.*.key", *(pytest.param(at, marks=SLOW) for at in ("blocks.*", "blocks.*.mlp_output"))],
+)
+def test_rows_of_a_grid_begin_where_their_patch_is(lm, at):
+    """A text of three pieces, in batches that do not divide them, by one pass for each cell."""
     other = [LONG[0], LONG[1] + 30, *LONG[2:]]
-    got = bs.patch_grid(lm, other, LONG, metric=7, at="blocks.*.key", batch_size=5)
-    patching = bs.operate(lm.backbone, [bs.Patch("blocks.*.key")])
-    capturing = bs.operate(lm.backbone, [bs.Capture("blocks.*.key")])
-    mask = np.ones((1, len(LONG)), "int32")
-    captures = capturing({"token_ids": np.array([other]), "padding_mask": mask})["captures"]
-    values = [np.asarray(captures[s]) for s in got.sites]
-    for s, t in [(0, 1), (0, 7), (1, 8), (0, 15), (1, 16), (1, 20), (0, 20), (1, 3)]:
-        positions = np.full((1, len(values), 1), -1)
-        positions[0, s] = t
-        patch = {f"patch_value_{i}": v[:, t : t + 1] for i, v in enumerate(values)}
-        inputs = {"token_ids": np.array([LONG]), "padding_mask": mask}
-        hidden = patching({**inputs, **patch, "patch_positions": positions})
-        assert abs(got.values[s, t] - unembed(lm, np.asarray(hidden))[0, -1, 7]) <= 1e-4, (s, t)
+    got = bs.patch_grid(lm, other, LONG, metric=7, at=at, batch_size=5)
+    cells = [(0, 1), (0, 7), (1, 8), (0, 15), (1, 16), (1, 20), (0, 20), (1, 3)]
+    wanted = logits_of_cells(lm, other, LONG, at, cells)[:, 7]
+    assert np.abs([got.values[cell] for cell in cells] - wanted).max() <= 1e-4
+
+
+@pytest.mark.slow
+def test_edits_before_and_after_a_cut_stay_with_their_controls(rng):
+    """A block that runs twice, steering on both sides of it, a condition and a capture."""
+    edits = [
+        bs.Repeat("blocks.1"),
+        bs.Condition("told", rng.normal(size=32), 0.1, at="blocks.0"),
+        bs.Steer("mood", {b: rng.normal(size=32) for b in (1, 2, 3)}, when="told"),
+        bs.Capture("blocks.2"),
+    ]
+    lm = bs.CachedCausalLM(bs.operate(make_deep_gpt2(), edits))
+    strength = {"mood_strength": np.full(3, 1.5, "float32")}
+    other = [*LONG[:3], 40, *LONG[4:]]
+    for at in ("blocks.*", "blocks.1:3.head_outputs"):
+        got = bs.patch_grid(lm, other, LONG, 7, at=at, controls={"mood": 1.5})
+        cells = [(s, t) for s in range(len(got.sites)) for t in (3, 20)]
+        wanted = logits_of_cells(lm, other, LONG, at, cells, strength)[:, 7]
+        assert np.abs([got.values[cell] for cell in cells] - wanted).max() <= 1e-4
+        assert not np.allclose(got.values, bs.patch_grid(lm, other, LONG, 7, at=at).values)
+
+
+def test_blocks_that_are_alike_are_compiled_once(plain):
+    """Of as many programs for each start: what is before the first site, a block, and the end."""
+    with mock.patch.object(jax.stages.Lowered, "compile", autospec=True) as compiled:
+        compiled.side_effect = compile_
+        bs.patch_grid(plain, [9, *LONG[1:8]], LONG[:8], 7)
+        assert compiled.call_count == 3 + 2
+        bs.patch_grid(plain, [8, *LONG[1:8]], LONG[:8], 7)
+        assert compiled.call_count == 3 + 2
 
 
 def test_patch_grid_is_one_patched_pass_for_each_cell(lm):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests.analysis.cells import logits_of_cells
 from tests.families import ROWS
 from tests.helpers import relative
 from tests.test_family_table import blocks_of, run
@@ -31,12 +32,16 @@ def test_analyses(name):
     assert not bs.attribution(lm, CLEAN, 7).values[-1, :-1].any()
 
 
-def test_grids_of_texts_in_pieces_are_those_of_one_piece(name, monkeypatch):
+@pytest.mark.parametrize("at", ["blocks.*", "blocks.*.attention_output"])
+def test_grids_of_texts_in_pieces_are_one_pass_for_each_cell(name, at, monkeypatch):
     lm = bs.CachedCausalLM(ROWS[name].make())
-    texts = [[9, 2, 3, 4, 5, 6, 7, 8, 1, 2], [9, 2, 5, 4, 5, 6, 7, 8, 1, 2]]
-    whole = bs.patch_grid(lm, *texts, (7, 8))
-    monkeypatch.setattr("backbone_surgery.analysis.patch_grid._LEAST_PIECE", 1)
-    np.testing.assert_allclose(bs.patch_grid(lm, *texts, (7, 8)).values, whole.values, atol=1e-4)
+    clean, corrupted = [9, 2, 3, 4, 5, 6, 7, 8, 1, 2], [9, 2, 5, 4, 5, 6, 7, 8, 1, 2]
+    monkeypatch.setattr("backbone_surgery.analysis.runs._LEAST_PIECE", 1)
+    got = bs.patch_grid(lm, clean, corrupted, (7, 8), at=at, batch_size=2)
+    cells = [(s, t) for s in range(len(got.sites)) for t in (2, 3, 6, 9)]
+    logits = logits_of_cells(lm, clean, corrupted, at, cells)
+    wanted = logits[:, 7] - logits[:, 8]
+    assert np.abs([got.values[cell] for cell in cells] - wanted).max() <= 1e-4
 
 
 def test_drawings_name_each_block_and_cache(name):

@@ -1,11 +1,17 @@
 """What measures a model leaves its weights where they are, for other threads to generate with."""
 
+from unittest import mock
+
+import jax
+import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.opening.predict import SharedPrograms, predict
 from tests.families import make_gpt2
 
+compile_ = jax.stages.Lowered.compile
 TEXT, OTHER = [1, 2, 3, 4], [1, 5, 3, 4]
 MEASURES = {
     "check": lambda lm: bs.check(lm.opened),
@@ -41,3 +47,43 @@ def test_rows_longer_than_the_positions_are_refused():
             call()
     pairs = [(TEXT * 5, OTHER * 5), (OTHER * 5, TEXT * 5)]  # as many tokens as there are positions
     assert bs.ControlVector.train(lm, pairs)
+
+
+def affine(constant):
+    x = keras.Input((3,))
+    return keras.Model(x, keras.layers.Dense(3, bias_initializer="normal")(x) + constant)
+
+
+def test_models_that_are_alike_share_a_program_but_for_their_weights(rng):
+    same, other = np.arange(3, dtype="float32"), np.arange(3, dtype="float32") + 0.5
+    models = [affine(same), affine(same), affine(other)]
+    programs, x = SharedPrograms(), rng.normal(size=(2, 3)).astype("float32")
+    with mock.patch.object(jax.stages.Lowered, "compile", autospec=True) as compiled:
+        compiled.side_effect = compile_
+        for model, constant in zip(models, (same, same, other), strict=True):
+            for _ in range(2):
+                kernel, bias = (np.asarray(w) for w in model.weights)
+                wanted = x @ kernel + bias + constant
+                assert np.allclose(predict(model, x, programs), wanted, atol=1e-6)
+                model.weights[0].assign(kernel + 1)
+    assert compiled.call_count == 2
+
+
+@pytest.mark.parametrize("used", [(0, 1), (1, 0)])
+def test_a_weight_that_is_not_used_is_not_taken_for_another(used):
+    """Without it both would be one text with different arguments."""
+
+    class Uses(keras.Model):
+        def __init__(self, index):
+            super().__init__()
+            self.index = index
+            self.both = [self.add_weight(shape=(3,), initializer="normal") for _ in range(2)]
+
+        def call(self, x):
+            return x * self.both[self.index]
+
+    programs, x = SharedPrograms(), np.ones((2, 3), "float32")
+    for index in used:
+        model = Uses(index)
+        wanted = x * np.asarray(model.both[index])
+        assert np.array_equal(predict(model, x, programs), wanted)

@@ -1,0 +1,175 @@
+"""Runs of a text from a site and a token on: what lies before is known from the text itself."""
+
+from collections import ChainMap
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from backbone_surgery import graph, hosts
+from backbone_surgery.analysis.question import Text, bind_rows, derived, rewired
+from backbone_surgery.caching.cache import new_cache
+from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.predict import SharedPrograms, predict
+from backbone_surgery.opening.site import Identity, Place
+from backbone_surgery.rewriting import Surgery
+from backbone_surgery.rewriting.fields import Fields
+from backbone_surgery.rewriting.patch import for_each_token
+from backbone_surgery.rewriting.rewrite import SiteRewrite
+
+_PIECES, _LEAST_PIECE = 4, 8
+"""Rows begin at so many tokens at most: for each of them programs are compiled."""
+
+Values = MutableMapping[int, Any]
+"""What a run gave: arrays by their numbers in `graph.Stages`."""
+
+Cell = tuple[int, int]
+"""The index of a site, and that of a token."""
+
+
+class Cut(Identity):
+    """Where the graph is cut: what goes in can be replaced."""
+
+
+@dataclass(frozen=True)
+class CutAt(SiteRewrite):
+    """Put a `Cut` at some sites."""
+
+    at: str
+
+    def __post_init__(self) -> None:
+        Fields(self).selector()
+
+    def choose(self, surgery: Surgery) -> list[Place]:
+        """Return the sites; refuse those that cannot be patched."""
+        return for_each_token(super().choose(surgery), "patch_grid")
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Put it there."""
+        return Cut(name=_cut_name(place.path))(x)
+
+
+class Runs:
+    """Runs of texts of one length, by a graph that is cut at some sites.
+
+    Args:
+        lm: the model.
+        at: site selector.
+        text: one of the texts, for its length.
+        controls: for the controls of the model's own rewrites.
+
+    Attributes:
+        sites: paths of the sites.
+    """
+
+    def __init__(self, lm: CachedCausalLM, at: str, text: Text, controls: Any) -> None:
+        self.length = len(text.token_ids)
+        self.controls = bind_rows(lm, controls, text, 1)
+        cut = derived(lm, CutAt(at))
+        self.sites = list(cut.report[-1].sites)
+        self.model = rewired(cut)
+        self.stages, self.programs = _staged(self.model)
+        self.cuts = [self.stages.cuts[_cut_name(path)] for path in self.sites]
+
+    def whole(self, text: Text) -> Values:
+        """Run a text, one row."""
+        return self._text(text, 0, self.length, self._new_cache())
+
+    def activations(self, values: Values) -> list[np.ndarray]:
+        """Return what stands at each site in the first row, float[tokens, ...]."""
+        return [values[number][0] for _, number in self.cuts]
+
+    def last(self, values: Values) -> np.ndarray:
+        """Return the hidden states of the last token, float[rows, hidden_dim]."""
+        return values[self.stages.outputs["hidden_states"]][:, -1]
+
+    def patched(
+        self,
+        text: Text,
+        whole: Values,
+        activations: list[np.ndarray],
+        cells: list[Cell],
+        batch_size: int,
+    ) -> Iterator[tuple[Cell, np.ndarray]]:
+        """Run a text with one activation of another, for each cell.
+
+        Args:
+            text: the text.
+            whole: the run of it.
+            activations: of the other text, for each site float[tokens, ...].
+            cells: what to patch.
+            batch_size: how many rows to run at once, at most.
+
+        Yields:
+            A cell, and the hidden states of the last token, float[hidden_dim].
+        """
+        piece = max(-(-self.length // _PIECES), _LEAST_PIECE)
+        rows = min(batch_size, piece, self.length)
+        cache = self._new_cache()
+        for start in range(0, self.length, piece):
+            stop = min(start + piece, self.length)
+            base = self._text(text, start, self.length, cache) if start else whole
+            for site, own in enumerate(activations):
+                tokens = [t for s, t in cells if s == site and start <= t < stop]
+                for part, padded in batches(tokens, rows):
+                    values = self._from_site(base, site, padded - start, own[padded])
+                    yield from zip([(site, t) for t in part], self.last(values), strict=False)
+            if stop < self.length:
+                before = self._text(text, start, stop, cache)
+                cache = tree.map_structure(before.get, self.stages.outputs["cache"])
+
+    def _new_cache(self) -> Any:
+        return tree.map_structure(hosts.to_numpy, new_cache(self.model, 1, self.length))
+
+    def _text(self, text: Text, start: int, stop: int, cache: Any) -> Values:
+        """Run some tokens of a text, one row."""
+        inputs = {
+            **self.controls,
+            "token_ids": text.token_ids[None, start:stop],
+            "positions": np.arange(start, stop, dtype="int32")[None],
+            "cache": cache,
+            "cache_update_index": np.int32(start),
+            "cache_mask": np.ones((1, self.length), bool),
+        }
+        numbers = tree.flatten(self.stages.inputs)
+        return self._go_on(dict(zip(numbers, tree.flatten(inputs), strict=True)), 0)
+
+    def _from_site(
+        self, base: Values, site: int, tokens: np.ndarray, activations: np.ndarray
+    ) -> Values:
+        """Run rows from a site on, each with another activation at one of the tokens of `base`."""
+        stage, number = self.cuts[site]
+        patched = np.repeat(base[number], len(tokens), axis=0)
+        patched[np.arange(len(tokens)), tokens] = activations
+        return self._go_on(ChainMap({number: patched}, base), stage)
+
+    def _go_on(self, values: Values, first: int) -> Values:
+        """Run the stages from one on."""
+        for stage in self.stages.stages[first:]:
+            made = predict(stage, [values[n] for n in stage.takes], self.programs)
+            values.update(zip(stage.makes, made, strict=True))
+        return values
+
+
+def batches(items: Sequence[Any], size: int) -> Iterator[tuple[list[Any], np.ndarray]]:
+    """Cut a list in parts, and yield each as it is, and filled up to the size by its last one."""
+    for first in range(0, len(items), size):
+        part = list(items[first : first + size])
+        yield part, np.array(part + [part[-1]] * (size - len(part)))
+
+
+def _cut_name(path: str) -> str:
+    return f"cut_{path.replace('.', '_')}"
+
+
+def _staged(model: BackboneWithCache) -> tuple[graph.Stages, SharedPrograms]:
+    """Return the stages of a model and their programs, made once."""
+    if "_staged" not in vars(model):
+        wanted = {name: model.output[name] for name in ("hidden_states", "cache")}
+        staged = graph.Stages(model, wanted, Cut), SharedPrograms()
+        object.__setattr__(model, "_staged", staged)
+    return vars(model)["_staged"]
