@@ -20,6 +20,7 @@ from backbone_surgery.opening.experts import BalancedLoad, MixedExperts
 from backbone_surgery.opening.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.site import BlockInput, Site
 from backbone_surgery.opening.state import Stateful, StateSpec, specs_by_name, wanted_inputs
 
 
@@ -127,6 +128,8 @@ class _Rewirer:
         self.caches: list[dict[str, keras.KerasTensor]] = []
 
     def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(layer) in (Site, BlockInput):
+            return graph.KEEP
         if isinstance(layer, TokenPositions):
             return self.inputs["positions"]
         if isinstance(layer, Stateful):
@@ -139,12 +142,17 @@ class _Rewirer:
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
         if projects_heads(layer, self.compute_dtype):
-            return self._once(HeadProjection, layer)(*args, **kwargs)
+            return self._instead(HeadProjection, layer, args, kwargs)
         if is_narrow(layer):
-            return self._once(NarrowProjection, layer)(*args, **kwargs)
+            return self._instead(NarrowProjection, layer, args, kwargs)
         if is_layer_norm(layer):
-            return self._once(WholeNorm, layer)(*args, **kwargs)
+            return self._instead(WholeNorm, layer, args, kwargs)
         return graph.KEEP
+
+    def _instead(self, kind: Any, layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a layer of another kind in place of one, over its weights."""
+        node = graph.visited_node()[-1]
+        return graph.repeat(node, args, kwargs, self._once(kind, layer))
 
     def _once(self, kind: Any, layer: Any, *settings: Any) -> Any:
         """Return the layer that runs another one here: one, however often that one runs."""

@@ -22,11 +22,13 @@ from backbone_surgery.graph.keras_private import (
 from backbone_surgery.graph.nodes import (
     all_nodes,
     as_functional,
+    connect,
     graph_nodes,
     in_order,
     is_input,
     is_plain_call,
     node_of,
+    repeat,
     topological_nodes,
 )
 from backbone_surgery.graph.rebuild import nest
@@ -50,6 +52,7 @@ __all__ = [
     "autocasting",
     "building",
     "clone_layer_graph",
+    "connect",
     "drop_kernel",
     "graph_nodes",
     "in_order",
@@ -64,6 +67,7 @@ __all__ = [
     "nest",
     "node_of",
     "own_weights",
+    "repeat",
     "replay",
     "share",
     "sublayers",

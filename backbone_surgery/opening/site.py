@@ -22,6 +22,7 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SelectorError, closest, shown
+from backbone_surgery.opening.layers import DirectLayer
 
 BLOCK = "block"
 """Role of the site at the output of a decoder block: its path is the block's own."""
@@ -35,11 +36,11 @@ _SELECTOR = re.compile(
 )
 
 
-class Identity(keras.layers.Layer):
+class Identity(DirectLayer):
     """A node that hands its input on: it costs nothing once compiled."""
 
     def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
+        super().__init__(**kwargs)
         self.supports_masking = True
 
     def call(self, inputs):
