@@ -13,6 +13,7 @@ block, and blocks are counted in the order in which they run.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SelectorError, closest, shown
-from backbone_surgery.opening.layers import DirectLayer
 
 BLOCK = "block"
 """Role of the site at the output of a decoder block: its path is the block's own."""
@@ -36,12 +36,18 @@ _SELECTOR = re.compile(
 )
 
 
-class Identity(DirectLayer):
+class Identity(keras.layers.Layer):
     """A node that hands its input on: it costs nothing once compiled."""
 
     def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
+        super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
+
+    def __call__(self, inputs, **kwargs):
+        if isinstance(inputs, keras.KerasTensor) and not kwargs:
+            # All that it takes: Keras's own call would take five times as long.
+            return keras.Operation.symbolic_call(self, inputs)
+        return super().__call__(inputs, **kwargs)
 
     def call(self, inputs):
         return inputs
@@ -53,14 +59,21 @@ class Identity(DirectLayer):
 class Site(Identity):
     """Mark a place in an opened graph.
 
+    One layer marks all places of a role that are made while a graph is built.
+
     Args:
         role: what the tensor is, such as `attention_output`: the last part of the site's path.
     """
 
+    def __new__(cls, role: str, **kwargs):
+        make = functools.partial(super().__new__, cls, role, **kwargs)
+        return make() if kwargs else graph.once((cls, str(role)), make)
+
     def __init__(self, role: str, **kwargs) -> None:
-        kwargs.setdefault("name", f"site_{role}")
-        super().__init__(**kwargs)
-        self.role = role
+        if not hasattr(self, "role"):
+            kwargs.setdefault("name", f"site_{role}")
+            super().__init__(**kwargs)
+            self.role = role
 
 
 class BlockInput(Identity):
