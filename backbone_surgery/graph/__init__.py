@@ -1,6 +1,6 @@
 """The clone engine. Private names of Keras are used in this package alone."""
 
-from backbone_surgery.graph.building import building
+from backbone_surgery.graph.building import building, once
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
     array_of,
@@ -66,6 +66,7 @@ __all__ = [
     "members_tracking",
     "nest",
     "node_of",
+    "once",
     "own_weights",
     "replay",
     "share",

@@ -117,6 +117,7 @@ def repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     )
     if not alike:
         return tree.flatten(layer(*args, **kwargs))
-    outputs = [keras.KerasTensor(shape=t.shape, dtype=t.dtype) for t in node.outputs]
+    # A name of its own for each tensor would take as long as all the rest.
+    outputs = [keras.KerasTensor(t.shape, t.dtype, name=t.name) for t in node.outputs]
     Node(layer, call_args=args, call_kwargs=kwargs, outputs=outputs)
     return outputs

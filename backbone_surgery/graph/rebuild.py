@@ -40,22 +40,56 @@ class Rebuilt:
         return result[:count]
 
 
+class Lifting:
+    """The inputs that a nested model gets for the outer tensors that are used inside it.
+
+    A tensor is inside when it depends on an input of the model; what an inside node or a result
+    takes from elsewhere gets a stand-in: `lifted` is {id(outer tensor): its stand-in}, `instead`
+    {id(tensor): (tensor, what stands for it inside)}.
+    """
+
+    def __init__(self, name: str, inputs: list[keras.KerasTensor]) -> None:
+        self.name, self.inputs = name, inputs
+        self.taken = {t.name for t in inputs}
+        self.lifted: dict[int, keras.KerasTensor] = {}
+        self.instead = {id(t): (t, t) for t in inputs}
+
+    def lift(self, tensors: list[keras.KerasTensor]) -> list[keras.KerasTensor]:
+        """Return the tensors, with new nodes copied where they use outer tensors."""
+        for node in topological_nodes(tensors, self.instead):
+            ids = {id(t) for t in node.input_tensors}
+            if any(i in self.instead and i not in self.lifted for i in ids):
+                new = node.outputs
+                if any(self._inner(t) is not t for t in node.input_tensors):
+                    new = repeat(node, *node.arguments.convert(self._inner))
+                for old, t in zip(node.outputs, new, strict=True):
+                    self.instead[id(old)], self.instead[id(t)] = (old, t), (t, t)
+        return [self._inner(t) for t in tensors]
+
+    def _inner(self, tensor: Any) -> Any:
+        if isinstance(tensor, keras.KerasTensor) and id(tensor) not in self.instead:
+            stand_in = self.lifted[id(tensor)] = _stand_in(self.name, tensor, self.taken)
+            self.instead[id(tensor)] = (tensor, stand_in)
+            self.instead[id(stand_in)] = (stand_in, stand_in)
+        return self.instead.get(id(tensor), (None, tensor))[1]
+
+
 def rebuild(
     nested: Functional,
     name: str,
-    inputs: list[keras.KerasTensor],
+    lifting: Lifting,
     outputs: list[keras.KerasTensor],
     emitted: Emitted,
 ) -> Rebuilt:
-    """Make a Functional of a replayed nested graph: lift, prune, and add what was emitted."""
+    """Make a Functional of a replayed nested graph: prune, and add what was lifted and emitted."""
+    inputs = lifting.inputs
     handed_out = [(key, tensor) for key, tensors in emitted.items() for tensor in tensors]
     outputs = outputs + [tensor for _, tensor in handed_out]
-    lifted, used = _free_and_used(outputs, inputs)
-    taken = {t.name for t in inputs}
-    stand_ins = [_stand_in(name, t, taken) for t in lifted]
-    outputs = reroot(outputs, dict(zip(map(id, lifted), stand_ins, strict=True)))
+    used = _used(outputs, [*inputs, *lifting.lifted.values()])
+    lifted = [lifting.instead[i][0] for i, t in lifting.lifted.items() if id(t) in used]
+    stand_ins = [t for t in lifting.lifted.values() if id(t) in used]
     # An input that never had a user stays: only a rewrite's own doing is undone.
-    _, was_used = _free_and_used(nested.outputs, nested.inputs)
+    was_used = _used(nested.outputs, nested.inputs)
     pairs = enumerate(zip(nested.inputs, inputs, strict=True))
     kept = [i for i, (old, new) in pairs if id(new) in used or id(old) not in was_used]
     same_signature = not lifted and not emitted and len(kept) == len(inputs)
@@ -83,7 +117,7 @@ def nest(name: str, build: Callable[..., Any], *tensors: keras.KerasTensor) -> A
     taken: set[str] = set()
     inputs = [_stand_in(name, t, taken) for t in tensors]
     output = build(*inputs)
-    _, used = _free_and_used(tree.flatten(output), inputs)
+    used = _used(tree.flatten(output), inputs)
     kept = [(i, t) for i, t in zip(inputs, tensors, strict=True) if id(i) in used]
     model = Functional([i for i, _ in kept], output, name=name)
     return model([t for _, t in kept])
@@ -118,24 +152,11 @@ def _stand_in(model_name: str, tensor: keras.KerasTensor, taken: set[str]) -> ke
     return input_like(tensor, unique(name, taken))
 
 
-def _free_and_used(
-    outputs: Sequence[keras.KerasTensor], inputs: Sequence[keras.KerasTensor]
-) -> tuple[list[keras.KerasTensor], set[int]]:
-    """Find the tensors a nested graph takes from outside, and the inputs it really uses.
-
-    A tensor is inside when it depends on one of `inputs`; what an inside node or an output takes
-    from elsewhere is free.
-    """
+def _used(outputs: Sequence[keras.KerasTensor], inputs: Sequence[keras.KerasTensor]) -> set[int]:
+    """Return the ids of the inputs that the outputs depend on."""
     own = {id(t) for t in inputs}
-    inside = set(own)
-    taken: list[keras.KerasTensor] = []
-    for node in topological_nodes(outputs, own):
-        if any(id(t) in inside for t in node.input_tensors):
-            inside.update(id(t) for t in node.outputs)
-            taken.extend(node.input_tensors)
-    taken.extend(outputs)
-    free = {id(t): t for t in taken if id(t) not in inside}
-    return list(free.values()), own.intersection(map(id, taken))
+    taken = [t for node in topological_nodes(outputs, own) for t in node.input_tensors]
+    return own.intersection(map(id, [*taken, *outputs]))
 
 
 def reroot(outputs: list[Any], mapping: dict[int, Any]) -> list[Any]:

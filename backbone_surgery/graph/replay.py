@@ -30,7 +30,7 @@ from keras.src.ops.node import Node
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.building import building
-from backbone_surgery.graph.emission import Emitted, emitting, hand_on, hand_over
+from backbone_surgery.graph.emission import Emitted, emit, emitting, hand_on, hand_over
 from backbone_surgery.graph.keras_private import reserve_names
 from backbone_surgery.graph.nodes import (
     as_functional,
@@ -39,7 +39,14 @@ from backbone_surgery.graph.nodes import (
     repeat,
     topological_nodes,
 )
-from backbone_surgery.graph.rebuild import Rebuilt, input_like, rebuild, reroot, unique
+from backbone_surgery.graph.rebuild import (
+    Lifting,
+    Rebuilt,
+    input_like,
+    rebuild,
+    reroot,
+    unique,
+)
 from backbone_surgery.graph.shared_nodes import share
 
 KEEP = object()
@@ -189,7 +196,9 @@ class _Replay:
         self.way: list[Node] = []
         self.nested_inputs: dict[int, tuple[str, keras.KerasTensor]] = {}
 
-    def run(self, outputs: list[Any], mapping: dict[int, Any]) -> list[Any]:
+    def run(
+        self, outputs: list[Any], mapping: dict[int, Any], lifting: Lifting | None = None
+    ) -> list[Any]:
         self.roots.update(mapping)
         elsewhere: dict[int, Any] = {}
         nodes = topological_nodes(outputs, mapping)
@@ -203,9 +212,15 @@ class _Replay:
                     "to `inputs`."
                 )
             args, kwargs = node.arguments.fill_in(mapping)
-            with self._at(node):
+            with self._at(node), emitting() as emitted:
                 result = self._call(node, args, kwargs, elsewhere)
-            for old, new in zip(node.outputs, result, strict=True):
+            handed_out = [(name, t) for name, tensors in emitted.items() for t in tensors]
+            tensors = [*result, *(t for _, t in handed_out)]
+            if lifting is not None:
+                tensors = lifting.lift(tensors)
+            for (name, _), tensor in zip(handed_out, tensors[len(result) :], strict=True):
+                emit(name, tensor)
+            for old, new in zip(node.outputs, tensors, strict=False):
                 mapping.setdefault(id(old), new)
         return [mapping[id(t)] for t in outputs]
 
@@ -237,14 +252,15 @@ class _Replay:
         if nested is not None and self.enters(nested):
             inputs = args[0] if args else kwargs.pop("inputs")
             return self._enter(layer, nested)(inputs, **kwargs)
-        if id(node) in self.visited and not self.per_use:
+        if id(node) in self.visited:
             return self.visited[id(node)].repeat(_tensors(args, kwargs), elsewhere)
         with emitting() as emitted:
             result = self.visit(layer, *args, **kwargs)
         flat = _keep(node, args, kwargs) if result is KEEP else tree.flatten(result)
         _check_result(layer, result, flat, len(node.outputs))
         hand_on(emitted)
-        self.visited[id(node)] = _Visited(_tensors(args, kwargs), flat, emitted)
+        if not self.per_use:
+            self.visited[id(node)] = _Visited(_tensors(args, kwargs), flat, emitted)
         return flat
 
     def _enter(self, layer: keras.Layer, nested: Functional) -> Rebuilt:
@@ -256,12 +272,13 @@ class _Replay:
             inputs = [input_like(t, node_of(t).operation.name) for t in inputs]
         self.nested_inputs.update((id(t), (layer.name, t)) for t in inputs)
         mapping = {id(old): new for old, new in zip(nested.inputs, inputs, strict=True)}
-        with emitting() as emitted:
-            outputs = self.run(nested.outputs, mapping)
         name = unique(layer.name, self.names, "_use_") if self.per_use else layer.name
+        lifting = Lifting(name, inputs)
+        with emitting() as emitted:
+            outputs = self.run(nested.outputs, mapping, lifting)
         if not emitted and _same(outputs, nested.outputs):
             return Rebuilt(nested, layer, True, [], [], [])
-        rebuilt = rebuild(nested, name, inputs, outputs, emitted)
+        rebuilt = rebuild(nested, name, lifting, outputs, emitted)
         rebuilt.new.supports_masking = layer.supports_masking
         self.rebuilt[id(layer)] = rebuilt
         return rebuilt

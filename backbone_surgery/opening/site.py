@@ -13,6 +13,7 @@ block, and blocks are counted in the order in which they run.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,12 @@ class Identity(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
 
+    def __call__(self, inputs, **kwargs):
+        if isinstance(inputs, keras.KerasTensor) and not kwargs:
+            # All that it takes: Keras's own call would take five times as long.
+            return keras.Operation.symbolic_call(self, inputs)
+        return super().__call__(inputs, **kwargs)
+
     def call(self, inputs):
         return inputs
 
@@ -52,14 +59,21 @@ class Identity(keras.layers.Layer):
 class Site(Identity):
     """Mark a place in an opened graph.
 
+    One layer marks all places of a role that are made while a graph is built.
+
     Args:
         role: what the tensor is, such as `attention_output`: the last part of the site's path.
     """
 
+    def __new__(cls, role: str, **kwargs):
+        make = functools.partial(super().__new__, cls, role, **kwargs)
+        return make() if kwargs else graph.once((cls, str(role)), make)
+
     def __init__(self, role: str, **kwargs) -> None:
-        kwargs.setdefault("name", f"site_{role}")
-        super().__init__(**kwargs)
-        self.role = role
+        if not hasattr(self, "role"):
+            kwargs.setdefault("name", f"site_{role}")
+            super().__init__(**kwargs)
+            self.role = role
 
 
 class BlockInput(Identity):

@@ -114,7 +114,7 @@ class LowRank(SiteRewrite):
                 f"LowRank at '{place.path}': expected a rank from 1 to {smaller}, the smaller of "
                 f"inputs and outputs. Received {self.rank}. Ranks such as 4 or 8 are usual."
             )
-        others = {x.name: x for x in (*surgery.model.trained_layers, *surgery.trained)}
+        others = {x.name: x for x in surgery.trained_so_far}
         adapter = self.adapters.get(place.path) or Adapter(
             self.rank,
             (self.rank if self.alpha is None else self.alpha) / self.rank,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -15,7 +15,10 @@ from backbone_surgery.opening import site
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
-from backbone_surgery.rewriting import Rewrite, Surgery
+from backbone_surgery.rewriting import Ablate, Capture, LowRank, Patch, Reft, Rewrite, Skip, Steer
+from backbone_surgery.rewriting.rewrite import Surgery
+
+_LOCAL = (Ablate, Capture, LowRank, Patch, Reft, Skip, Steer)
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,18 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     before = backbone if isinstance(backbone, EditedBackbone) else None
     applied: list[Any] = []
     report: list[Fired] = []
-    for rewrite in _listed(rewrites):
-        if isinstance(rewrite, Rewrite):
-            _check_name(rewrite, [*(before.rewrites if before else ()), *applied])
-            model, surgery = _apply(open_backbone(model), rewrite)
-            rewrite, fired = rewrite.applied(surgery), surgery.fired
-        else:
-            model, fired = _apply_clone_fn(model, rewrite)
-        applied.append(rewrite)
-        report.append(Fired(rewrite, tuple(fired)))
+    for group in _groups(_listed(rewrites)):
+        if not isinstance(group[0], Rewrite):
+            model, fired = _apply_clone_fn(model, group[0])
+            applied.append(group[0])
+            report.append(Fired(group[0], tuple(fired)))
+            continue
+        for i, rewrite in enumerate(group):
+            _check_name(rewrite, [*(before.rewrites if before else ()), *applied, *group[:i]])
+        model, surgeries = _apply(open_backbone(model), group)
+        for rewrite, surgery in zip(group, surgeries, strict=True):
+            applied.append(rewrite.applied(surgery))
+            report.append(Fired(applied[-1], tuple(surgery.fired)))
     opened = open_backbone(model)
     policies = [keras.config.dtype_policy().name] if applied else []
     return EditedBackbone(
@@ -112,25 +118,56 @@ def _check_name(rewrite: Rewrite, earlier: list[Any]) -> None:
             )
 
 
-def _apply(model: EditedBackbone, rewrite: Rewrite) -> tuple[EditedBackbone, Surgery]:
-    """Apply one rewrite to an opened graph."""
+def _groups(rewrites: list[Any]) -> list[list[Any]]:
+    """Put those together, in order, that one replay can apply."""
+    groups: list[list[Any]] = []
+    for rewrite in rewrites:
+        together = groups and _is_local(rewrite) and _is_local(groups[-1][-1])
+        if together and not (rewrite.captures and any(r.captures for r in groups[-1])):
+            groups[-1].append(rewrite)
+        else:
+            groups.append([rewrite])
+    return groups
+
+
+def _is_local(rewrite: Any) -> bool:
+    """Tell whether a rewrite keeps what it finds at its sites, and needs no more of earlier ones.
+
+    A subclass may do something else.
+    """
+    return type(rewrite) in _LOCAL and getattr(rewrite, "when", None) is None
+
+
+def _apply(model: EditedBackbone, rewrites: list[Rewrite]) -> tuple[EditedBackbone, list[Surgery]]:
+    """Apply one rewrite to an opened graph, or several in one replay."""
     surgery = _begin(model)
-    (signals, outputs), emitted = rewrite.rebuild(surgery)
-    if not surgery.fired:
-        raise SurgeryError(
-            f"operate with {shown(rewrite)}: expected a rewrite that changes the graph. Received "
-            "one that fired nowhere. Check it."
-        )
+    surgeries = [surgery]
+    for _ in rewrites[1:]:
+        earlier = tuple(surgeries)
+        surgeries.append(replace(surgery, earlier=earlier, fired=[], trained=[], _shared={}))
+    if len(rewrites) == 1:
+        (signals, outputs), emitted = rewrites[0].rebuild(surgery)
+    else:
+        visits: list[Any] = [r.visitor(s) for r, s in zip(rewrites, surgeries, strict=True)]
+        for later in visits[1:]:
+            visits[0].extend(later)
+        (signals, outputs), emitted = rewrites[0].replay(surgery, visits[0])
+    for rewrite, own in zip(rewrites, surgeries, strict=True):
+        if not own.fired:
+            raise SurgeryError(
+                f"operate with {shown(rewrite)}: expected a rewrite that changes the graph. "
+                "Received one that fired nowhere. Check it."
+            )
     emitted_once = {name: tensors[0] for name, tensors in emitted.items()}
-    if rewrite.captures:
+    if any(rewrite.captures for rewrite in rewrites):
         outputs = _with_captures(outputs, emitted_once)
     else:
         signals = {**signals, **emitted_once}
-    _check_controls(rewrite, surgery.defaults, [outputs, signals])
-    trained = (*model.trained_layers, *surgery.trained)
-    _check_trained(rewrite, trained, [outputs, signals])
+    _check_controls(rewrites[-1], surgery.defaults, [outputs, signals])
+    trained = surgeries[-1].trained_so_far
+    _check_trained(rewrites[-1], trained, [outputs, signals])
     derived = _derived(model, surgery.inputs, outputs, surgery.defaults, signals, trained)
-    return derived, surgery
+    return derived, surgeries
 
 
 def _begin(model: EditedBackbone) -> Surgery:

@@ -50,6 +50,7 @@ class Surgery:
         inputs: the inputs declared so far, by name.
         defaults: the default of one row, for each of them that has one.
         mapping: `{id(old tensor): new tensor}`, as far as the graph has been replayed.
+        earlier: the rewrites that are applied in the same replay, before this one.
         fired: the paths of the sites that were rewritten.
         trained: layers that the rewrite brings along to be trained, see `train`.
         stream: the hidden states that go into the block being visited.
@@ -63,6 +64,7 @@ class Surgery:
     inputs: dict[str, keras.KerasTensor]
     defaults: dict[str, np.ndarray]
     mapping: dict[int, Any]
+    earlier: tuple["Surgery", ...] = ()
     fired: list[str] = field(default_factory=list)
     trained: list[keras.layers.Layer] = field(default_factory=list)
     stream: keras.KerasTensor | None = None
@@ -72,6 +74,12 @@ class Surgery:
     def index(self) -> int:
         """The number of the site being rewritten, among those that the rewrite fires at."""
         return len(self.fired) - 1
+
+    @property
+    def trained_so_far(self) -> tuple[keras.layers.Layer, ...]:
+        """The layers that are to be trained, of this rewrite and of all before it."""
+        own = [layer for surgery in (*self.earlier, self) for layer in surgery.trained]
+        return (*self.model.trained_layers, *own)
 
     def select(self, selector: str) -> list[Place]:
         """Return the sites that a selector picks; raises when it picks none."""
@@ -172,7 +180,10 @@ class Rewrite(abc.ABC):
 
     def rebuild(self, surgery: Surgery) -> tuple[Any, Emitted]:
         """Replay the graph by `visitor`: the new signals and outputs, and what is emitted."""
-        visit = self.visitor(surgery)
+        return self.replay(surgery, self.visitor(surgery))
+
+    def replay(self, surgery: Surgery, visit: graph.CloneFn) -> tuple[Any, Emitted]:
+        """Replay the graph by a callback, on the positions of the new graph."""
 
         def with_positions(layer: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(layer, TokenPositions):
@@ -243,25 +254,11 @@ class SiteRewrite(Rewrite):
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Apply the rewrite at the chosen sites."""
-        chosen = {place.nodes: place for place in self.choose(surgery)}
+        return AtSites(self, surgery)
 
-        def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(layer, BlockInput):
-                # From the mark on, so that the mark stays where a whole block is replaced.
-                surgery.stream = layer(args[0])
-                return surgery.stream
-            place = chosen.get(graph.visited_node())
-            if place is None:
-                return graph.KEEP
-            surgery.fired.append(place.path)
-            if isinstance(layer, Site):
-                return layer(self._checked(args[0], place, surgery))
-            role = layer.inner_site
-            return layer.split_around(lambda x: Site(role)(self._checked(x, place, surgery)), *args)
-
-        return visit
-
-    def _checked(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+    def checked(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Apply the rewrite, and refuse a result that does not fit the site."""
+        surgery.fired.append(place.path)
         new = self.apply(x, place, surgery)
         if not isinstance(new, keras.KerasTensor) or new.shape[2:] != x.shape[2:]:
             received = new.shape if isinstance(new, keras.KerasTensor) else shown(new)
@@ -271,6 +268,42 @@ class SiteRewrite(Rewrite):
                 "site."
             )
         return new
+
+
+class AtSites:
+    """The callback of rewrites at sites, one or several: at each site they act in their order."""
+
+    def __init__(self, rewrite: SiteRewrite, surgery: Surgery) -> None:
+        self.surgeries = [surgery]
+        self.chosen = {p.nodes: [(rewrite, surgery, p)] for p in rewrite.choose(surgery)}
+
+    def extend(self, later: "AtSites") -> None:
+        """Let other rewrites act after these, in the same replay."""
+        for nodes, edits in later.chosen.items():
+            self.chosen.setdefault(nodes, []).extend(edits)
+        self.surgeries.extend(later.surgeries)
+
+    def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Rewrite a node, if it holds one of the chosen sites."""
+        if isinstance(layer, BlockInput):
+            # From the mark on, so that the mark stays where a whole block is replaced.
+            stream = layer(args[0])
+            for surgery in self.surgeries:
+                surgery.stream = stream
+            return stream
+        edits = self.chosen.get(graph.visited_node())
+        if edits is None:
+            return graph.KEEP
+
+        def edited(x: keras.KerasTensor) -> keras.KerasTensor:
+            for rewrite, surgery, place in edits:
+                x = rewrite.checked(x, place, surgery)
+            return x
+
+        if isinstance(layer, Site):
+            return layer(edited(args[0]))
+        role = layer.inner_site
+        return layer.split_around(lambda x: Site(role)(edited(x)), *args)
 
 
 class ControlledRewrite(SiteRewrite):

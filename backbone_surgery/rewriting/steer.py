@@ -138,7 +138,7 @@ class Steer(ControlledRewrite):
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put a steering layer at the site."""
-        directions = self.directions
+        directions = surgery.once("vector", lambda: self.directions)
         hidden_dim = len(next(iter(directions.values())))
         if len(x.shape) != 3 or x.shape[-1] != hidden_dim:
             use = "Use a vector made for this model"

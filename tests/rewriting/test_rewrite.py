@@ -41,3 +41,57 @@ def test_uses_of_one_block_are_told_apart():
     assert list(captured) == ["blocks.1"]
     np.testing.assert_array_equal(captured["blocks.1"], both["blocks.1"])
     assert not np.allclose(both["blocks.0"], both["blocks.1"])
+
+
+def one_by_one(backbone, rewrites):
+    for rewrite in rewrites:
+        backbone = bs.operate(backbone, [rewrite])
+    return backbone
+
+
+def test_rewrites_of_one_list_do_what_they_do_one_by_one(rng):
+    backbone = make_gpt2(num_layers=2)
+    mean = {f"blocks.{i}.value": rng.normal(size=(4, 8)) for i in range(2)}
+    rewrites = [
+        bs.Steer("mood", {i: rng.normal(size=32) for i in range(2)}),
+        bs.Capture("blocks.*", "blocks.1.attention_pattern"),
+        bs.Skip("blocks.*", amount=0.5),
+        bs.Ablate("blocks.*.attention_pattern", heads=[1]),
+        bs.Ablate("blocks.*.value", heads=[2], to="mean", values=mean, name="mean"),
+        bs.LowRank("blocks.*.value", rank=2),
+        bs.LowRank("blocks.*", rank=2, name="whole", strength=2.0),
+        bs.Capture("blocks.*", "blocks.1.attention_pattern", name="later"),
+        bs.Condition("wet", rng.normal(size=32), -0.9, at="blocks.0", signed=True),
+        bs.Steer("dry", {1: rng.normal(size=32)}, when="wet"),
+        bs.Steer("taught", {0: rng.normal(size=32)}, trainable=True),
+        bs.Reft("taught_too", rank=2, at="blocks.1"),
+        bs.Patch("blocks.1.mlp_output", positions=(1,)),
+    ]
+    together = bs.operate(backbone, rewrites)
+    for layer in together.trained_layers:
+        for weight in layer.trainable_variables:
+            weight.assign(rng.normal(size=weight.shape))
+    apart = one_by_one(backbone, together.rewrites)
+    assert [fired.sites for fired in together.report] == [fired.sites for fired in apart.report]
+    assert bs.sites(together) == bs.sites(apart)
+    assert list(together.defaults) == list(apart.defaults)
+    assert together.trained_layers == apart.trained_layers
+    assert len(together.trained_layers) == 6
+    inputs = {**INPUTS, "patch_value_0": rng.normal(size=(1, 1, 32)).astype("float32")}
+    outputs, expected = together(inputs), apart(inputs)
+    assert list(outputs["captures"]) == list(expected["captures"])
+    np.testing.assert_array_equal(outputs["hidden_states"], expected["hidden_states"])
+    for path, value in expected["captures"].items():
+        np.testing.assert_array_equal(outputs["captures"][path], value)
+    assert not np.allclose(outputs["captures"]["blocks.0"], outputs["captures"]["later/blocks.0"])
+
+
+def test_errors_of_one_list_are_those_of_its_rewrites():
+    backbone = make_gpt2(num_layers=2)
+    low_rank = bs.LowRank("blocks.*.query", rank=2)
+    with pytest.raises(bs.SurgeryError, match=r"LowRank at 'blocks.0.query'.*second one named"):
+        bs.operate(backbone, [low_rank, bs.Skip("blocks.1"), low_rank])
+    with pytest.raises(bs.SurgeryError, match="control 'skip': expected a name that no other"):
+        bs.operate(backbone, [bs.Skip("blocks.1"), low_rank, bs.Skip("blocks.0")])
+    with pytest.raises(bs.SurgeryError, match=r"at 'blocks.7'.*matches nothing"):
+        bs.operate(backbone, [bs.Skip("blocks.1"), low_rank, bs.Capture("blocks.7")])
