@@ -42,6 +42,7 @@ class NarrowProjection(keras.layers.Layer):
         dtype = f"mixed_{dense.compute_dtype}" if is_mixed else dense.compute_dtype
         super().__init__(dtype=dtype, name=dense.name, **kwargs)
         self.dense = dense
+        self.built = True
         self.supports_masking = dense.supports_masking
 
     def call(self, inputs: Any, training: Any = None) -> Any:

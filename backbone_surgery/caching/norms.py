@@ -29,6 +29,7 @@ class WholeNorm(keras.layers.Layer):
     def __init__(self, norm: keras.layers.LayerNormalization, **kwargs: Any) -> None:
         super().__init__(dtype=norm.dtype_policy, name=norm.name, **kwargs)
         self.norm = norm
+        self.built = True
         self.supports_masking = norm.supports_masking
 
     def call(self, inputs: Any) -> Any:

@@ -39,6 +39,7 @@ class HeadProjection(keras.layers.Layer):
     def __init__(self, dense: keras.layers.EinsumDense, **kwargs) -> None:
         super().__init__(dtype=dense.dtype_policy, name=dense.name, **kwargs)
         self.dense = dense
+        self.built = True
         self.supports_masking = dense.supports_masking
 
     def call(self, inputs, training=None):

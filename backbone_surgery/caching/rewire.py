@@ -142,12 +142,17 @@ class _Rewirer:
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
         if projects_heads(layer, self.compute_dtype):
-            return self._once(HeadProjection, layer)(*args, **kwargs)
+            return self._instead(HeadProjection, layer, args, kwargs)
         if is_narrow(layer):
-            return self._once(NarrowProjection, layer)(*args, **kwargs)
+            return self._instead(NarrowProjection, layer, args, kwargs)
         if is_layer_norm(layer):
-            return self._once(WholeNorm, layer)(*args, **kwargs)
+            return self._instead(WholeNorm, layer, args, kwargs)
         return graph.KEEP
+
+    def _instead(self, kind: Any, layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a layer of another kind in place of one, over its weights."""
+        node = graph.visited_node()[-1]
+        return graph.repeat(node, args, kwargs, self._once(kind, layer))
 
     def _once(self, kind: Any, layer: Any, *settings: Any) -> Any:
         """Return the layer that runs another one here: one, however often that one runs."""

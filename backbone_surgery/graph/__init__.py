@@ -1,6 +1,6 @@
 """The clone engine. Private names of Keras are used in this package alone."""
 
-from backbone_surgery.graph.building import building, once
+from backbone_surgery.graph.building import building
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
     array_of,
@@ -22,11 +22,13 @@ from backbone_surgery.graph.keras_private import (
 from backbone_surgery.graph.nodes import (
     all_nodes,
     as_functional,
+    connect,
     graph_nodes,
     in_order,
     is_input,
     is_plain_call,
     node_of,
+    repeat,
     topological_nodes,
 )
 from backbone_surgery.graph.rebuild import nest
@@ -53,6 +55,7 @@ __all__ = [
     "autocasting",
     "building",
     "clone_layer_graph",
+    "connect",
     "drop_kernel",
     "graph_nodes",
     "in_order",
@@ -66,8 +69,8 @@ __all__ = [
     "members_tracking",
     "nest",
     "node_of",
-    "once",
     "own_weights",
+    "repeat",
     "replay",
     "share",
     "sublayers",

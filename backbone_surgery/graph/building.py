@@ -9,11 +9,10 @@ import contextlib
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 _LOCK = threading.RLock()
-_made: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("made", default=None)
+_inside = contextvars.ContextVar("inside", default=False)
 
 
 @contextlib.contextmanager
@@ -24,25 +23,17 @@ def building() -> Iterator[None]:
     many small objects, and Python would look at all of them again and again.
     """
     with _LOCK:
-        token = _made.set(_made.get() if is_building() else {})
+        token = _inside.set(True)
         collects = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            _made.reset(token)
+            _inside.reset(token)
             if collects:
                 gc.enable()
 
 
 def is_building() -> bool:
     """Tell whether this thread is inside `building`."""
-    return _made.get() is not None
-
-
-def once(key: Any, make: Callable[[], Any]) -> Any:
-    """Make something, or return what was made for this key while the same graph is being built."""
-    made = _made.get()
-    if made is None:
-        return make()
-    return made[key] if key in made else made.setdefault(key, make())
+    return _inside.get()

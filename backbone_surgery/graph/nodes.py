@@ -107,9 +107,16 @@ def in_order(model: Functional, structure: Any) -> list[Any]:
     return tree.flatten(structure)
 
 
-def repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
-    """Make the same call on other tensors of the same shapes, without tracing it again."""
-    layer = node.operation
+def repeat(node: Node, args: tuple, kwargs: dict, layer: Any = None) -> list[Any]:
+    """Make the same call on other tensors of the same shapes, without tracing it again.
+
+    Args:
+        node: the call.
+        args: what to call the layer on.
+        kwargs: likewise.
+        layer: another layer, built, that gives the same shapes and dtypes as that of the node.
+    """
+    layer = node.operation if layer is None else layer
     old = node.input_tensors
     new = [t for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
     alike = len(old) == len(new) and all(
@@ -120,4 +127,11 @@ def repeat(node: Node, args: tuple, kwargs: dict) -> list[Any]:
     # A name of its own for each tensor would take as long as all the rest.
     outputs = [keras.KerasTensor(t.shape, t.dtype, name=t.name) for t in node.outputs]
     Node(layer, call_args=args, call_kwargs=kwargs, outputs=outputs)
+    return outputs
+
+
+def connect(layer: keras.layers.Layer, *args: keras.KerasTensor) -> Any:
+    """Call a layer that is built, casts nothing and says itself what comes out: add its node."""
+    outputs = layer.compute_output_spec(*args)
+    Node(layer, call_args=args, call_kwargs={}, outputs=outputs)
     return outputs

@@ -44,8 +44,12 @@ class Lifting:
     """The inputs that a nested model gets for the outer tensors that are used inside it.
 
     A tensor is inside when it depends on an input of the model; what an inside node or a result
-    takes from elsewhere gets a stand-in: `lifted` is {id(outer tensor): its stand-in}, `instead`
-    {id(tensor): (tensor, what stands for it inside)}.
+    takes from elsewhere gets a stand-in.
+
+    Attributes:
+        inputs: the inputs that the model has.
+        lifted: `{id(outer tensor): its stand-in}`.
+        instead: `{id(tensor): (tensor, what stands for it inside)}`.
     """
 
     def __init__(self, name: str, inputs: list[keras.KerasTensor]) -> None:

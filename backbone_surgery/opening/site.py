@@ -13,7 +13,6 @@ block, and blocks are counted in the order in which they run.
 """
 
 import fnmatch
-import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SelectorError, closest, shown
+from backbone_surgery.opening.layers import DirectLayer
 
 BLOCK = "block"
 """Role of the site at the output of a decoder block: its path is the block's own."""
@@ -36,18 +36,12 @@ _SELECTOR = re.compile(
 )
 
 
-class Identity(keras.layers.Layer):
+class Identity(DirectLayer):
     """A node that hands its input on: it costs nothing once compiled."""
 
     def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
+        super().__init__(**kwargs)
         self.supports_masking = True
-
-    def __call__(self, inputs, **kwargs):
-        if isinstance(inputs, keras.KerasTensor) and not kwargs:
-            # All that it takes: Keras's own call would take five times as long.
-            return keras.Operation.symbolic_call(self, inputs)
-        return super().__call__(inputs, **kwargs)
 
     def call(self, inputs):
         return inputs
@@ -59,21 +53,14 @@ class Identity(keras.layers.Layer):
 class Site(Identity):
     """Mark a place in an opened graph.
 
-    One layer marks all places of a role that are made while a graph is built.
-
     Args:
         role: what the tensor is, such as `attention_output`: the last part of the site's path.
     """
 
-    def __new__(cls, role: str, **kwargs):
-        make = functools.partial(super().__new__, cls, role, **kwargs)
-        return make() if kwargs else graph.once((cls, str(role)), make)
-
     def __init__(self, role: str, **kwargs) -> None:
-        if not hasattr(self, "role"):
-            kwargs.setdefault("name", f"site_{role}")
-            super().__init__(**kwargs)
-            self.role = role
+        kwargs.setdefault("name", f"site_{role}")
+        super().__init__(**kwargs)
+        self.role = role
 
 
 class BlockInput(Identity):

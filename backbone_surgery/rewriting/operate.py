@@ -15,8 +15,17 @@ from backbone_surgery.opening import site
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
-from backbone_surgery.rewriting import Ablate, Capture, LowRank, Patch, Reft, Rewrite, Skip, Steer
-from backbone_surgery.rewriting.rewrite import Surgery
+from backbone_surgery.rewriting import (
+    Ablate,
+    Capture,
+    LowRank,
+    Patch,
+    Reft,
+    Rewrite,
+    Skip,
+    Steer,
+    Surgery,
+)
 
 _LOCAL = (Ablate, Capture, LowRank, Patch, Reft, Skip, Steer)
 

@@ -254,7 +254,7 @@ class SiteRewrite(Rewrite):
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Apply the rewrite at the chosen sites."""
-        return AtSites(self, surgery)
+        return AtSites({p.nodes: [(self, surgery, p)] for p in self.choose(surgery)}, [surgery])
 
     def checked(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Apply the rewrite, and refuse a result that does not fit the site."""
@@ -273,9 +273,12 @@ class SiteRewrite(Rewrite):
 class AtSites:
     """The callback of rewrites at sites, one or several: at each site they act in their order."""
 
-    def __init__(self, rewrite: SiteRewrite, surgery: Surgery) -> None:
-        self.surgeries = [surgery]
-        self.chosen = {p.nodes: [(rewrite, surgery, p)] for p in rewrite.choose(surgery)}
+    def __init__(
+        self,
+        chosen: dict[tuple[Any, ...], list[tuple[SiteRewrite, Surgery, Place]]],
+        surgeries: list[Surgery],
+    ) -> None:
+        self.chosen, self.surgeries = chosen, surgeries
 
     def extend(self, later: "AtSites") -> None:
         """Let other rewrites act after these, in the same replay."""

@@ -3,15 +3,14 @@
 import keras
 from keras import ops
 
+from backbone_surgery.opening.layers import DirectLayer
 
-class SiteLayer(keras.layers.Layer):
+
+class SiteLayer(DirectLayer):
     """A layer whose output has the shape and dtype of its first argument.
 
     Its other arguments are inputs of the graph. No autocast touches them.
     """
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
 
     def compute_output_spec(self, x, *others):
         """Keep the shape and dtype of `x`."""
