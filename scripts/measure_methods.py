@@ -241,13 +241,15 @@ def plot(results: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     names, cases = methods_of(results), list(results)
-    lines = -(-len(names) // 5)
-    figure, axes = pyplot.subplots(
-        lines, 5, figsize=(11, 3.1 * lines), sharex=True, sharey=True, layout="constrained"
+    lines = -(-len(names) // 6)
+    columns = -(-len(names) // lines)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(11, 3.1 * lines), sharex=True, sharey=True, layout="constrained"
     )
-    for axis in axes.flat[len(names) :]:
+    axes = np.ravel(grid)
+    for axis in axes[len(names) :]:
         axis.set_axis_off()
-    for axis, method in zip(axes.flat, names, strict=False):
+    for axis, method in zip(axes, names, strict=False):
         for y, case in enumerate(reversed(cases)):
             row = results[case]["methods"][method]
             down, alone, up = row["share"]

@@ -161,7 +161,8 @@ def test_other_rewrites_are_measured_too(rng):
     # One text of each pair ends on the steered token, on opposite sides: block 1 itself cancels.
     assert relative(pushed.directions[1], plain.directions[1]) <= 1e-5
     assert relative(pushed.directions[2], plain.directions[2]) > 1e-3
-    assert off == plain
+    for block, direction in plain.directions.items():
+        assert relative(off.directions[block], direction) <= 1e-5
 
 
 def test_other_sites(rng):
