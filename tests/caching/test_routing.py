@@ -11,19 +11,19 @@ from tests.families import ROWS
 
 @pytest.fixture(scope="module")
 def backbone():
-    """A model in which a token that is run alone is given other experts."""
+    """A mixture in half precision."""
     return ROWS["qwen3_moe"].make(dtype="bfloat16")
 
 
 @pytest.mark.slow
 def test_check_does_not_count_experts_that_rounding_chose(backbone, monkeypatch):
     edited = bs.operate(backbone, [bs.Ablate("blocks.*.router", experts=[1])])
-    assert max(bs.check(backbone).errors.values()) < 0.02
+    routed = max(bs.check(backbone).errors.values())
+    assert routed < 0.02
     assert max(bs.check(edited).errors.values()) < 0.02
     models = check._models
     monkeypatch.setattr(check, "_models", lambda opened, is_half: models(opened, False))
-    with pytest.raises(bs.CacheMismatchError, match="at most 6e-02"):
-        bs.check(backbone)
+    assert max(bs.check(backbone).errors.values()) > routed
 
 
 class MixesTokens(keras.layers.Layer):
