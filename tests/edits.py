@@ -171,16 +171,23 @@ def learned(rng, _):
     return Edit(steer, in_numpy)
 
 
-def sparse_autoencoder(rng, _, folder=None):
-    latents, k = 12, 3
-    w = {
-        "encoder.weight": rng.normal(size=(latents, SIZE)).astype("float32"),
+def save_autoencoder(folder, rng, size, latents=40, k=6):
+    """Save an autoencoder of random weights as `sparsify` does, and return the weights."""
+    folder.mkdir(exist_ok=True)
+    weights = {
+        "encoder.weight": rng.normal(size=(latents, size)).astype("float32"),
         "encoder.bias": rng.normal(size=latents).astype("float32"),
-        "W_dec": rng.normal(size=(latents, SIZE)).astype("float32"),
-        "b_dec": rng.normal(size=SIZE).astype("float32"),
+        "W_dec": rng.normal(size=(latents, size)).astype("float32"),
+        "b_dec": rng.normal(size=size).astype("float32"),
     }
-    save_file(w, folder / "sae.safetensors")
-    (folder / "cfg.json").write_text(json.dumps({"k": k}))
+    save_file(weights, folder / "sae.safetensors")
+    (folder / "cfg.json").write_text(json.dumps({"activation": "topk", "k": k}))
+    return weights
+
+
+def sparse_autoencoder(rng, _, folder=None):
+    k = 3
+    w = save_autoencoder(folder, rng, SIZE, latents=12, k=k)
 
     def hook(x, _):
         features = np.maximum((x - w["b_dec"]) @ w["encoder.weight"].T + w["encoder.bias"], 0)

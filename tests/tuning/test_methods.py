@@ -1,11 +1,8 @@
 """Methods that learn or choose a direction, next to their definitions in plain NumPy."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import backbone_surgery as bs
 from backbone_surgery.tuning import reft_r1
@@ -15,6 +12,7 @@ from backbone_surgery.tuning.learned import learned_vector
 from backbone_surgery.tuning.learning import Pairs, _mean_over_rows, losses_of
 from backbone_surgery.tuning.preferences import BETA, preference_losses
 from backbone_surgery.tuning.reft_r1 import RankOne, reft_r1_vector
+from tests.edits import save_autoencoder
 from tests.helpers import make_gpt2
 from tests.tuning.test_learning import PAIRS, SIZE, mean_loss
 
@@ -145,20 +143,6 @@ def test_a_rank_one_direction_makes_its_side_likelier():
 
 
 # A feature of a sparse autoencoder.
-
-
-def save_autoencoder(folder, rng, size, latents=40, k=6):
-    """Save an autoencoder of random weights as `sparsify` does, and return the weights."""
-    folder.mkdir()
-    weights = {
-        "encoder.weight": rng.normal(size=(latents, size)).astype("float32"),
-        "encoder.bias": rng.normal(size=latents).astype("float32"),
-        "W_dec": rng.normal(size=(latents, size)).astype("float32"),
-        "b_dec": rng.normal(size=size).astype("float32"),
-    }
-    save_file(weights, folder / "sae.safetensors")
-    (folder / "cfg.json").write_text(json.dumps({"activation": "topk", "k": k}))
-    return weights
 
 
 def test_the_best_feature_has_the_auroc_furthest_from_chance(rng):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from tests.tuning.test_methods import save_autoencoder
+from tests.edits import save_autoencoder
 
 PAIRS = [
     ("Lily was happy. Lily smiled. So Lily", "Lily was sad. Lily cried. So Lily"),
