@@ -36,9 +36,11 @@ def test_a_tie_counts_half():
     assert bs.score_detection(lm, vector, [[1, 2, 3]], [[1, 2, 3]]) == {1: 0.5}
 
 
-def test_a_bundled_vector_tells_its_attribute():
+def test_a_trained_direction_tells_texts_that_it_did_not_see():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
-    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    names = [f"This is a story about {name}. {name}" for name in ("Lily", "Tom", "Mia", "Ben")]
+    pairs = bs.contrast_pairs("{suffix} {persona}", ["was very happy."], ["was very sad."], names)
+    vector = bs.ControlVector.train(lm, pairs, "mean_diff", verbose=0)
     happy = ["Lily was happy. She smiled and laughed.", "The dog was so glad. He was full of joy."]
     sad = ["Lily was sad. She cried and cried.", "The dog was so unhappy. He was full of tears."]
     assert max(bs.score_detection(lm, vector, happy, sad).values()) > 0.8
