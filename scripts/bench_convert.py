@@ -17,7 +17,8 @@ def convert(backbone: keras.Model) -> Any:
     import torch
 
     is_gpt2 = isinstance(backbone, keras_hub.models.GPT2Backbone)
-    config, kind = _gpt2_config(backbone) if is_gpt2 else _gemma_config(backbone)
+    of_gemma = _gemma2_config if getattr(backbone, "use_post_ffw_norm", False) else _gemma_config
+    config, kind = (_gpt2_config if is_gpt2 else of_gemma)(backbone)
     weights = _gpt2_weights(backbone) if is_gpt2 else _gemma_weights(backbone)
     half = backbone.compute_dtype != "float32"
     dtype, tolerance = (torch.bfloat16, 5e-2) if half else (torch.float32, 1e-4)
@@ -94,18 +95,37 @@ def _norm(name: str, norm: Any) -> dict[str, Any]:
 def _gemma_config(backbone: keras_hub.models.GemmaBackbone) -> tuple[Any, Any]:
     from transformers import GemmaConfig, GemmaForCausalLM
 
-    config = GemmaConfig(
-        vocab_size=backbone.vocabulary_size,
-        hidden_size=backbone.hidden_dim,
-        intermediate_size=backbone.intermediate_dim // 2,
-        num_hidden_layers=backbone.num_layers,
-        num_attention_heads=backbone.num_query_heads,
-        num_key_value_heads=backbone.num_key_value_heads,
-        head_dim=backbone.head_dim,
-        bos_token_id=None,
-        eos_token_id=None,
+    return GemmaConfig(**_gemma_sizes(backbone)), GemmaForCausalLM
+
+
+def _gemma2_config(backbone: keras_hub.models.GemmaBackbone) -> tuple[Any, Any]:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    normalize = backbone.query_head_dim_normalize
+    by_hidden = backbone.hidden_dim // backbone.num_query_heads
+    config = Gemma2Config(
+        **_gemma_sizes(backbone),
+        query_pre_attn_scalar=backbone.head_dim if normalize else by_hidden,
+        sliding_window=backbone.sliding_window_size,
+        attn_logit_softcapping=backbone.attention_logit_soft_cap,
+        final_logit_softcapping=backbone.final_logit_soft_cap,
+        attn_implementation="eager",  # the only one that has soft caps on a CPU
     )
-    return config, GemmaForCausalLM
+    return config, Gemma2ForCausalLM
+
+
+def _gemma_sizes(backbone: keras_hub.models.GemmaBackbone) -> dict[str, Any]:
+    return {
+        "vocab_size": backbone.vocabulary_size,
+        "hidden_size": backbone.hidden_dim,
+        "intermediate_size": backbone.intermediate_dim // 2,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_query_heads,
+        "num_key_value_heads": backbone.num_key_value_heads,
+        "head_dim": backbone.head_dim,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
 
 
 def _gemma_weights(backbone: keras_hub.models.GemmaBackbone) -> dict[str, Any]:
@@ -126,9 +146,20 @@ def _gemma_weights(backbone: keras_hub.models.GemmaBackbone) -> dict[str, Any]:
         weights |= {
             f"{at}.self_attn.o_proj.weight": output.reshape(-1, output.shape[2]).T,
             f"{at}.input_layernorm.weight": block.pre_attention_norm.scale,
-            f"{at}.post_attention_layernorm.weight": block.pre_ffw_norm.scale,
+            **_gemma_norms(at, block),
             f"{at}.mlp.gate_proj.weight": np.transpose(block.gating_ffw.kernel),
             f"{at}.mlp.up_proj.weight": np.transpose(block.gating_ffw_2.kernel),
             f"{at}.mlp.down_proj.weight": np.transpose(block.ffw_linear.kernel),
         }
     return weights
+
+
+def _gemma_norms(at: str, block: Any) -> dict[str, Any]:
+    """Name the norms of a block but the first: one, or with those behind each part three."""
+    if not getattr(block, "use_post_ffw_norm", False):
+        return {f"{at}.post_attention_layernorm.weight": block.pre_ffw_norm.scale}
+    return {
+        f"{at}.post_attention_layernorm.weight": block.post_attention_norm.scale,
+        f"{at}.pre_feedforward_layernorm.weight": block.pre_ffw_norm.scale,
+        f"{at}.post_feedforward_layernorm.weight": block.post_ffw_norm.scale,
+    }

@@ -41,9 +41,9 @@ def compared():
         sys.path.remove(SCRIPTS)
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return bs.CachedCausalLM.from_preset("tiny_gpt2")
+@pytest.fixture(scope="module", params=["tiny_gpt2", "tiny_gemma"])
+def lm(request):
+    return bs.CachedCausalLM.from_preset(request.param)
 
 
 @pytest.mark.parametrize(("name", "method"), SAME)
@@ -65,7 +65,7 @@ def test_directions_are_those_of_the_same_method_here(name, method, compared, lm
 def test_they_write_steered_and_are_left_as_they_were(name, compared, lm):
     peer = compared.PEERS[name](lm)
     prompts = ["Once upon a time", "Tom had a red ball. He"]
-    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood").directions
+    vector = bs.ControlVector.train(lm, PAIRS, "mean_diff", verbose=0).directions
     steering = {block: 2 * direction for block, direction in vector.items()}
     nothing = {block: 0 * direction for block, direction in vector.items()}
     alone = peer.write(prompts, nothing, 12)
