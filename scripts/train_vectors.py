@@ -6,7 +6,8 @@ Rebuilds `models/*/vectors/*.gguf` from the models and the story grammar, the sa
 
 `bs.tune` learns the directions of each and finds blocks and strength, from pairs alone, by the
 grammar's judge. What is orthogonal to the mean differences of the other attributes is taken
-instead, at the same length, where it steers as well on the prompts searched on.
+instead, where it steers as well on the prompts searched on, and both are made shorter where the
+texts are not well formed else.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ MEASURED = 200
 
 LOST = 0.01
 """How much of the score a vector that is apart from the others may lose."""
+
+LENGTHS, FLUENT = (1.0, 0.9, 0.8, 0.7), 0.96
+"""Shares of the length that was found, to try, and the share of well-formed sentences to reach."""
 
 
 class Finder:
@@ -66,16 +70,22 @@ class Finder:
             raise ValueError(f"{attribute}: GGUF files of llama.cpp have no place for block 0.")
         others = [self.means[other] for other in ATTRIBUTES if other != attribute]
         apart = _as_long_as(vector, vector.orthogonal_to(*others))
-        scores = [self.score(attribute, v) for v in (vector, apart)]
-        keeps = scores[1] >= scores[0] - LOST
+        (alone, first), (kept, second) = (self.shorten(attribute, v) for v in (vector, apart))
+        keeps = second.score >= first.score - LOST
         typer.echo(
-            f"  {attribute}: blocks {[*vector.directions]}, score {scores[0]:.3f}, and "
-            f"{scores[1]:.3f} if orthogonal to the others: {'made' if keeps else 'not made'} so"
+            f"  {attribute}: blocks {[*vector.directions]}, score {first.score:.3f}, and "
+            f"{second.score:.3f} if orthogonal to the others: {'made' if keeps else 'not made'} so"
         )
-        return apart if keeps else vector
+        return kept if keeps else alone
 
-    def score(self, attribute: str, vector: bs.ControlVector) -> float:
-        """Score a vector on the prompts searched on, as `tune` does."""
+    def shorten(self, attribute: str, vector: bs.ControlVector) -> tuple[Any, bs.Trial]:
+        """Return the vector at the length that steers best while texts are well formed."""
+        tried = [(vector * length, self.measure(attribute, vector * length)) for length in LENGTHS]
+        fluent = [own for own in tried if own[1].fluency >= FLUENT]
+        return max(fluent or tried, key=lambda own: own[1].score)
+
+    def measure(self, attribute: str, vector: bs.ControlVector) -> bs.Trial:
+        """Measure a vector on the prompts searched on, as `tune` does."""
         whole = bs.ControlVector({**self.nothing, **vector.directions})
         judged, fluent = {}, {}
         for sign in (-1, 1):
@@ -89,7 +99,7 @@ class Finder:
             )
             judged[sign] = float(np.mean(judge_of(attribute)(texts)))
             fluent[sign] = float(np.mean(formed(texts)))
-        return bs.Trial(None, judged[1], judged[-1], min(fluent.values()), len(texts)).score
+        return bs.Trial(None, judged[1], judged[-1], min(fluent.values()), len(texts))
 
 
 def _as_long_as(vector: bs.ControlVector, other: bs.ControlVector) -> bs.ControlVector:
