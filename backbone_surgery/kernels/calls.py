@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import operator
 import os
 import platform
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ _LEAST = 1 << 17
 
 _STORED = ("float32", "bfloat16", "int8")
 
-_MOST_ROWS_BY_COLUMNS, _MOST_ROWS_OF_DOTS = 10, 32
-"""With more rows XLA's products are faster, which pack the matrix. See docs/performance.md."""
+_MOST_ROWS_BY_COLUMNS = {"float32": 48, "bfloat16": 12, "int8": 16}
+_MOST_ROWS_OF_DOTS = {"float32": 64, "bfloat16": 16, "int8": 24}
+"""With more rows XLA's products are faster: they pack the matrix, and multiply pairs of narrow
+numbers. See docs/performance.md."""
 
 _MOST_QUERIES, _MOST_PARTS = 16, 8
 
@@ -115,7 +118,7 @@ def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
     """Multiply x, [batch, rows, inner], by y, whose axes lie as [batch, inner, columns]."""
     batch, rows, _ = x.shape
     columns = y.size // inner // batch
-    if rows > _MOST_ROWS_BY_COLUMNS or columns % 16 or inner % 8:
+    if rows > _MOST_ROWS_BY_COLUMNS[y.dtype.name] or columns % 16 or inner % 8:
         return None
     import jax
 
@@ -128,12 +131,17 @@ def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
         columns_target(y.dtype.name, rows, whole), jax.ShapeDtypeStruct(shape, x.dtype)
     )
     z = call(x, y.reshape(batch, inner, columns), parts=np.int64(parts))
-    return z[0] if shape[0] == 1 else z.sum(axis=0)
+    return _total(z)
+
+
+def _total(pieces: Any) -> Any:
+    """Add up what the parts of a call found: XLA adds arrays faster than it sums over an axis."""
+    return functools.reduce(operator.add, list(pieces))
 
 
 def _dots(x: Any, y: Any) -> Any | None:
     """Multiply x, [rows, inner], by the rows of y, [n, inner]."""
-    if len(x) > _MOST_ROWS_OF_DOTS or x.shape[1] % 16:
+    if len(x) > _MOST_ROWS_OF_DOTS[y.dtype.name] or x.shape[1] % 16:
         return None
     import jax
 
@@ -179,7 +187,7 @@ def mix(shares: Any, value: Any, first: Any, stop: Any) -> Any:
     _, heads, queries, _ = shares.shape
     target = mix_target(value.dtype.name, heads, queries, value.shape[3])
     shape = (_parts(), *shares.shape[:3], value.shape[3])
-    return _over_slots(target, shape, shares, value, first, stop).sum(axis=0).astype(value.dtype)
+    return _total(_over_slots(target, shape, shares, value, first, stop)).astype(value.dtype)
 
 
 def _over_slots(target: str, shape: Any, x: Any, cache: Any, first: Any, stop: Any) -> Any:

@@ -9,10 +9,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from backbone_surgery.kernels.builder import INT, POINTER, STORED, Builder, per_line
+from backbone_surgery.kernels.builder import INT, INT32, POINTER, STORED, Builder, per_line
 
 _COLUMNS = 384
 """How many columns to take at once: so many of a group and of the sums fit the first cache."""
+
+_BLOCK = 16
+"""Rows of a matrix that come from the second cache again for each few rows of x, which stay in the
+first."""
 
 _STEPS = 4
 """Steps of the inner loop over one row to write out."""
@@ -108,17 +112,24 @@ def write_dots(module: ir.Module, width: int, dtype: str, m: int, most: int) -> 
     """
     b = Builder(module, f"dots_{m}", _arguments(dtype, 4), width)
     x, w, y, first, stop, inner, count = b.function.args
-    pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
-    for begin, end, at_once in (
-        ((first, stop, 1),) if m == 1 else ((first, pairs, 2), (pairs, stop, 1))
-    ):
-        with b.loop(begin, end, at_once) as v:
-            start = b.product(v, inner)
-            for i in range(0, m, most):
-                rows = range(i, min(i + most, m))
-                totals = _dots(b, dtype, x, w, rows, at_once, start, inner, asks=i == 0)
-                for (row, r), total in totals.items():
-                    b.ir.store(total, b.at(y, b.product(count, row), v, r))
+    size = -(-m // -(-m // most))
+    turns = [range(i, min(i + size, m)) for i in range(0, m, size)]
+    pairs = first if m == 1 else b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
+
+    def write(rows: range, v: Any, at_once: int, asks: list[int]) -> None:
+        totals = _dots(b, dtype, x, w, rows, b.product(v, inner), at_once, inner, asks)
+        for (row, r), total in totals.items():
+            b.ir.store(total, b.at(y, b.product(count, row), v, r))
+
+    with b.loop(first, pairs, _BLOCK) as start:
+        end = b.least(b.sum(start, _BLOCK), pairs)
+        for turn, rows in enumerate(turns):
+            asks = [r for r in (0, 1) if r * len(turns) // 2 == turn]
+            with b.loop(start, end, 2) as v:
+                write(rows, v, 2, asks)
+    with b.loop(pairs, stop) as v:
+        for rows in turns:
+            write(rows, v, 1, [])
     b.ir.ret_void()
     return f"dots_{m}"
 
@@ -129,23 +140,25 @@ def _dots(
     x: Any,
     w: Any,
     rows: range,
-    at_once: int,
     start: Any,
+    at_once: int,
     inner: Any,
-    asks: bool,
+    asks: list[int],
 ) -> dict[tuple[int, int], Any]:
-    """Multiply rows of x by one or two rows of w, and add up; ask for rows of w that come later."""
-    places = [(i, r) for i in rows for r in range(at_once)]
+    """Multiply rows of x by one or two rows of w, and add up; ask for some of the next block."""
+    places, line = [(i, r) for i in rows for r in range(at_once)], per_line(dtype)
     with b.carrying(0, inner, b.width, [b.zeros] * len(places)) as (k, now, following):
-        if asks and at_once > 1:
-            ahead = b.product(b.sum(k, b.product(2, inner)), at_once)
-            line = per_line(dtype)
-            for number in range(max(at_once * b.width // line, 1)):
+        for r in asks:
+            ahead = b.sum(b.product(inner, _BLOCK + r), k)
+            for number in range(max(b.width // line, 1)):
                 b.prefetch(w, start, ahead, number * line)
         taken = [b.load_as_floats(dtype, w, start, b.product(inner, r), k) for r in range(at_once)]
         left = {i: b.load(x, b.product(inner, i), k) for i in rows}
         for (i, r), total in zip(places, now, strict=True):
             following.append(b.add_product(left[i], taken[r], total))
+    if len(places) == b.width:
+        whole = b.totals(now)
+        return {place: b.ir.extract_element(whole, INT32(i)) for i, place in enumerate(places)}
     return {place: b.total(total) for place, total in zip(places, now, strict=True)}
 
 

@@ -44,12 +44,22 @@ def close(received, x, y, axes):
 @pytest.mark.parametrize(
     ("dtype", "parts"), [("float32", 1), ("float32", 8), ("bfloat16", 2), ("int8", 2)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
 @pytest.mark.parametrize("name", SHAPES)
 def test_products(everywhere, monkeypatch, rng, name, rows, dtype, parts):
     own, matrix, axes = SHAPES[name]
     monkeypatch.setattr(calls, "_parts", lambda: parts)
     x, y = (jnp.asarray(9 * rng.standard_normal(s), dtype) for s in ((rows, *own), matrix))
+    run = jax.jit(lambda x, y: calls.product(x, y, (((axes[0],), (axes[1],)), ((), ()))))
+    close(run(x, y), x, y, axes)
+
+
+@pytest.mark.parametrize("rows", [20, 45])
+@pytest.mark.parametrize("name", ["columns", "a matrix as it is turned"])
+def test_products_of_many_rows(everywhere, monkeypatch, rng, name, rows):
+    own, matrix, axes = SHAPES[name]
+    monkeypatch.setattr(calls, "_parts", lambda: 2)
+    x, y = (jnp.asarray(rng.standard_normal(s), "float32") for s in ((rows, *own), matrix))
     run = jax.jit(lambda x, y: calls.product(x, y, (((axes[0],), (axes[1],)), ((), ()))))
     close(run(x, y), x, y, axes)
 
@@ -74,11 +84,11 @@ def test_a_matrix_for_each_head(everywhere, rng, heads):
 @pytest.mark.parametrize(
     ("x", "y", "axes"),
     [
-        ((11, 64), (64, 48), (1, 0)),  # so many rows
+        ((49, 64), (64, 64), (1, 0)),  # so many rows
         ((2, 64), (64, 50), (1, 0)),  # columns that fill no vectors
         ((2, 60), (60, 48), (1, 0)),  # rows of a matrix that make no groups
         ((2, 64), (3, 64, 16), (1, 1)),  # a matrix that lies in another order
-        ((33, 64), (51, 64), (1, 1)),
+        ((65, 64), (90, 64), (1, 1)),
         ((2, 40), (51, 40), (1, 1)),
     ],
 )
