@@ -6,8 +6,8 @@ Rebuilds `models/*/vectors/*.gguf` from the models and the story grammar, the sa
 
 `bs.tune` learns the directions of each and finds blocks and strength, from pairs alone, by the
 grammar's judge. What is orthogonal to the mean differences of the other attributes is taken
-instead, where it steers as well on the prompts searched on, and both are made shorter where the
-texts are not well formed else.
+instead, where it steers as well on the prompts searched on. Both get the length that steers best
+there, of some up to the one found, among those with well-formed texts.
 """
 
 from __future__ import annotations
@@ -78,9 +78,12 @@ class Finder:
         )
         return kept if keeps else alone
 
-    def shorten(self, attribute: str, vector: bs.ControlVector) -> tuple[Any, bs.Trial]:
+    def shorten(
+        self, attribute: str, vector: bs.ControlVector
+    ) -> tuple[bs.ControlVector, bs.Trial]:
         """Return the vector at the length that steers best while texts are well formed."""
-        tried = [(vector * length, self.measure(attribute, vector * length)) for length in LENGTHS]
+        vectors = [vector * length for length in LENGTHS]
+        tried = [(made, self.measure(attribute, made)) for made in vectors]
         fluent = [own for own in tried if own[1].fluency >= FLUENT]
         return max(fluent or tried, key=lambda own: own[1].score)
 
