@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -45,12 +46,12 @@ def run(job: Job, work: Any, make: Any, known: dict[str, Any], address: str, ver
                         f"{job.operation} at '{address}': expected workers that end well. Received "
                         f"{row['error'][:1000]} What is written stays: start it again to go on."
                     )
-                progress.advance(task, row["rows"])
+                progress.advance(task, int(row["rows"]))
     except ray.exceptions.RayError as error:
         raise _unreachable(job, address, error) from error
     finally:
         if own:
-            ray.shutdown()
+            _shut_down(ray)
     end(job)
 
 
@@ -61,6 +62,17 @@ def _connect(ray: Any, job: Job, address: str) -> None:
         ray.init(address=address, runtime_env=backend, **quiet)
     except Exception as error:  # Ray raises several kinds for an address that is none
         raise _unreachable(job, address, error) from error
+
+
+def _shut_down(ray: Any) -> None:
+    """Leave the cluster, once no thread of Ray Data asks it for anything: that would begin another.
+
+    Ray would end the whole process a minute later, when it finds that one gone.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith("StreamingExecutor"):
+            thread.join(60)
+    ray.shutdown()
 
 
 def _unreachable(job: Job, address: str, error: Exception) -> SurgeryError:
@@ -83,7 +95,7 @@ def _workers(ray: Any, job: Job, address: str) -> tuple[int, int]:
     return workers, 1 if gpus else 0
 
 
-def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Any:
+def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Iterator[Any]:
     """Hand the shards to workers, and yield a row for each that is done."""
     data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
@@ -98,7 +110,9 @@ def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Any
         num_cpus=1,
         scheduling_strategy="SPREAD",
     )
-    return done.iter_rows()
+    # Blocks that are fetched ahead are asked for by a thread that may outlive the iteration.
+    for batch in done.iter_batches(batch_size=1, prefetch_batches=0):
+        yield {name: values[0] for name, values in batch.items()}
 
 
 class _Worker:

@@ -1,13 +1,15 @@
 """Jobs that Ray's workers do give the same files."""
 
 import os
+import threading
+import time
 
 import pytest
 
 import backbone_surgery as bs
 from tests.datasets.conftest import OPTIONS, make_lm
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 # Ray warns of its own old names, and starts processes by a fork, at which JAX warns.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -47,6 +49,29 @@ def test_a_worker_that_fails_is_told_of(lines, tmp_path):
     options = {**OPTIONS, "score": fails, "ray": "local"}
     with pytest.raises(bs.SurgeryError, match=r"end well. Received ValueError: no judgement"):
         bs.generate_dataset(make, lines, tmp_path / "out", **options)
+
+
+def test_ray_is_left_once_no_thread_asks_it_for_anything(lines, tmp_path, monkeypatch):
+    wait, shutdown, waiting, left = ray.wait, ray.shutdown, [], []
+
+    def wait_on_a_slow_machine(*args, **kwargs):
+        thread = threading.current_thread()
+        waiting.append(thread)
+        time.sleep(2.5 if thread.name == "Prefetcher" else 0)
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            waiting.remove(thread)
+
+    def fails(text):
+        raise ValueError("no judgement")
+
+    monkeypatch.setattr(ray, "wait", wait_on_a_slow_machine)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append(list(waiting)) or shutdown())
+    options = {**OPTIONS, "score": fails, "ray": "local"}
+    with pytest.raises(bs.SurgeryError, match="no judgement"):
+        bs.generate_dataset(make, lines, tmp_path / "out", **options)
+    assert left == [[]]
 
 
 def test_a_worker_with_another_model_is_refused(lines, tmp_path):
