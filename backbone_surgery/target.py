@@ -21,11 +21,15 @@ PRECISIONS = ("default", "high", "highest")
 _TOKENS_AT_ONCE = {"gpu": 2048, "tpu": 1024}
 """Of all rows: enough to keep a chip busy."""
 
+_SHORTEST_PIECE, _MOST_PIECES = 256, 8
+"""Of the queries of a prompt that attend at once on a CPU."""
+
 _LANES = 128
 """How many numbers a TPU reads at once."""
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _on_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("on_mesh", default=False)
+_whole_prompts: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
 
 
 def platform() -> str:
@@ -46,14 +50,21 @@ def program_of() -> str | None:
 
 
 @contextlib.contextmanager
-def made_for(chosen: str, on_mesh: bool = False) -> Iterator[None]:
-    """Have what is made inside be for a platform, and for one device or a mesh of them."""
-    tokens = _chosen.set(chosen), _on_mesh.set(on_mesh)
+def made_for(chosen: str, on_mesh: bool = False, whole_prompts: bool = False) -> Iterator[None]:
+    """Have what is made inside be for a platform.
+
+    Args:
+        chosen: the platform.
+        on_mesh: whether it is for a mesh of devices, not for one.
+        whole_prompts: whether the tokens that run are the first of their rows, from slot 0 on.
+    """
+    variables = (_chosen, _on_mesh, _whole_prompts)
+    tokens = [v.set(x) for v, x in zip(variables, (chosen, on_mesh, whole_prompts), strict=True)]
     try:
         yield
     finally:
-        _chosen.reset(tokens[0])
-        _on_mesh.reset(tokens[1])
+        for variable, token in zip(variables, tokens, strict=True):
+            variable.reset(token)
 
 
 def platform_of(variables: Iterable[keras.Variable]) -> str:
@@ -94,6 +105,23 @@ def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
         return prompt
     most = min(max(_TOKENS_AT_ONCE[chosen] // rows, 1), prompt)
     return next(n for n in range(most, 0, -1) if prompt % n == 0)
+
+
+def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:
+    """Return from where to where queries attend at once; all of them, where that is as good.
+
+    A token sees none after it. So of a whole prompt a piece is spared the keys that come later,
+    which for many pieces is nearly half of all products.
+
+    Examples:
+        >>> with made_for("cpu", whole_prompts=True):
+        ...     pieces_of_prompt(600), len(pieces_of_prompt(4096))
+        ([(0, 256), (256, 512), (512, 600)], 8)
+    """
+    if platform() != "cpu" or not _whole_prompts.get() or not isinstance(queries, int):
+        return [(0, queries)]
+    size = max(_SHORTEST_PIECE, -(-queries // _MOST_PIECES))
+    return [(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
 def check_precision(name: Any) -> None:

@@ -56,7 +56,11 @@ class Forward:
         return rows if self.placement is None else self.placement.padded(rows)
 
     def forward(
-        self, weights: list[jax.Array], token: Any = None, every: bool = False
+        self,
+        weights: list[jax.Array],
+        token: Any = None,
+        every: bool = False,
+        whole_prompts: bool = False,
     ) -> Callable[..., Any]:
         """Return the model as a function of its inputs, with these values as its weights.
 
@@ -66,13 +70,15 @@ class Forward:
             weights: the values of all variables.
             token: int32[], which of the tokens to take the logits of; the last one by default.
             every: whether to take those of every token, float[rows, time, vocabulary].
+            whole_prompts: whether the tokens are the first of their rows, from slot 0 on.
         """
+        on_mesh = self.placement is not None
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(self.model.variables, weights, strict=True)
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
-            made_for = target.made_for(self.platform, on_mesh=self.placement is not None)
+            made_for = target.made_for(self.platform, on_mesh, whole_prompts)
             scope = keras.StatelessScope(state_mapping=mapping)
             with scope, made_for, target.precision(self.precision):
                 cache = map_cache(
@@ -139,7 +145,7 @@ def prefill(
     }
     size = target.prefill_chunk(model.platform, rows, prompt)
     if size == prompt:
-        logits, cache, captured = model.forward(weights)(inputs)
+        logits, cache, captured = model.forward(weights, whole_prompts=True)(inputs)
     else:
         logits, cache, captured = _in_chunks(model.forward(weights), inputs, size)
     state = {

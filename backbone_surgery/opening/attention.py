@@ -200,7 +200,18 @@ class _Attention(keras.layers.Layer):
             return ops.dot_product_attention(
                 query, key, value, mask=mask[:, None], scale=self.scale
             )
-        return self.mix(self.pattern(query, key, mask, distance, seen), value, seen)
+        pieces = target.pieces_of_prompt(ops.shape(query)[1])
+        if len(pieces) == 1:
+            return self.mix(self.pattern(query, key, mask, distance, seen), value, seen)
+        mixed = [self._attend_before(*x, query, key, value, mask, distance) for x in pieces]
+        return ops.concatenate(mixed, axis=1)
+
+    def _attend_before(self, start, stop, query, key, value, mask, distance):
+        """Let some queries attend to the keys up to the last of them, within their window."""
+        first = max(start - (self.sliding_window_size or stop) + 1, 0)
+        of, to = slice(start, stop), slice(first, stop)
+        pattern = self.pattern(query[:, of], key[:, to], mask[:, of, to], distance[of, to])
+        return self.mix(pattern, value[:, to])
 
     def specs(self, **heads):
         """Return the specs of what the layer itself keeps, from names and tensors of heads."""

@@ -7,6 +7,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery import target
 from backbone_surgery.generation.programs import Programs
+from backbone_surgery.opening.attention import _Attention
 from tests.families import ROWS
 from tests.helpers import ragged, relative
 
@@ -49,6 +50,35 @@ def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     """Two prompts, run in pieces of four tokens."""
     monkeypatch.setitem(target._TOKENS_AT_ONCE, platform, 8)
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_on_a_cpu_the_queries_of_a_prompt_attend_in_pieces(name, rng, monkeypatch):
+    prompts = ragged(rng, [15, 6], 15)
+    lm = make_lm(name)
+    wanted, captured = lm.generate(prompts, **OPTIONS)
+    lm = make_lm(name)
+    monkeypatch.setattr(target, "_SHORTEST_PIECE", 3)
+    monkeypatch.setattr(target, "_MOST_PIECES", 4)
+    pieces, attend = [], _Attention._attend_before
+    monkeypatch.setattr(
+        _Attention,
+        "_attend_before",
+        lambda self, *piece: pieces.append(piece[:2]) or attend(self, *piece),
+    )
+    got, others = lm.generate(prompts, **OPTIONS)
+    assert set(pieces) == {(0, 4), (4, 8), (8, 12), (12, 16)}
+    np.testing.assert_array_equal(got["token_ids"], wanted["token_ids"])
+    for path, value in captured.values.items():
+        assert relative(others.values[path], value) <= 1e-5, path
+
+
+def test_a_later_chunk_of_a_prompt_attends_at_once():
+    with target.made_for("cpu"):
+        assert target.pieces_of_prompt(4096) == [(0, 4096)]
+    with target.made_for("gpu", whole_prompts=True):
+        assert target.pieces_of_prompt(4096) == [(0, 4096)]
+    assert target.pieces_of_prompt(4096) == [(0, 4096)]
 
 
 @pytest.mark.slow
