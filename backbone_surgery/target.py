@@ -58,13 +58,13 @@ def made_for(chosen: str, on_mesh: bool = False, whole_prompts: bool = False) ->
         on_mesh: whether it is for a mesh of devices, not for one.
         whole_prompts: whether the tokens that run are the first of their rows, from slot 0 on.
     """
-    variables = (_chosen, _on_mesh, _whole_prompts)
-    tokens = [v.set(x) for v, x in zip(variables, (chosen, on_mesh, whole_prompts), strict=True)]
+    tokens = _chosen.set(chosen), _on_mesh.set(on_mesh), _whole_prompts.set(whole_prompts)
     try:
         yield
     finally:
-        for variable, token in zip(variables, tokens, strict=True):
-            variable.reset(token)
+        _chosen.reset(tokens[0])
+        _on_mesh.reset(tokens[1])
+        _whole_prompts.reset(tokens[2])
 
 
 def platform_of(variables: Iterable[keras.Variable]) -> str:

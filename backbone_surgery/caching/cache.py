@@ -38,21 +38,25 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
                 f"new_cache: expected `{name}` to be an int from 1 to {2**31 - 1}. Received "
                 f"{shown(size)}. Pass the number of rows and of slots."
             )
-    return _empty(backbone_with_cache, batch_size, length, lambda spec, x: x)
+    return _empty(backbone_with_cache, batch_size, length, packed=False)
 
 
 def new_packed_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) -> Cache:
     """Make an empty cache as a loop carries it, array by array; see `StateSpec.pack`."""
-    return _empty(backbone_with_cache, batch_size, length, StateSpec.pack)
+    return _empty(backbone_with_cache, batch_size, length, packed=True)
 
 
-def _empty(model: keras.Model, rows: int, slots: int, finish: Callable[..., Any]) -> Cache:
+def _empty(model: keras.Model, rows: int, slots: int, packed: bool) -> Cache:
     states = states_of(model)
     placement = placement_of(model.variables)
-    return [
-        {name: finish(spec, _initial(spec, rows, slots, placement)) for name, spec in specs.items()}
-        for specs in states
-    ]
+
+    def make(spec: StateSpec) -> Any:
+        if placement is None:
+            return spec.initial_array(rows, slots, packed)
+        array = _on_mesh(spec, rows, slots, placement)
+        return spec.pack(array) if packed else array
+
+    return [{name: make(spec) for name, spec in specs.items()} for specs in states]
 
 
 def pack_cache(cache: Cache, backbone_with_cache: keras.Model) -> Cache:
@@ -93,9 +97,7 @@ def bytes_per_token(backbone_with_cache: keras.Model) -> int:
     return sum(spec.nbytes(1, 1) for spec in specs if spec.slot_axis is not None)
 
 
-def _initial(spec: StateSpec, rows: int, slots: int, placement: Placement | None) -> Any:
-    if placement is None:
-        return spec.initial_array(rows, slots)
+def _on_mesh(spec: StateSpec, rows: int, slots: int, placement: Placement) -> Any:
     import jax
 
     # Each shard is made on its device: nowhere is the whole array.

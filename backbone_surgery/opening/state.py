@@ -84,9 +84,12 @@ class StateSpec:
             for i, size in enumerate(self.shape)
         )
 
-    def initial_array(self, rows: int, slots: int) -> Any:
-        """Make the array as it is before the first token."""
-        return ops.full(self.sizes(rows, slots), self.initial, self.dtype)
+    def initial_array(self, rows: int, slots: int, packed: bool = False) -> Any:
+        """Make the array as it is before the first token, or what `pack` makes of that."""
+        sizes = list(self.sizes(rows, slots))
+        if packed:
+            sizes = [sizes[i] for i in _kept(sizes, self.slot_axis)]
+        return ops.full(sizes, self.initial, self.dtype)
 
     def nbytes(self, rows: int, slots: int) -> int:
         """Return how much memory the array takes, in bytes."""
@@ -209,11 +212,16 @@ def wanted_inputs(
 
 def pack(array: Any, slot_axis: int | None = 1) -> Any:
     """Drop the dimensions of size one, but for `slot_axis`; see `StateSpec.pack`."""
-    kept = [i for i, size in enumerate(array.shape) if i == slot_axis or size != 1]
+    kept = _kept(array.shape, slot_axis)
     if len(kept) == len(array.shape):
         return array
     shape = ops.shape(array)
     return ops.reshape(array, [shape[i] for i in kept])
+
+
+def _kept(shape: Sequence[int | None], slot_axis: int | None) -> list[int]:
+    """Return the axes that `pack` keeps."""
+    return [i for i, size in enumerate(shape) if i == slot_axis or size != 1]
 
 
 def write_slots(array: Any, cache_update_index: Any, update: Any) -> Any:

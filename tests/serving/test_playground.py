@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+import backbone_surgery as bs
 from tests.serving.test_server import Server, lm  # noqa: F401 - a fixture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -52,7 +53,9 @@ def test_text_streams_into_three_columns_as_generate_gives_it(page, lm):  # noqa
         assert text == wanted
     assert len(set(got)) == 3
     steered = [node.inner_text() for node in page.query_selector_all("#graph .steered")]
-    assert steered == [f"blocks.{i} ← mood, pet" for i in (3, 4, 5)]
+    blocks = bs.ControlVector.from_preset("tiny_gpt2", "mood").directions
+    assert list(blocks) == list(bs.ControlVector.from_preset("tiny_gpt2", "pet").directions)
+    assert steered == [f"blocks.{i} ← mood, pet" for i in blocks]
 
 
 def test_a_slider_changes_the_text(page):
