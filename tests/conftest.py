@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from zlib import crc32
@@ -45,7 +46,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Load the fixtures, and Keras with them, only in the processes that run tests."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
-        config.pluginmanager.import_plugin("tests.helpers")
+        config.pluginmanager.register(import_module("tests.helpers"))
 
 
 def pytest_collection_finish():

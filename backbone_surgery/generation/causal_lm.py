@@ -63,6 +63,11 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
     """
 
     @graph.building()
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Wait while another is made: Keras changes the bases of the class meanwhile."""
+        return super().__new__(cls, *args, **kwargs)
+
+    @graph.building()
     def __init__(
         self,
         backbone: keras.Model,

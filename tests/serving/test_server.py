@@ -315,7 +315,8 @@ def test_what_the_server_says_of_itself(server, client):
     assert server.send("GET", "/health").json() == {"status": "ok"}
     controls = server.send("GET", "/v1/steering").json()["controls"]
     assert [control["name"] for control in controls] == ["mood", "pet"]
-    assert controls[0]["inputs"]["mood_strength"] == {"shape": [3], "dtype": "float32"}
+    blocks = len(bs.ControlVector.from_preset("tiny_gpt2", "mood").directions)
+    assert controls[0]["inputs"]["mood_strength"] == {"shape": [blocks], "dtype": "float32"}
     complete(client)
     metrics = server.send("GET", "/metrics").text
     assert "backbone_surgery_running_requests 0.0" in metrics
