@@ -72,13 +72,12 @@ class Forward:
             every: whether to take those of every token, float[rows, time, vocabulary].
             whole_prompts: whether the tokens are the first of their rows, from slot 0 on.
         """
-        on_mesh = self.placement is not None
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(self.model.variables, weights, strict=True)
             cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
-            made_for = target.made_for(self.platform, on_mesh, whole_prompts)
+            made_for = target.made_for(self.platform, self.placement is not None, whole_prompts)
             scope = keras.StatelessScope(state_mapping=mapping)
             with scope, made_for, target.precision(self.precision):
                 cache = map_cache(
