@@ -1,6 +1,5 @@
 """What every analysis asks: one text as labelled tokens, and a number from next-token logits."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import read_prompts
 from backbone_surgery.numbers import is_int, read_int32
-from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.vectors.activations import check_lengths, check_task, read_ids
@@ -134,17 +133,9 @@ def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:
     return int(ids[0])
 
 
-_derived: weakref.WeakKeyDictionary[keras.Model, dict[tuple, EditedBackbone]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def derived(lm: CachedCausalLM, *rewrites: Rewrite) -> EditedBackbone:
     """Apply rewrites to a model, once: asking again gives the same, compiled model."""
-    models = _derived.setdefault(lm.opened, {})
-    if rewrites not in models:
-        models[rewrites] = operate(lm.opened, rewrites)
-    return models[rewrites]
+    return made_once(lm.opened, rewrites, lambda: operate(lm.opened, rewrites))
 
 
 def rewired(model: EditedBackbone) -> BackboneWithCache:
@@ -156,12 +147,13 @@ def rewired(model: EditedBackbone) -> BackboneWithCache:
 
 def head_of(lm: CachedCausalLM) -> keras.Model:
     """Return the model that makes logits of hidden states, float[batch, hidden_dim], once."""
-    if "_head_alone" not in vars(lm.opened):
-        embedding = lm.opened.token_embedding
-        states = keras.Input((embedding.output_dim,), dtype=lm.opened.compute_dtype)
-        model = keras.Model(states, embedding(states, reverse=True))
-        object.__setattr__(lm.opened, "_head_alone", model)
-    return vars(lm.opened)["_head_alone"]
+    return made_once(lm.opened, "head", lambda: _head_of(lm.opened))
+
+
+def _head_of(opened: EditedBackbone) -> keras.Model:
+    embedding = opened.token_embedding
+    states = keras.Input((embedding.output_dim,), dtype=opened.compute_dtype)
+    return keras.Model(states, embedding(states, reverse=True))
 
 
 def bind_rows(lm: CachedCausalLM, controls: Any, text: Text, rows: int) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import target
+from backbone_surgery import graph, target
 from backbone_surgery.caching.projection import product
 
 
@@ -36,6 +36,8 @@ class NarrowProjection(keras.layers.Layer):
     Call arguments:
         inputs: float[batch, time, ...].
     """
+
+    __new__ = graph.new_layer
 
     def __init__(self, dense: Any, **kwargs: Any) -> None:
         is_mixed = dense.variable_dtype != dense.compute_dtype

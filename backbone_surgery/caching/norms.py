@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import target
+from backbone_surgery import graph, target
 
 
 def is_layer_norm(layer: Any) -> bool:
@@ -25,6 +25,8 @@ class WholeNorm(keras.layers.Layer):
     Args:
         norm: the layer, built.
     """
+
+    __new__ = graph.new_layer
 
     def __init__(self, norm: keras.layers.LayerNormalization, **kwargs: Any) -> None:
         super().__init__(dtype=norm.dtype_policy, name=norm.name, **kwargs)

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from backbone_surgery import graph
+
 _SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
 
@@ -35,6 +37,8 @@ class HeadProjection(keras.layers.Layer):
     Returns:
         float[batch, time, num_heads, head_dim], or float[batch, time, outputs].
     """
+
+    __new__ = graph.new_layer
 
     def __init__(self, dense: keras.layers.EinsumDense, **kwargs) -> None:
         super().__init__(dtype=dense.dtype_policy, name=dense.name, **kwargs)

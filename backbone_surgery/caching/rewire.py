@@ -168,7 +168,9 @@ class _Rewirer:
         specs = specs_by_name(layer, args, kwargs)
         index = len(self.caches)
         cache = {
-            name: keras.Input(spec.shape[1:], dtype=spec.dtype, name=f"cache_{index}_{name}")
+            name: graph.new_input(
+                (None, *spec.shape[1:]), dtype=spec.dtype, name=f"cache_{index}_{name}"
+            )
             for name, spec in specs.items()
         }
         if id(layer) not in self.twins:
@@ -178,7 +180,7 @@ class _Rewirer:
         inputs["state"] = cache
         if not is_own(layer):
             twin.check(inputs)
-        outputs, updated = twin(inputs)
+        outputs, updated = graph.connect(twin, inputs)
         for name, tensor in cache.items():
             emit(tensor.name, updated[name])
         if cache:

@@ -28,15 +28,15 @@ class WithState(keras.layers.Layer):
         What the layer returns, and its state after these tokens.
     """
 
+    __new__ = graph.new_layer
+
     def __init__(self, layer: Any, **kwargs) -> None:
         # The state keeps its own dtypes, whatever the layer computes in.
         super().__init__(dtype=layer.dtype_policy, autocast=False, **kwargs)
         self.layer = layer
+        self.built = True
         self.supports_masking = True
         self.expected: list[keras.KerasTensor] = []
-
-    def build(self, *shapes):
-        """Build nothing: the layer is built."""
 
     def call(self, inputs):
         """Run the layer as Keras runs it: arguments and variables in the dtype of its policy."""

@@ -1,7 +1,6 @@
 """`harvest`: the activations of some sites over a corpus, in Parquet files."""
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import LONGEST, check_count
+from backbone_surgery.opening.model import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.rewriting import Capture
@@ -120,17 +120,10 @@ def harvest(
     return carry_out(job, lm, work, facts, ray, verbose)
 
 
-_built: weakref.WeakKeyDictionary[keras.Model, dict[tuple, keras.Model]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def _capturing(lm: CachedCausalLM, selectors: tuple[str, ...], dtype: str) -> keras.Model:
     """Return the model that gives the activations of some sites alone, the same one each time."""
-    models = _built.setdefault(lm.opened, {})
-    if (selectors, dtype) not in models:
-        models[selectors, dtype] = _build(lm, selectors, dtype)
-    return models[selectors, dtype]
+    key = _OPERATION, selectors, dtype
+    return made_once(lm.opened, key, lambda: _build(lm, selectors, dtype))
 
 
 @graph.building()

@@ -130,8 +130,13 @@ def repeat(node: Node, args: tuple, kwargs: dict, layer: Any = None) -> list[Any
     return outputs
 
 
-def connect(layer: keras.layers.Layer, *args: keras.KerasTensor) -> Any:
-    """Call a layer that is built, casts nothing and says itself what comes out: add its node."""
+def connect(layer: keras.layers.Layer, *args: Any) -> Any:
+    """Call a layer that is built, casts nothing and says itself what comes out: add its node.
+
+    Args:
+        layer: it.
+        args: structures of symbolic tensors.
+    """
     outputs = layer.compute_output_spec(*args)
     Node(layer, call_args=args, call_kwargs={}, outputs=outputs)
     return outputs

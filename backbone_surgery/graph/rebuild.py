@@ -6,11 +6,20 @@ from typing import Any
 
 import keras
 from keras import tree
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.models.functional import Functional
 
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.emission import Emitted, emit
-from backbone_surgery.graph.nodes import in_order, is_input, node_of, repeat, topological_nodes
+from backbone_surgery.graph.keras_private import new_input
+from backbone_surgery.graph.nodes import (
+    connect,
+    in_order,
+    is_input,
+    node_of,
+    repeat,
+    topological_nodes,
+)
 
 
 @dataclass(frozen=True)
@@ -27,13 +36,14 @@ class Rebuilt:
     def __call__(self, inputs: Any, **kwargs: Any) -> list[Any]:
         """Call the new model as the old one was called, and emit its further outputs."""
         if self.same_signature:
-            return tree.flatten(self.new(inputs, **kwargs))
+            return tree.flatten(_call(self.new, inputs, kwargs))
         if kwargs.get("mask") is not None:
             # Keras pairs masks and inputs by their order.
             masks = dict(enumerate(in_order(self.old, kwargs["mask"])))
             kwargs["mask"] = [masks.get(i) for i in self.kept] + [None] * len(self.lifted)
         flat = in_order(self.old, inputs)
-        result = tree.flatten(self.new([flat[i] for i in self.kept] + self.lifted, **kwargs))
+        flat = [flat[i] for i in self.kept] + self.lifted
+        result = tree.flatten(_call(self.new, flat, kwargs))
         count = len(self.old.outputs)
         for name, tensor in zip(self.emitted, result[count:], strict=True):
             emit(name, tensor)
@@ -124,7 +134,18 @@ def nest(name: str, build: Callable[..., Any], *tensors: keras.KerasTensor) -> A
     used = _used(tree.flatten(output), inputs)
     kept = [(i, t) for i, t in zip(inputs, tensors, strict=True) if id(i) in used]
     model = Functional([i for i, _ in kept], output, name=name)
-    return model([t for _, t in kept])
+    return _call(model, [t for _, t in kept], {})
+
+
+def _call(model: Functional, inputs: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a nested model; where Keras would cast nothing and pass on no mask, add its node."""
+    given = tree.flatten(inputs)
+    alike = not kwargs and len(given) == len(model.inputs)
+    plain = alike and all(
+        isinstance(a, keras.KerasTensor) and a.dtype == b.dtype and get_keras_mask(a) is None
+        for a, b in zip(given, model.inputs, strict=True)
+    )
+    return connect(model, inputs) if plain else model(inputs, **kwargs)
 
 
 def unique(name: str, taken: set[str], suffix: str = "_") -> str:
@@ -141,8 +162,8 @@ def input_like(tensor: keras.KerasTensor, name: str) -> keras.KerasTensor:
     """Make an input that can take the value of `tensor`."""
     # Keras marks the product of a tensor and a constant as sparse, so only inputs are believed.
     layer = node_of(tensor).operation
-    return keras.Input(
-        batch_shape=tensor.shape,
+    return new_input(
+        tensor.shape,
         dtype=tensor.dtype,
         sparse=is_input(tensor) and tensor.sparse,
         optional=is_input(tensor) and layer.optional,

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import target
+from backbone_surgery import graph, target
 from backbone_surgery.kernels import calls
 from backbone_surgery.opening.state import StateSpec, write_slots
 
@@ -41,6 +41,8 @@ class _Attention(keras.layers.Layer):
             shared, so that training behaves as upstream.
     """
 
+    __new__ = graph.new_layer
+
     def __init__(
         self,
         num_heads: int,
@@ -66,7 +68,6 @@ class _Attention(keras.layers.Layer):
         self.sinks = sinks
         self.keeps_state = keeps_state
         self.dropout = dropout
-        self.softmax = keras.layers.Softmax(dtype="float32", name="softmax")
 
     def settings(self) -> dict[str, Any]:
         """Return what another attention layer needs to compute the same."""
@@ -123,7 +124,6 @@ class _Attention(keras.layers.Layer):
             scores = scores - self._by_head(self.alibi_slopes) * ops.cast(distance, "float32")
         pattern = self._softmax(scores, mask[:, None, None])
         batch, _, _, time, length = ops.shape(scores)
-        # A new tensor, without the Keras mask that the softmax layer leaves on what it returns.
         return ops.reshape(ops.cast(pattern, dtype), (batch, self.num_heads, time, length))
 
     def _scores(self, query, key, seen):
@@ -155,9 +155,9 @@ class _Attention(keras.layers.Layer):
         return ops.tanh(scores / self.logit_soft_cap) * self.logit_soft_cap
 
     def _softmax(self, scores, mask):
-        if self.sinks is None:
-            return self.softmax(scores, mask=mask)
         scores = ops.where(mask, ops.cast(scores, "float32"), -1e30)
+        if self.sinks is None:
+            return ops.where(mask, ops.softmax(scores, axis=-1), 0.0)
         sinks = self._by_head(self.sinks.sinks)
         highest = ops.maximum(ops.max(scores, axis=-1, keepdims=True), sinks)
         shares = ops.where(mask, ops.exp(scores - highest), 0.0)

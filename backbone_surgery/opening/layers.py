@@ -13,9 +13,15 @@ class DirectLayer(keras.layers.Layer):
     On symbolic tensors it only adds a node to the graph, which takes a fifth of Keras's own call.
     """
 
+    def __new__(cls, *args, **kwargs):
+        builds = cls.build is not keras.layers.Layer.build
+        new = super().__new__ if builds else graph.new_layer
+        return new(cls, *args, **kwargs)
+
     def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
-        self.built = type(self).build is keras.layers.Layer.build
+        with graph.untracked():
+            super().__init__(autocast=False, **kwargs)
+            self.built = type(self).build is keras.layers.Layer.build
 
     def __call__(self, *args, **kwargs):
         if self.built and not kwargs and all(isinstance(x, keras.KerasTensor) for x in args):

@@ -4,7 +4,8 @@ It is a Functional model over the layers of a backbone, which stays the owner of
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -205,6 +206,23 @@ def remember(model: keras.Model, **facts: Any) -> None:
     """Set attributes without tracking: another model named there is no sub-layer of this one."""
     for name, value in facts.items():
         object.__setattr__(model, name, value)
+
+
+_made: weakref.WeakKeyDictionary[keras.Model, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def made_once(model: keras.Model, key: Any, make: Callable[[], Any]) -> Any:
+    """Return what is made of a model under a key: the same each time, with its compiled programs.
+
+    Args:
+        model: it goes with this model, and must not refer to it.
+        key: tells it from whatever else is made of the model.
+        make: makes it, the first time.
+    """
+    kept = _made.setdefault(model, {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
 
 
 def _tensors(value: Any, dtype: str | None) -> Any:

@@ -19,7 +19,7 @@ from backbone_surgery.graph.emission import emit
 from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening import site
 from backbone_surgery.opening.layers import TokenPositions
-from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.vectors.pairs import listable
 from backbone_surgery.vectors.prefixes import plan_runs
@@ -198,11 +198,22 @@ def measure(
     return {path: np.asarray(values, np.float32) for path, values in joined.items()}
 
 
-@graph.building()
 def _measuring(
     opened: EditedBackbone, at: str, make_layer: Callable[[], keras.layers.Layer]
 ) -> keras.Model:
-    """Derive the model that gives what a layer measures at each site."""
+    """Return the model that gives what a layer measures at each site.
+
+    It is the same one each time for layers of one class, so it is compiled once.
+    """
+    if not isinstance(make_layer, type) or not isinstance(at, str):
+        return _derive(opened, at, make_layer)
+    return made_once(opened, (at, make_layer), lambda: _derive(opened, at, make_layer))
+
+
+@graph.building()
+def _derive(
+    opened: EditedBackbone, at: str, make_layer: Callable[[], keras.layers.Layer]
+) -> keras.Model:
     inputs = {t.name: t for t in opened.inputs}
     tokens = keras.Input((None,), dtype="int32", name=_TOKENS)
     padding_mask = inputs["padding_mask"]

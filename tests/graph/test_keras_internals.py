@@ -17,9 +17,12 @@ ENGINE = Path(__file__).parents[2] / "backbone_surgery" / "graph"
 IMPORTS = {
     "keras.src.backend": "compute_output_spec",
     "keras.src.backend.common": "global_state",
+    "keras.src.backend.common.masking": "get_keras_mask",
     "keras.src.backend.common.variables": "AutocastScope",
     "keras.src.models.functional": "Functional",
     "keras.src.ops.node": "Node",
+    "keras.src.ops.operation": "Operation",
+    "keras.src.utils.tracking": "DotNotTrackScope",
 }
 ATTRIBUTES = {
     "_keras_history",
@@ -75,6 +78,26 @@ def test_keras_history_fields(x):
     parts = keras.ops.split(x, 3, axis=-1)
     indices = [t._keras_history.tensor_index for t in parts]
     assert indices == [0, 1, 2], moved("KerasTensor._keras_history.tensor_index")
+
+
+def test_what_a_layer_has_before_it_is_initialized():
+    layer = keras.layers.Layer.__new__(keras.layers.Layer)
+    lists = {"layers", "metrics", "seed_generators", "trainable_variables"}
+    tracked = {f"_{name}" for name in {*lists, "non_trainable_variables", "tracker"}}
+    own = set(vars(layer)) - tracked
+    assert own == {"_lock", "_auto_config", "build", "quantize"}, moved("Layer.__new__")
+    assert vars(layer)["_lock"] is True, moved("Layer._lock")
+
+
+def test_attributes_that_are_not_tracked():
+    from keras.src.utils.tracking import DotNotTrackScope
+
+    layer, part = keras.layers.Layer(), keras.layers.Layer()
+    with DotNotTrackScope():
+        layer.first = part
+    assert layer._layers == [], moved("keras.src.utils.tracking.DotNotTrackScope")
+    layer.second = part
+    assert layer._layers == [part], moved("keras.src.utils.tracking.DotNotTrackScope")
 
 
 def test_tensor_without_a_layer_has_no_operation(x):

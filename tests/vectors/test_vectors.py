@@ -7,6 +7,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 import backbone_surgery as bs
+from backbone_surgery.opening import predict
 from backbone_surgery.vectors.prefixes import plan_runs
 from tests.helpers import FAMILIES, VOCABULARY, make_deep_gpt2, relative
 
@@ -147,6 +148,21 @@ def test_a_given_token(trained):
             if token == 0 and np.abs(wanted).max() < 1e-6:
                 continue
             assert relative(vector.directions[block], wanted) <= 1e-5
+
+
+def test_a_second_vector_is_trained_by_the_programs_of_the_first(monkeypatch):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    pairs = [("a good day", "a bad day"), ("a happy cat", "a sad cat")]
+    first = bs.ControlVector.train(lm, pairs, verbose=0)
+    compiled = []
+    monkeypatch.setattr(predict, "_compiled", lambda model: compiled.append(model))
+    second = bs.ControlVector.train(lm, pairs, verbose=0)
+    assert not compiled
+    for block, direction in first.directions.items():
+        np.testing.assert_array_equal(second.directions[block], direction)
+    with pytest.raises(TypeError):  # another site is another model
+        bs.ControlVector.train(lm, pairs, at="blocks.*.mlp_output", verbose=0)
+    assert len(compiled) == 1
 
 
 def test_other_rewrites_are_measured_too(rng):
