@@ -107,6 +107,18 @@ def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
     return next(n for n in range(most, 0, -1) if prompt % n == 0)
 
 
+def order_of_kernel(chosen: str, head_dim: int) -> tuple[int, ...] | None:
+    """Return in which order of axes a kernel [inputs, heads, head_dim] is to lie.
+
+    A TPU multiplies by the inputs of one head after the other, and turns a kernel that comes in
+    another order: a second copy of it, at each call. It takes narrow heads as they come.
+
+    Returns:
+        The axes from the outermost to the innermost in memory; `None` for the order they are in.
+    """
+    return (1, 0, 2) if chosen == "tpu" and head_dim % _LANES == 0 else None
+
+
 def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:
     """Return from where to where queries attend at once; all of them, where that is as good.
 

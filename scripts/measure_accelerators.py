@@ -170,7 +170,7 @@ def upstream(name, device, rows):
         platform = {"gpu": "cuda", "tpu": "tpu"}[devices.device.platform]
         program = export.export(jax.jit(generate), platforms=[platform])(values, inputs)
     count = len(program.in_avals)
-    traced = Traced(bytes(program.serialize()), [[]] * count, ())
+    traced = Traced(bytes(program.serialize()), [[]] * count, [None] * count, ())
     try:
         compiled = compile_programs({"decode": traced}, devices, {"batch": 1, "model": 1}, 0)
     except bs.SurgeryError as error:  # its compiler broke

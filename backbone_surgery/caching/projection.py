@@ -9,10 +9,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import graph
+from backbone_surgery import graph, target
 
 _SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
+_INPUTS_FIRST = "abc,cde->abde"
 
 
 def projects_heads(layer: Any, compute_dtype: str) -> bool:
@@ -58,6 +59,17 @@ class HeadProjection(keras.layers.Layer):
     def compute_output_spec(self, inputs, training=None):
         """Return what the layer says of itself."""
         return self.dense.compute_output_spec(inputs)
+
+
+def orders_of_kernels(model: keras.Model, platform: str) -> list[tuple[int, ...] | None]:
+    """Return for each variable of a model how it is to lie; see `target.order_of_kernel`."""
+    orders: dict[int, tuple[int, ...] | None] = {}
+    for node in graph.all_nodes(model):
+        layer = getattr(node.operation, "dense", node.operation)
+        if type(layer) is keras.layers.EinsumDense and _form(layer.equation) == _INPUTS_FIRST:
+            kernels = [v for v in graph.own_weights(layer) if len(v.shape) == 3]
+            orders.update((id(v), target.order_of_kernel(platform, v.shape[2])) for v in kernels)
+    return [orders.get(id(variable)) for variable in model.variables]
 
 
 def product(dense: Any, x: Any, kernel: Any) -> Any:

@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from backbone_surgery import graph, hosts
+from backbone_surgery.caching.projection import orders_of_kernels
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
@@ -51,8 +54,20 @@ class Programs(Forward):
             for node in graph.all_nodes(self.model)
         ]
 
+    @functools.cached_property
+    def orders(self) -> list[tuple[int, ...] | None]:
+        """For each variable, the order of axes in which its value lies; `None` as it comes."""
+        return orders_of_kernels(self.model, self.platform)
+
     def weights(self) -> list[jax.Array]:
-        """Return the values of all variables, as they are now."""
+        """Return the values of all variables, as they are now.
+
+        Those that the chip wants in another order are laid so first: in the variable itself, so
+        that there is one copy. Its value stays the same.
+        """
+        for variable, order in zip(self.model.variables, self.orders, strict=True):
+            if order is not None:
+                _lay(variable, order)
         return [v.value for v in self.model.variables]
 
     def prefill(
@@ -194,6 +209,13 @@ def _on_mesh(x: jax.Array) -> Hashable:
     while axes and axes[-1] is None:
         axes.pop()
     return (sharding.mesh, *axes)
+
+
+def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:
+    value = variable.value
+    if value.format.layout.major_to_minor != order:
+        laid = Format(Layout(order), value.sharding)
+        graph.put_array(variable, jax.device_put(value, laid))
 
 
 def _array(x: Any) -> jax.Array:

@@ -1,6 +1,7 @@
 """The clone engine. Private names of Keras are used in this package alone."""
 
 from backbone_surgery.graph.building import building
+from backbone_surgery.graph.hoisting import hoist
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
     array_of,
@@ -16,6 +17,7 @@ from backbone_surgery.graph.keras_private import (
     new_input,
     new_layer,
     own_weights,
+    put_array,
     sublayers,
     untracked,
     values_as_assigned,
@@ -61,6 +63,7 @@ __all__ = [
     "connect",
     "drop_kernel",
     "graph_nodes",
+    "hoist",
     "in_order",
     "infer",
     "is_auto_named",
@@ -75,6 +78,7 @@ __all__ = [
     "new_layer",
     "node_of",
     "own_weights",
+    "put_array",
     "repeat",
     "replay",
     "share",

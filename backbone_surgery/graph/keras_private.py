@@ -137,6 +137,11 @@ def array_of(variable: keras.Variable) -> Any:
     return variable._value
 
 
+def put_array(variable: keras.Variable, array: Any) -> None:
+    """Put an array in the place of that of a variable, as it lies in memory."""
+    variable._value = array
+
+
 def drop_kernel(layer: keras.Layer) -> None:
     """Take from a layer that is built for GPTQ or AWQ the kernel that it would be calibrated on."""
     del layer._kernel

@@ -44,11 +44,13 @@ class Traced(NamedTuple):
     Attributes:
         program: what `jax.export` wrote.
         axes: for each array that goes in, the axis of the mesh for each of its dimensions.
+        orders: for each of them, the order of its axes in memory; `None` for that they are in.
         donated: which arguments it takes over.
     """
 
     program: bytes
     axes: list[list[Any]]
+    orders: list[tuple[int, ...] | None]
     donated: tuple[int, ...]
 
 
@@ -89,8 +91,10 @@ def trace(
     def handed_on(run: Any, args: tuple, donate: tuple[int, ...]) -> Traced:
         jitted = jax.jit(run, donate_argnums=donate)
         program = export.export(jitted, platforms=[platform], disabled_checks=_CHECKS)(*args)
-        axes = [list(x.sharding.spec) if x.sharding else [] for x in jax.tree.leaves(args)]
-        return Traced(bytes(program.serialize()), axes, donate)
+        leaves = jax.tree.leaves(args)
+        axes = [list(x.sharding.spec) if x.sharding else [] for x in leaves]
+        orders = programs.orders + [None] * (len(leaves) - len(weights))
+        return Traced(bytes(program.serialize()), axes, orders, donate)
 
     return {
         "prefill": handed_on(prefill, (weights, cache, arguments), donated),

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import export
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
@@ -27,8 +28,8 @@ def main(folder: Path) -> None:
     count = int(np.prod(request["mesh"]))
     mesh = Mesh(np.array(topology.devices)[:count].reshape(request["mesh"]), ("batch", "model"))
     leaves = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-        for x, axes in zip(program.in_avals, request["axes"], strict=True)
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie(mesh, axes, order))
+        for x, axes, order in zip(program.in_avals, request["axes"], request["orders"], strict=True)
     ]
     args, _ = jax.tree.unflatten(program.in_tree, leaves)
     begin = time.monotonic()
@@ -48,6 +49,12 @@ def main(folder: Path) -> None:
         (folder / "program.hlo").write_text(str(compiled.as_text()))
     answer["seconds"] = time.monotonic() - begin
     (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def lie(mesh: Mesh, axes: list[Any], order: list[int] | None) -> Any:
+    """Return how an array lies: over a mesh, and in memory."""
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return sharding if order is None else Format(Layout(tuple(order)), sharding)
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ def _compile(
             "topology": _topology(devices, mesh),
             "mesh": list(mesh.values()),
             "axes": program.axes,
+            "orders": program.orders,
             "donated": program.donated,
         }
         (folder / "request.json").write_text(json.dumps(request))

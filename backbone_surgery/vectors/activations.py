@@ -5,10 +5,11 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
+from keras import ops, tree
 from rich.progress import Progress
 
 from backbone_surgery import graph
+from backbone_surgery.caching.known import is_known
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -18,9 +19,11 @@ from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.graph.emission import emit
 from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening import site
+from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.predict import predict
+from backbone_surgery.opening.state import Stateful
 from backbone_surgery.vectors.pairs import listable
 from backbone_surgery.vectors.prefixes import plan_runs
 
@@ -28,10 +31,10 @@ _TOKENS = "measured_tokens"
 
 
 class TokenStates(keras.layers.Layer):
-    """Take the hidden states of some tokens of each row, in float32.
+    """Take some tokens of each row.
 
     Call arguments:
-        x: float[batch, time, hidden_dim].
+        x: float[batch, time, ...].
         positions: int32[batch, time].
         padding_mask: int or bool[batch, time].
         tokens: int32[batch, asked], positions of the tokens within their row.
@@ -42,14 +45,15 @@ class TokenStates(keras.layers.Layer):
 
     def call(self, x, positions, padding_mask, tokens):
         """Pick by position, wherever the padding is."""
+        others = [1] * (len(x.shape) - 2)
         real = ops.cast(padding_mask, "bool")[:, None]
         chosen = ops.logical_and(ops.equal(positions[:, None], tokens[:, :, None]), real)
         index = ops.argmax(ops.cast(chosen, "int32"), axis=2)
-        return ops.take_along_axis(ops.cast(x, "float32"), index[:, :, None], axis=1)
+        return ops.take_along_axis(x, ops.reshape(index, (*ops.shape(index), *others)), axis=1)
 
     def compute_output_spec(self, x, positions, padding_mask, tokens):
         """One state for each token that is asked for."""
-        return keras.KerasTensor((*tokens.shape, x.shape[2]), "float32")
+        return keras.KerasTensor((*tokens.shape, *x.shape[2:]), x.dtype)
 
 
 class TokenNorms(keras.layers.Layer):
@@ -221,6 +225,7 @@ def _derive(
     places = site.places(opened)
     selected = set(site.select(at, [place.path for place in places]))
     paths = {place.nodes: place.path for place in places if place.path in selected}
+    last = list(paths.values())[-1]
 
     def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, TokenPositions):
@@ -234,10 +239,29 @@ def _derive(
                 f"train at '{path}': expected a site of hidden states [batch, time, hidden_dim]. "
                 f"Received one of shape {x.shape}. Choose another, such as 'blocks.*'."
             )
-        emit(path, make_layer()(x, positions, padding_mask, tokens))
+        emit(path, at_last(x) if path == last else apply(x))
         return x
+
+    def apply(x: Any) -> Any:
+        return make_layer()(x, positions, padding_mask, tokens)
+
+    def at_last(x: Any) -> Any:
+        """Leave out what nothing that is measured depends on, after attention."""
+        if make_layer is not TokenStates:
+            return apply(x)
+        return graph.hoist(x, apply, keeps)
+
+    def keeps(layer: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        return _keeps_to_tokens(layer, args, kwargs, opened.family)
 
     mapping = {id(t): t for t in inputs.values()}
     _, emitted = graph.replay(opened.output, mapping, visit, per_use=True)
     outputs = {path: tensors[0] for path, tensors in emitted.items()}
     return keras.Model({**inputs, _TOKENS: tokens}, outputs, name="measuring")
+
+
+def _keeps_to_tokens(layer: Any, args: tuple, kwargs: dict[str, Any], family: Family) -> bool:
+    """Tell whether a layer works on each token alone, and takes values of tokens and no others."""
+    tensors = [t for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
+    of_tokens = all(len(t.shape) > 2 and t.shape[:2] == (None, None) for t in tensors)
+    return of_tokens and not isinstance(layer, Stateful) and is_known(layer, args, kwargs, family)

@@ -1,6 +1,8 @@
 """Programs written for a GPU or a TPU, run on a CPU: they compute what those of a CPU compute."""
 
 import jax
+import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from backbone_surgery import target
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.attention import _Attention
 from tests.families import ROWS
-from tests.helpers import ragged, relative
+from tests.helpers import VOCABULARY, ragged, relative
 
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": None, "seed": 3, "return_captures": True}
 
@@ -160,3 +162,56 @@ def test_a_cache_is_left_alone_on_a_cpu_and_a_mesh():
         with target.made_for(*settings):
             made = jax.make_jaxpr(lambda x: target.in_order(x, slots=1))(np.zeros((2, 256, 1, 64)))
         assert not made.eqns
+
+
+def make_wide_llama(head_dim):
+    sizes = {"hidden_dim": 2 * head_dim, "intermediate_dim": 32}
+    backbone = keras_hub.models.LlamaBackbone(VOCABULARY, 2, 2, num_key_value_heads=1, **sizes)
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Capture("blocks.*")]))
+    lm.compile(sampler="greedy")
+    return lm
+
+
+def orders_of(lm):
+    return {v.path: v.value.format.layout.major_to_minor for v in lm.backbone.variables}
+
+
+def test_a_tpu_has_the_kernels_of_wide_heads_laid_heads_first(rng):
+    lm = make_wide_llama(128)
+    before, lay = [v.numpy() for v in lm.backbone.variables], orders_of(lm)
+    compare(lm, "tpu", ragged(rng, [11, 5], 11))
+    turned = {path for path, order in orders_of(lm).items() if order != lay[path]}
+    names = [f"/self_attention/{name}/kernel" for name in ("query", "key", "value")]
+    assert turned == {f"transformer_layer_{i}{name}" for i in (0, 1) for name in names}
+    assert {orders_of(lm)[path] for path in turned} == {(1, 0, 2)}
+    for variable, value in zip(lm.backbone.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    values = lm.programs.weights()
+    assert all(a is b for a, b in zip(lm.programs.weights(), values, strict=True))  # laid once
+
+
+def test_weights_that_were_laid_are_trained_saved_and_laid_again(rng, tmp_path):
+    lm = make_wide_llama(128)
+    prompts = ragged(rng, [11, 5], 11)
+    compare(lm, "tpu", prompts)
+    lm.backbone.save_weights(tmp_path / "before.weights.h5")
+    first = lm.generate(prompts, **OPTIONS)[0]["token_ids"]
+    ids = rng.integers(1, 50, (4, 8))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    lm.compile(optimizer=keras.optimizers.Adam(0.1), loss=loss, sampler="greedy")
+    lm.fit({"token_ids": ids, "padding_mask": np.ones_like(ids)}, ids, shuffle=False, verbose=0)
+    trained = orders_of(lm)["transformer_layer_0/self_attention/key/kernel"]
+    have_made_for(lm, "cpu")
+    compare(lm, "tpu", prompts)
+    assert trained == (0, 1, 2)
+    assert orders_of(lm)["transformer_layer_0/self_attention/key/kernel"] == (1, 0, 2)
+    lm.backbone.load_weights(tmp_path / "before.weights.h5")
+    np.testing.assert_array_equal(lm.generate(prompts, **OPTIONS)[0]["token_ids"], first)
+
+
+@pytest.mark.parametrize(("platform", "head_dim"), [("tpu", 64), ("gpu", 128), ("cpu", 128)])
+def test_other_kernels_lie_as_they_come(rng, platform, head_dim):
+    lm = make_wide_llama(head_dim)
+    lay = orders_of(lm)
+    compare(lm, platform, ragged(rng, [7], 7))
+    assert orders_of(lm) == lay

