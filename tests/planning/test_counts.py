@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 KNOWN = json.loads((ROOT / "docs" / "accelerators.json").read_text())
 # The whole models take minutes.
 CHEAP = {("h100", name) for name in ("gpt2", "gemma2", "llama3", "qwen3", "mixtral")}
-CHEAP.add(("v5e", "gpt2"))
+CHEAP |= {("v5e", "gpt2"), ("v5e", "llama3")}
 CASES = [x for x in KNOWN if x["rows"] == 8 and (x["device"], x["model"]) in CHEAP]
 
 
@@ -45,18 +45,15 @@ def test_what_is_on_record_keeps_what_was_promised():
         few = line["rows"] <= 8
         if "error" not in other:  # its compiler broke
             assert own["estimated_seconds"] <= other["estimated_seconds"]
-            # A v5p keeps a second copy of Llama's kernels of q, k and v: for both of an 8B model,
-            # and for KerasHub of some of a 70B model.
-            case = line["model"], line["device"], line["rows"]
-            most = 1.79 if case == ("llama3_70b", "v5p", 1) else 1.03
-            assert own["temporary_bytes"] <= most * other["temporary_bytes"]
+            assert own["temporary_bytes"] <= other["temporary_bytes"]
+        if few:
+            # GPT-2 on a v5p misses the aim of 0.01.
+            most = 0.042 if (line["model"], line["device"]) == ("gpt2", "v5p") else 0.01
+            assert own["temporary_bytes"] <= most * line["least_bytes"]
         if line["device"] == "h100":
             # Of many rows XLA adds up sums of pieces: GPT-2 misses the aim of 1.25.
             assert own["step_bytes"] <= (1.10 if few else 1.37) * line["least_bytes"]
-            assert own["temporary_bytes"] <= (0.01 if few else 0.02) * line["least_bytes"]
+            assert own["temporary_bytes"] <= 0.02 * line["least_bytes"]
             assert own["copied_bytes"] == 0
             assert own["kernels"] <= other["kernels"]
             assert own["step_bytes"] <= other["step_bytes"]
-        elif few and line["device"] == "v5e" and line["model"] in ("gpt2", "gemma2", "gemma2_27b"):
-            # Of the others a TPU keeps a second copy of the kernels of q, k and v.
-            assert own["temporary_bytes"] <= 0.01 * line["least_bytes"]
