@@ -92,26 +92,30 @@ def seconds(lm: bs.CachedCausalLM, text: np.ndarray, given: int, lookup: int | N
 
 def main(
     guesses: Annotated[list[int], typer.Option(help="How many to guess.")] = [2, 4, 8],  # noqa: B006
+    text: Annotated[list[str] | None, typer.Option(help="A text, by name; all otherwise.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
     blocks: Annotated[int, typer.Option(min=1)] = 12,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure, and print a table."""
+    made = make_texts()
+    texts = {name: made[name] for name in text or made if name in made}
+    if set(text or ()) - set(texts):
+        raise typer.BadParameter(f"expected texts among {', '.join(made)}. Received {text}.")
     console, machine = Console(), describe()
     backbone = backbone_of({**CONFIG, "num_layers": blocks}, "gpt2", "float32")
     lm = bs.CachedCausalLM(backbone)
     lm.compile(sampler="greedy")
-    texts = make_texts()
     ways: list[int | None] = [None, *guesses]
     results: dict[str, Any] = {}
-    for name, (text, given) in texts.items():
-        teach(backbone, text)
+    for name, (ids, given) in texts.items():
+        teach(backbone, ids)
         for way in ways:
-            seconds(lm, text, given, way)  # compiles
+            seconds(lm, ids, given, way)  # compiles
         times = {str(way): [] for way in ways}
         for _ in range(runs):
             for way in ways:
-                times[str(way)].append(seconds(lm, text, given, way))
+                times[str(way)].append(seconds(lm, ids, given, way))
         results[name] = times
     table = Table("text", "tokens/s without", *(f"lookup={k}" for k in guesses))
     for name, times in results.items():
@@ -120,8 +124,8 @@ def main(
             statistics.median(a / b for a, b in zip(alone, times[str(k)], strict=True))
             for k in guesses
         ]
-        text, given = texts[name]
-        speed = (len(text) - given) / statistics.median(alone)
+        ids, given = texts[name]
+        speed = (len(ids) - given) / statistics.median(alone)
         table.add_row(name, f"{speed:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(machine, table)
     if json_file is not None:
