@@ -65,10 +65,11 @@ class Programs(Forward):
         Those that the chip wants in another order are laid so first: in the variable itself, so
         that there is one copy. Its value stays the same.
         """
-        for variable, order in zip(self.model.variables, self.orders, strict=True):
+        variables = self.model.variables
+        for variable, order in zip(variables, self.orders, strict=True):
             if order is not None:
                 _lay(variable, order)
-        return [v.value for v in self.model.variables]
+        return [v.value for v in variables]
 
     def prefill(
         self, strategy: Strategy, cache: Any, arguments: State, length: int, captures: bool = False

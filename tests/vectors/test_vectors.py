@@ -7,7 +7,9 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 import backbone_surgery as bs
+from backbone_surgery import graph
 from backbone_surgery.opening import predict
+from backbone_surgery.vectors import activations
 from backbone_surgery.vectors.prefixes import plan_runs
 from tests.helpers import FAMILIES, VOCABULARY, make_deep_gpt2, relative
 
@@ -148,6 +150,20 @@ def test_a_given_token(trained):
             if token == 0 and np.abs(wanted).max() < 1e-6:
                 continue
             assert relative(vector.directions[block], wanted) <= 1e-5
+
+
+def test_the_last_block_runs_for_measured_tokens_alone_after_attention(trained):
+    lm, _, states, _ = trained
+    model = activations._measuring(lm.opened, "blocks.*", activations.TokenStates)
+    takes = [
+        node.input_tensors[0]._keras_history.operation
+        for node in graph.all_nodes(model)
+        if isinstance(node.operation, activations.TokenStates)
+    ]
+    # The streams of the other blocks; of the last one what went in, and what attention gave.
+    assert len(takes) == len(states) + 1
+    kinds = [type(layer).__name__ for layer in takes[-2:]]
+    assert sorted(kinds) == ["InputLayer", "SelfAttention"]
 
 
 def test_a_second_vector_is_trained_by_the_programs_of_the_first(monkeypatch):
