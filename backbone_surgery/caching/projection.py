@@ -4,6 +4,7 @@ Where the heads of a kernel come before its inputs, the plain einsum makes XLA c
 kernel into another order, at each token that is decoded. A product for each head needs no copy.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -61,15 +62,30 @@ class HeadProjection(keras.layers.Layer):
         return self.dense.compute_output_spec(inputs)
 
 
-def orders_of_kernels(model: keras.Model, platform: str) -> list[tuple[int, ...] | None]:
-    """Return for each variable of a model how it is to lie; see `target.order_of_kernel`."""
-    orders: dict[int, tuple[int, ...] | None] = {}
-    for node in graph.all_nodes(model):
-        layer = getattr(node.operation, "dense", node.operation)
-        if type(layer) is keras.layers.EinsumDense and _form(layer.equation) == _INPUTS_FIRST:
-            kernels = [v for v in graph.own_weights(layer) if len(v.shape) == 3]
-            orders.update((id(v), target.order_of_kernel(platform, v.shape[2])) for v in kernels)
-    return [orders.get(id(variable)) for variable in model.variables]
+def split_layers(model: keras.Model) -> list[keras.layers.EinsumDense]:
+    """Return the layers of a model that project to heads by kernels [inputs, heads, head_dim]."""
+    layers = [getattr(n.operation, "dense", n.operation) for n in graph.all_nodes(model)]
+    dense = {id(x): x for x in layers if type(x) is keras.layers.EinsumDense}
+    return [x for x in dense.values() if _form(x.equation) == _INPUTS_FIRST]
+
+
+def kernels_to_lay(
+    layers: list[keras.layers.EinsumDense], platform: str
+) -> Iterator[tuple[keras.Variable, tuple[int, ...]]]:
+    """Yield each kernel that is to lie in another order than it came in, as it is now.
+
+    LoRA and quantisation give a layer other variables, so nothing is kept from call to call.
+
+    Args:
+        layers: from `split_layers`.
+        platform: where they run; see `target.order_of_kernel`.
+    """
+    for layer in layers:
+        for kernel in graph.own_weights(layer):
+            if len(kernel.shape) == 3:
+                order = target.order_of_kernel(platform, kernel.shape[2])
+                if order is not None:
+                    yield kernel, order
 
 
 def product(dense: Any, x: Any, kernel: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.caching.projection import orders_of_kernels
+from backbone_surgery.caching.projection import kernels_to_lay, split_layers
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
@@ -55,9 +55,13 @@ class Programs(Forward):
         ]
 
     @functools.cached_property
+    def _split_layers(self) -> list[keras.layers.EinsumDense]:
+        return split_layers(self.model)
+
     def orders(self) -> list[tuple[int, ...] | None]:
         """For each variable, the order of axes in which its value lies; `None` as it comes."""
-        return orders_of_kernels(self.model, self.platform)
+        orders = {id(v): order for v, order in kernels_to_lay(self._split_layers, self.platform)}
+        return [orders.get(id(variable)) for variable in self.model.variables]
 
     def weights(self) -> list[jax.Array]:
         """Return the values of all variables, as they are now.
@@ -65,11 +69,9 @@ class Programs(Forward):
         Those that the chip wants in another order are laid so first: in the variable itself, so
         that there is one copy. Its value stays the same.
         """
-        variables = self.model.variables
-        for variable, order in zip(variables, self.orders, strict=True):
-            if order is not None:
-                _lay(variable, order)
-        return [v.value for v in variables]
+        for kernel, order in kernels_to_lay(self._split_layers, self.platform):
+            _lay(kernel, order)
+        return [v.value for v in self.model.variables]
 
     def prefill(
         self, strategy: Strategy, cache: Any, arguments: State, length: int, captures: bool = False

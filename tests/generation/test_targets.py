@@ -209,6 +209,27 @@ def test_weights_that_were_laid_are_trained_saved_and_laid_again(rng, tmp_path):
     np.testing.assert_array_equal(lm.generate(prompts, **OPTIONS)[0]["token_ids"], first)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("change", ["lora", "int8"])
+def test_variables_may_come_and_go_after_a_text(rng, platform, change):
+    lm = make_wide_llama(128)
+    prompts = ragged(rng, [11, 5], 11)
+    have_made_for(lm, platform)
+    lm.generate(prompts, **OPTIONS)
+    if change == "int8":
+        lm.backbone.quantize("int8")
+    else:
+        lm.backbone.enable_lora(2)
+        for variable in lm.backbone.trainable_variables:
+            variable.assign(rng.normal(0, 0.3, variable.shape))
+    text = lm.generate(prompts, **OPTIONS)[0]["token_ids"]
+    laid = orders_of(lm)["transformer_layer_0/self_attention/key/kernel"]
+    assert laid == ((1, 0, 2) if platform == "tpu" else (0, 1, 2))
+    fresh = bs.CachedCausalLM(lm.backbone)
+    fresh.compile(sampler="greedy")
+    np.testing.assert_array_equal(fresh.generate(prompts, **OPTIONS)[0]["token_ids"], text)
+
+
 @pytest.mark.parametrize(("platform", "head_dim"), [("tpu", 64), ("gpu", 128), ("cpu", 128)])
 def test_other_kernels_lie_as_they_come(rng, platform, head_dim):
     lm = make_wide_llama(head_dim)
