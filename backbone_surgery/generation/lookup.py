@@ -25,8 +25,14 @@ from backbone_surgery.opening.state import StateSpec
 MOST = 16
 """Guesses: with the last token they fit into the shortest cache."""
 
-_LONGEST, _ALONE = 8, 2
-"""Tokens that are compared with those before, and that must be equal where they came once."""
+_LONGEST, _PLACES = 8, 8
+"""Tokens that are compared with those before, and places where they came that have a vote."""
+
+_DOUBT = 4.0
+"""Votes that none of the places has: what they went on with may be new."""
+
+_WORTH = 3.0
+"""Right guesses to expect, for each pass of one token that it costs to run them."""
 
 _TRUST, _REGAIN = 2.0, 1 / 64
 """Trust at first and at most, in right guesses, and what each step of one token gives back."""
@@ -84,9 +90,9 @@ def _price(tokens: int) -> float:
     """
     if target.platform() == "cpu" and not calls.available():
         return 0.5 + tokens / 16
-    if target.platform() == "cpu" and tokens > 9:  # more rows than the kernels take
-        return 0.25 + tokens / 12
-    return tokens / 16
+    if target.platform() == "cpu" and tokens > 8:  # arithmetic takes longer than memory
+        return (tokens - 4) / 16
+    return tokens / 32
 
 
 class LookUp:
@@ -124,10 +130,11 @@ class LookUp:
         return tokens, parents, {"of": own, "trust": trust}
 
     def guess(self, state: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Guess what follows the last tokens: what followed the same ones when they came last.
+        """Guess what follows the last tokens: what mostly followed the same ones earlier.
 
-        Of earlier places those count where the most tokens before are the same. Where the two
-        latest of them went on with different tokens there is no telling, and nothing is run.
+        Of earlier places those have a vote where the most tokens before are the same, and of these
+        the latest. Each of these tokens doubles the vote. Those that go on with another token than
+        was guessed have none in the next guess.
 
         Args:
             state: of a generation.
@@ -135,24 +142,24 @@ class LookUp:
         Returns:
             int32[tokens], and bool[], whether to run them.
         """
-        tokens, known = state["tokens"][0], state["cache_mask"][0]
-        length, last = len(tokens), state["slot"] - 1
-        slots = jnp.arange(length, dtype=jnp.int32)
-        alike, equal = slots < last, jnp.zeros(length, jnp.int32)
-        for back in range(min(_LONGEST, length)):
-            there = (slots >= back) & jnp.roll(known, back) & known[last - back]
-            alike = alike & there & (jnp.roll(tokens, back) == tokens[last - back])
-            equal = equal + alike
-        most = equal.max()
-        places = jnp.where(equal == most, slots, -1)
-        found = places.max()
-        before = jnp.where(slots < found, places, -1).max()
-        agree = tokens[before + 1] == tokens[found + 1]
-        likely = (most > 0) & jnp.where(before < 0, most >= _ALONE, agree)
-        # What followed may not be long enough: then the text goes round.
-        following = found + 1 + jnp.arange(self.tokens) % jnp.maximum(last - found, 1)
-        room = state["slot"] + self.tokens < length
-        return tokens[following], likely & room & (state["draws"]["trust"] > 0)
+        tokens, known, slot = state["tokens"][0], state["cache_mask"][0], state["slot"]
+        equal, places = _most_alike(_count_equal(tokens, known, slot - 1))
+        votes = jnp.where(equal > 0, jnp.exp2(equal.astype(jnp.float32)), 0)
+        guesses, right, expected = [], jnp.float32(1), jnp.float32(0)
+        for ahead in range(self.tokens):
+            following = tokens[places + 1 + ahead]
+            same = (following[:, None] == following) & (votes > 0)[:, None]
+            sums = (same * votes).sum(axis=1)
+            best = jnp.argmax(sums)
+            right = right * sums[best] / (votes.sum() + _DOUBT)
+            expected = expected + right
+            guesses.append(following[best])
+            votes = jnp.where(following == guesses[-1], 2 * votes, 0)
+            # A place close to the end goes on with what is guessed.
+            tokens = jax.lax.dynamic_update_slice(tokens, guesses[-1][None], (slot + ahead,))
+        room = slot + self.tokens < len(tokens)
+        likely = expected > _WORTH * self._price
+        return jnp.stack(guesses), likely & room & (state["draws"]["trust"] > 0)
 
     def choose_all(
         self, logits: jax.Array, guesses: jax.Array, state: Arrays, arguments: Arrays
@@ -201,3 +208,24 @@ class LookUp:
             chosen.append(tokens)
             after.append(own)
         return jnp.stack(chosen, axis=1), jax.tree.map(lambda *x: jnp.stack(x), *after)
+
+
+def _count_equal(tokens: jax.Array, known: jax.Array, last: jax.Array) -> jax.Array:
+    """Count for each slot how many tokens up to it are those up to the last one: int32[slots]."""
+    slots = jnp.arange(len(tokens), dtype=jnp.int32)
+    alike, equal = slots < last, jnp.zeros(len(tokens), jnp.int32)
+    for back in range(min(_LONGEST, len(tokens))):
+        there = (slots >= back) & jnp.roll(known, back) & known[last - back]
+        alike = alike & there & (jnp.roll(tokens, back) == tokens[last - back])
+        equal = equal + alike
+    return equal
+
+
+def _most_alike(equal: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Find the slots with the largest counts, of these the latest: counts and slots, int32[n]."""
+    length, found = len(equal), []
+    ranks = equal * length + jnp.arange(length, dtype=jnp.int32)
+    for _ in range(min(_PLACES, length)):  # on a CPU much faster than `top_k`
+        found.append(ranks.max())
+        ranks = jnp.where(ranks == found[-1], -1, ranks)
+    return jnp.divmod(jnp.stack(found), length)

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from backbone_surgery.kernels.builder import INT, INT32, POINTER, STORED, Builder, per_line
 
-_COLUMNS = 384
+_COLUMNS = 192
 """How many columns to take at once: so many of a group and of the sums fit the first cache."""
 
 _BLOCK = 16
@@ -48,7 +48,8 @@ def write_groups(module: ir.Module, width: int, dtype: str, m: int, group: int) 
     """Write `groups_{m}(x, w, y, first, stop, K, columns)`: y = x[:, first:stop] @ w[first:stop].
 
     x is float32[m, K], w [K, columns] of the dtype, y float32[m, columns]; columns divides by the
-    width, and first and stop by `group`. Two rows of x are multiplied at a time.
+    width, and first and stop by `group`. Two rows of x are multiplied at a time, and three at last
+    where their number is odd.
 
     Args:
         module: to add it to.
@@ -59,8 +60,9 @@ def write_groups(module: ir.Module, width: int, dtype: str, m: int, group: int) 
     """
     b = Builder(module, f"groups_{m}", _arguments(dtype, 4), width)
     x, w, y, first, stop, inner, columns = b.function.args
-    pairs, line = -(-m // 2), per_line(dtype)
-    lines = -(-group * width // (line * pairs))  # of the next group, to ask for at each step
+    last, line = 3 if m % 2 else 0, per_line(dtype)
+    turns = m // 2
+    lines = -(-group * width // (line * turns))  # of the next group, to ask for at each step
     with b.loop(0, b.product(m, columns), width) as j:
         b.store(b.zeros, y, j)
     with b.loop(first, stop, group) as k, b.loop(0, columns, _COLUMNS) as start:
@@ -75,7 +77,7 @@ def write_groups(module: ir.Module, width: int, dtype: str, m: int, group: int) 
             own = [b.product(b.sum(i, r), columns) for r in range(count)]
             # Counted in floats: of all steps of this group, those that came before these.
             before = b.product(b.ir.sdiv(b.sum(i), INT(2)), b.ir.sub(end, start))
-            before = b.ir.sub(b.sum(b.product(start, pairs), before), start)
+            before = b.ir.sub(b.sum(b.product(start, turns), before), start)
             with b.loop(start, end, width) as j:
                 ahead = b.ir.sdiv(b.product(b.sum(before, j), lines * line), INT(width))
                 for i in range(lines):
@@ -90,10 +92,10 @@ def write_groups(module: ir.Module, width: int, dtype: str, m: int, group: int) 
                         sums = b.add_product(number, vector, sums)
                     b.store(sums, y, row, j)
 
-        with b.loop(0, m - 1, 2) as i:
+        with b.loop(0, m - last, 2) as i:
             rows(i, 2)
-        if m % 2:
-            rows(INT(m - 1), 1)
+        if last:
+            rows(INT(m - last), last)
     b.ir.ret_void()
     return f"groups_{m}"
 
