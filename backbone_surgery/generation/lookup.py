@@ -1,7 +1,7 @@
 """Prompt lookup: guess the next tokens from the text itself, and run them in one pass.
 
 A text that repeats itself, such as a story, a summary or code, often goes on as it did after the
-same tokens earlier. What followed them there is run together with the last token. Of these guesses
+same tokens earlier. What mostly followed them is run together with the last token. Of these guesses
 those are kept that the model would have chosen itself, and its own choice follows them. So the text
 is the one that it makes token by token.
 
@@ -31,8 +31,8 @@ _LONGEST, _PLACES = 8, 8
 _DOUBT = 4.0
 """Votes that none of the places has: what they went on with may be new."""
 
-_WORTH = 3.0
-"""Right guesses to expect, for each pass of one token that it costs to run them."""
+_MARGIN = 1 / 16
+"""Right guesses to expect of each that is run, beyond what it costs."""
 
 _TRUST, _REGAIN = 2.0, 1 / 64
 """Trust at first and at most, in right guesses, and what each step of one token gives back."""
@@ -158,7 +158,7 @@ class LookUp:
             # A place close to the end goes on with what is guessed.
             tokens = jax.lax.dynamic_update_slice(tokens, guesses[-1][None], (slot + ahead,))
         room = slot + self.tokens < len(tokens)
-        likely = expected > _WORTH * self._price
+        likely = expected > self._price + self.tokens * _MARGIN
         return jnp.stack(guesses), likely & room & (state["draws"]["trust"] > 0)
 
     def choose_all(
