@@ -4,6 +4,7 @@ python -m tests.meshes.on_hosts texts FOLDER --mesh 1,4 --process 0 --processes 
 """
 
 import argparse
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -99,6 +100,29 @@ def apart(folder, process):
     print("done", flush=True)
 
 
+def make_wide():
+    """Make a Llama whose heads are so wide that a TPU has their kernels laid heads-first."""
+    sizes = {"vocabulary_size": 64, "num_layers": 2, "hidden_dim": 512, "intermediate_dim": 128}
+    return keras_hub.models.LlamaBackbone(**sizes, num_query_heads=4, num_key_value_heads=4)
+
+
+def laid():
+    """Generate by the programs of a TPU too, one batch and another, and read the weights."""
+    from tests.meshes.on_devices import OPTIONS, prompts
+
+    lm = bs.CachedCausalLM(make_wide())
+    lm.compile(sampler="greedy")
+    before = bs.weights_digest(lm)
+    wanted = [lm.generate(prompts(rows), **OPTIONS)["token_ids"] for rows in (4, 3)]
+    object.__setattr__(lm, "programs", dataclasses.replace(lm.programs, platform="tpu"))
+    got = [lm.generate(prompts(rows), **OPTIONS)["token_ids"] for rows in (4, 3)]
+    for text, own in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(own, text)
+    orders = [v.value.format.layout.major_to_minor for v in lm.backbone.variables]
+    assert bs.weights_digest(lm) == before
+    print(f"laid: {orders.count((1, 0, 2))}", flush=True)
+
+
 def die(who, process):
     """End one process without a word, while the others generate or wait."""
     from tests.meshes.on_devices import OPTIONS, make_divisible, prompts
@@ -118,7 +142,7 @@ def die(who, process):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["texts", "disagree", "differ", "apart", "die"])
+    parser.add_argument("kind", choices=["texts", "disagree", "differ", "apart", "laid", "die"])
     parser.add_argument("what", help="a folder; or who dies, and when")
     parser.add_argument("--mesh", default="1,4")
     parser.add_argument("--process", type=int, default=0)
@@ -136,13 +160,15 @@ def main():
     keras.utils.set_random_seed(0)
     mesh = None if asked.kind == "apart" else tuple(map(int, asked.mesh.split(",")))
     folder = Path(asked.what)
-    with on(mesh, make_divisible()):
+    with on(mesh, make_wide() if asked.kind == "laid" else make_divisible()):
         if asked.kind == "texts":
             np.savez(folder / f"{asked.processes}_{asked.process}.npz", **tools(folder))
         elif asked.kind == "die":
             die(asked.what, asked.process)
         elif asked.kind == "differ":
             differ(asked.process)
+        elif asked.kind == "laid":
+            laid()
         else:
             {"disagree": disagree, "apart": apart}[asked.kind](folder, asked.process)
 

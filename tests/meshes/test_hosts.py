@@ -71,6 +71,13 @@ def test_processes_with_a_whole_model_each_know_nothing_of_each_other(tmp_path):
         assert "done" in output
 
 
+@pytest.mark.parametrize("mesh", ["2,2", "1,4"])
+def test_kernels_of_a_tpu_are_laid_on_the_devices_of_each_process(tmp_path, mesh):
+    for status, output, errors in finish(start("laid", tmp_path, mesh)):
+        assert status == 0, errors[-3000:]
+        assert "laid: 6" in output  # of queries, keys and values of two blocks
+
+
 def test_weights_that_differ_are_refused_by_jax(tmp_path):
     for status, _, errors in finish(start("differ", tmp_path)):
         assert status == 1
