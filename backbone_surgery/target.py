@@ -107,16 +107,26 @@ def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
     return next(n for n in range(most, 0, -1) if prompt % n == 0)
 
 
-def order_of_kernel(chosen: str, head_dim: int) -> tuple[int, ...] | None:
-    """Return in which order of axes a kernel [inputs, heads, head_dim] is to lie.
+def order_of_weight(chosen: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return in which order of axes a kernel [inputs, heads, head_dim] or a table is to lie.
 
     A TPU multiplies by the inputs of one head after the other, and turns a kernel that comes in
-    another order: a second copy of it, at each call. It takes narrow heads as they come.
+    another order: a second copy of it, at each call. It takes narrow heads as they come. A table
+    [tokens, hidden_dim] comes with tokens next to each other where that leaves fewer empty of the
+    numbers that it reads at once; and it turns all of it to look a token up.
 
     Returns:
         The axes from the outermost to the innermost in memory; `None` for the order they are in.
+
+    Examples:
+        >>> shapes = (4096, 32, 128), (768, 12, 64), (201088, 2880), (256000, 2304)
+        >>> [order_of_weight("tpu", shape) for shape in shapes]
+        [(1, 0, 2), None, (0, 1), None]
     """
-    return (1, 0, 2) if chosen == "tpu" and head_dim % _LANES == 0 else None
+    in_whole_reads = shape[-1] % _LANES == 0
+    if chosen != "tpu" or in_whole_reads == (len(shape) == 2):
+        return None
+    return (0, 1) if len(shape) == 2 else (1, 0, 2)
 
 
 def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:

@@ -16,6 +16,9 @@ from backbone_surgery.opening.site import Identity
 _PIECE_BYTES = 2**22
 """How much is copied at a time on a CPU: less than its cache holds."""
 
+_IN_TURN = 16
+"""How many experts are run one after the other, on a TPU. Each is written out in the program."""
+
 
 def most_chosen(weights: keras.KerasTensor) -> int | None:
     """Return how many experts have a weight that is not zero, at most, or `None` if all may.
@@ -55,13 +58,13 @@ class ChosenExperts(keras.layers.Layer):
     def call(self, x, weights):
         """Run the experts that each token weighs; all, once that would read as many kernels.
 
-        On a TPU always all: its compiler takes the kernels of some row by row, in loops.
+        A TPU multiplies by one expert after the other, so there they are few.
         """
         batch, time, hidden_dim = ops.shape(x)
         count = weights.shape[-1]
         sizes_are_known = isinstance(batch, int) and isinstance(time, int)
-        few = sizes_are_known and batch * time * self.top_k < count
-        if not few or target.platform() == "tpu":
+        most = min(count, _IN_TURN + 1) if target.platform() == "tpu" else count
+        if not (sizes_are_known and batch * time * self.top_k < most):
             return self.mixed(x, weights)
         shares, index = ops.top_k(ops.reshape(weights, (batch * time, count)), self.top_k)
         pairs = ops.repeat(ops.reshape(x, (batch * time, 1, hidden_dim)), self.top_k, axis=0)
@@ -96,11 +99,14 @@ class _Chosen(Experts):
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
         that stay in its cache, so that memory is read once and not written. Not so for kernels in
         half precision: XLA on a CPU would make float32 of the whole bank, in a loop. On a GPU they
-        are multiplied and added up, which XLA makes one kernel with the taking, and copies nothing.
+        are multiplied and added up, and on a TPU multiplied in turn, which XLA makes one kernel
+        with the taking, and copies nothing.
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
         tokens = x.shape[0]
+        if target.platform() == "tpu":
+            return ops.stack([self._times_one(x[:, 0], kernel, i) for i in range(tokens)])
         if target.platform() == "gpu":
             wide = ops.cast(self._take(kernel, self.index), "float32")
             total = ops.sum(ops.cast(x[:, 0, :, None], "float32") * wide, axis=1)
@@ -122,6 +128,15 @@ class _Chosen(Experts):
 
         total = ops.fori_loop(0, count, add, ops.zeros((tokens, 1, outputs), "float32"))
         return ops.cast(total, x.dtype)
+
+    def _times_one(self, x: Any, kernel: Any, token: int) -> Any:
+        """Multiply all tokens by the kernel that one chose, and keep its own row: [1, outputs].
+
+        A product of one row would become a sum, which no matrix unit computes.
+        """
+        start, size = (self.index[token], 0, 0), (1, *kernel.shape[1:])
+        one = ops.cast(ops.slice(kernel, start, size)[0], self.dtype)
+        return ops.matmul(x, one)[token : token + 1]
 
     def vector(self, name: str) -> Any:
         return self._take(super().vector(name), self.index)

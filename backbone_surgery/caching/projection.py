@@ -4,17 +4,15 @@ Where the heads of a kernel come before its inputs, the plain einsum makes XLA c
 kernel into another order, at each token that is decoded. A product for each head needs no copy.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import ops
 
-from backbone_surgery import graph, target
+from backbone_surgery import graph
 
 _SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
-_INPUTS_FIRST = "abc,cde->abde"
 
 
 def projects_heads(layer: Any, compute_dtype: str) -> bool:
@@ -22,7 +20,7 @@ def projects_heads(layer: Any, compute_dtype: str) -> bool:
     if type(layer) is not keras.layers.EinsumDense or layer.quantization_mode is not None:
         return False
     like_the_model = layer.autocast and layer.compute_dtype == compute_dtype
-    return like_the_model and _form(layer.equation) in (_SPLIT, _JOIN)
+    return like_the_model and form_of(layer.equation) in (_SPLIT, _JOIN)
 
 
 class HeadProjection(keras.layers.Layer):
@@ -62,37 +60,11 @@ class HeadProjection(keras.layers.Layer):
         return self.dense.compute_output_spec(inputs)
 
 
-def split_layers(model: keras.Model) -> list[keras.layers.EinsumDense]:
-    """Return the layers of a model that project to heads by kernels [inputs, heads, head_dim]."""
-    layers = [getattr(n.operation, "dense", n.operation) for n in graph.all_nodes(model)]
-    dense = {id(x): x for x in layers if type(x) is keras.layers.EinsumDense}
-    return [x for x in dense.values() if _form(x.equation) == _INPUTS_FIRST]
-
-
-def kernels_to_lay(
-    layers: list[keras.layers.EinsumDense], platform: str
-) -> Iterator[tuple[keras.Variable, tuple[int, ...]]]:
-    """Yield each kernel that is to lie in another order than it came in, as it is now.
-
-    LoRA and quantisation give a layer other variables, so nothing is kept from call to call.
-
-    Args:
-        layers: from `split_layers`.
-        platform: where they run; see `target.order_of_kernel`.
-    """
-    for layer in layers:
-        for kernel in graph.own_weights(layer):
-            if len(kernel.shape) == 3:
-                order = target.order_of_kernel(platform, kernel.shape[2])
-                if order is not None:
-                    yield kernel, order
-
-
 def product(dense: Any, x: Any, kernel: Any) -> Any:
     """Return the product that a `Dense` or an `EinsumDense` takes, the kernel read as it lies."""
     if isinstance(dense, keras.layers.Dense):
         return ops.matmul(x, kernel)
-    form = _form(dense.equation)
+    form = form_of(dense.equation)
     if form in (_SPLIT, _JOIN):
         return (_to_heads if form == _SPLIT else _from_heads)(x, kernel)
     return ops.einsum(dense.equation, x, kernel)
@@ -114,7 +86,7 @@ def _from_heads(x, kernel):
     return ops.matmul(rows, ops.reshape(kernel, (heads * head_dim, ops.shape(kernel)[2])))
 
 
-def _form(equation: str) -> str:
+def form_of(equation: str) -> str:
     """Rename the letters of an equation in the order in which they come."""
     letters = dict.fromkeys(c for c in equation if c.isalpha())
     return equation.translate({ord(c): chr(ord("a") + i) for i, c in enumerate(letters)})

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.caching.projection import kernels_to_lay, split_layers
+from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
@@ -55,12 +55,12 @@ class Programs(Forward):
         ]
 
     @functools.cached_property
-    def _split_layers(self) -> list[keras.layers.EinsumDense]:
-        return split_layers(self.model)
+    def _to_lay(self) -> list[keras.Layer]:
+        return layers_to_lay(self.model)
 
     def orders(self) -> list[tuple[int, ...] | None]:
         """For each variable, the order of axes in which its value lies; `None` as it comes."""
-        orders = {id(v): order for v, order in kernels_to_lay(self._split_layers, self.platform)}
+        orders = {id(v): order for v, order in weights_to_lay(self._to_lay, self.platform)}
         return [orders.get(id(variable)) for variable in self.model.variables]
 
     def weights(self) -> list[jax.Array]:
@@ -69,8 +69,8 @@ class Programs(Forward):
         Those that the chip wants in another order are laid so first: in the variable itself, so
         that there is one copy. Its value stays the same.
         """
-        for kernel, order in kernels_to_lay(self._split_layers, self.platform):
-            _lay(kernel, order)
+        for variable, order in weights_to_lay(self._to_lay, self.platform):
+            _lay(variable, order)
         return [v.value for v in self.model.variables]
 
     def prefill(

@@ -19,7 +19,7 @@ _FREE = {
     *("opt-barrier", "partition-id", "replica-id"),
 }
 _SLICES = {"slice", "dynamic-slice", "gather"}
-_WHOLE = {"dot", "convolution", "fusion", "custom-call", "sort", "while", "conditional", "call"}
+_WHOLE = {"dot", "convolution", "custom-call", "sort", "while", "conditional", "call"}
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -195,7 +195,7 @@ def _read(instruction: Instruction, lines: Computation, module: dict[str, Comput
     """Return the bytes that an instruction reads."""
     operands = [lines[name] for name in instruction.operands if name in lines]
     if instruction.opcode == "fusion":
-        fused = _Fused(module[instruction.calls("calls")[0]])
+        fused = _Fused(module[instruction.calls("calls")[0]], module)
         return sum(fused.read(i, size_of(x.shape)) for i, x in enumerate(operands))
     if instruction.opcode.removesuffix("-start") in _SLICES:
         return size_of(_first(instruction.shape, 1 if "-start" in instruction.opcode else 0))
@@ -207,7 +207,7 @@ def _read(instruction: Instruction, lines: Computation, module: dict[str, Comput
 def _written(instruction: Instruction, lines: Computation, module: dict[str, Computation]) -> int:
     """Return the bytes that an instruction writes."""
     if instruction.opcode == "fusion":
-        return _Fused(module[instruction.calls("calls")[0]]).written()
+        return _Fused(module[instruction.calls("calls")[0]], module).written()
     if instruction.opcode == "dynamic-update-slice":
         return size_of(lines[instruction.operands[1]].shape)
     if instruction.opcode == "custom-call":
@@ -226,8 +226,8 @@ def _first(shape: str, index: int) -> str:
 class _Fused:
     """The inside of a fusion: how much it needs of each of its parameters."""
 
-    def __init__(self, lines: Computation) -> None:
-        self.lines = lines
+    def __init__(self, lines: Computation, module: dict[str, Computation]) -> None:
+        self.lines, self.module = lines, module
         self.users: defaultdict[str, list[Instruction]] = defaultdict(list)
         for instruction in lines.values():
             for name in set(instruction.operands):
@@ -238,10 +238,14 @@ class _Fused:
 
     def read(self, number: int, size: int) -> int:
         """Return how many bytes are read of a parameter of some size."""
+        return int(self.share_of(number) * size)
+
+    def share_of(self, number: int) -> float:
+        """Return how much is read of a parameter, from 0 to 1."""
         for instruction in self.lines.values():
             if instruction.opcode == "parameter" and instruction.number == number:
-                return int(self._share(instruction.name) * size)
-        return 0
+                return self._share(instruction.name)
+        return 0.0
 
     def written(self) -> int:
         """Return how many bytes are written: of what is updated in place, the update alone."""
@@ -269,6 +273,9 @@ class _Fused:
         return self._shares[name]
 
     def _wanted(self, user: Instruction, name: str) -> float:
+        if user.opcode == "fusion":
+            inner = _Fused(self.module[user.calls("calls")[0]], self.module)
+            return sum(inner.share_of(i) for i, x in enumerate(user.operands) if x == name)
         if user.opcode in _WHOLE:
             return 1.0
         first = user.operands[0] == name

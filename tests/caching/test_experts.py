@@ -49,7 +49,7 @@ def inputs_of(rng, rows, time=1, top_k=2):
     return x, np.array(TopExperts(top_k)(logits))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("piece_bytes", [1, 500, 2**22])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (3, 1), (1, 2), (2, 2), (4, 5)])
 def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes, platform):
@@ -63,8 +63,10 @@ def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes,
     assert relative(ChosenExperts(mixed, 2)(x, weights), wanted) <= 1e-6
 
 
-def test_it_reads_the_chosen_experts_alone(rng, mixed):
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
     """An expert of NaNs shows where it is read, though its weight be zero."""
+    monkeypatch.setattr(target, "platform", lambda: platform)
     x, weights = inputs_of(rng, 3)
     weights[..., 5] = 0
     for variable in mixed.bank.weights:
@@ -76,6 +78,8 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed):
     assert np.isfinite(chosen(x, weights)).all()
     more = inputs_of(rng, 4)  # as many choices as experts
     assert np.isnan(chosen(*more)).all()
+    monkeypatch.setattr(experts, "_IN_TURN", 5)  # and six are chosen
+    assert np.isnan(chosen(x, weights)).all() == (platform == "tpu")
 
 
 def compiled(layer, x, weights):

@@ -80,6 +80,20 @@ def test_a_step_is_what_the_loop_over_tokens_does():
     assert step.cycles is None
 
 
+def test_a_fusion_within_a_fusion_reads_its_part():
+    outer = """%fused_outer (p0: f32[100,10], p1: s32[]) -> f32[10] {
+  %p0 = f32[100,10]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  ROOT %part = f32[10]{0} fusion(%p0, %p1), kind=kLoop, calls=%fused_row
+}
+
+%inner"""
+    nested = TEXT.replace("kind=kLoop, calls=%fused_row", "kind=kOutput, calls=%fused_outer")
+    nested = nested.replace("%inner", outer, 1)
+    assert "calls=%fused_outer" in nested
+    assert read_step(nested, in_loop=True) == read_step(TEXT, in_loop=True)
+
+
 def test_a_program_without_a_loop_is_read_whole():
     step = read_step(TEXT, in_loop=False)
     assert step.exchanges == {"all-gather": 1, "all-reduce": 1}
