@@ -160,8 +160,10 @@ def attends(rows: Any, cache: Any) -> bool:
         rows: queries or their shares, [batch, heads, queries, ...], by the heads of the cache.
         cache: keys or values, [batch, slots, heads, size].
     """
+    if not _in_use.get():  # other backends have shapes that are not known
+        return False
     few = rows.shape[2] <= _MOST_QUERIES and cache.shape[3] % 16 == 0
-    return few and cache.dtype.name != "int8" and _in_use.get() and _takes(rows, cache)
+    return few and cache.dtype.name != "int8" and _takes(rows, cache)
 
 
 def scores(query: Any, key: Any, first: Any, stop: Any) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ def test_lookup_writes_the_same_text(run):
     assert "lookup" in refused.output
 
 
+@pytest.mark.skipif(bool(find_spec("jax_cuda12_plugin")), reason="its log cannot be turned off")
 @pytest.mark.slow
 def test_the_console_script_needs_no_configuration(tmp_path):
     """As on a fresh machine: no backend chosen, no Keras settings, and nothing else on screen."""
