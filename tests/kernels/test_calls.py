@@ -173,3 +173,8 @@ def test_without_llvmlite_or_with_an_old_one_there_are_none(monkeypatch, lack):
         )
     finally:
         calls.available.cache_clear()
+
+
+def test_where_no_kernels_are_in_use_nothing_is_asked_of_arrays():
+    """Those of TensorFlow may have no known number of rows."""
+    assert not calls.attends(None, None)
