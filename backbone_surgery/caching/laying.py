@@ -15,9 +15,9 @@ _INPUTS_FIRST = "abc,cde->abde"
 
 
 def layers_to_lay(model: keras.Model) -> list[keras.Layer]:
-    """Return the layers of a model whose weights a chip may want in another order."""
+    """Return the layers of a model that have a weight which a chip may want in another order."""
     layers = [getattr(n.operation, "dense", n.operation) for n in graph.all_nodes(model)]
-    return [x for x in {id(x): x for x in layers}.values() if _axes(x) is not None]
+    return [x for x in {id(x): x for x in layers}.values() if _is_table(x) or _is_split(x)]
 
 
 def weights_to_lay(
@@ -33,15 +33,17 @@ def weights_to_lay(
     """
     for layer in layers:
         for weight in graph.own_weights(layer):
-            if len(weight.shape) == _axes(layer):
-                order = target.order_of_weight(platform, weight.shape)
-                if order is not None:
-                    yield weight, order
+            shape = tuple(weight.shape)
+            # A table may have its transpose beside it, for logits.
+            table = _is_table(layer) and shape == (layer.input_dim, layer.output_dim)
+            order = target.order_of_weight(platform, shape) if table or len(shape) == 3 else None
+            if order is not None:
+                yield weight, order
 
 
-def _axes(layer: keras.Layer) -> int | None:
-    """Return how many axes the weight of a layer has that may be laid, or `None` if none may."""
-    if isinstance(layer, keras.layers.Embedding):
-        return 2
-    heads = type(layer) is keras.layers.EinsumDense and form_of(layer.equation) == _INPUTS_FIRST
-    return 3 if heads else None
+def _is_table(layer: keras.Layer) -> bool:
+    return isinstance(layer, keras.layers.Embedding)
+
+
+def _is_split(layer: keras.Layer) -> bool:
+    return type(layer) is keras.layers.EinsumDense and form_of(layer.equation) == _INPUTS_FIRST
