@@ -128,12 +128,21 @@ ROWS = [
     Row("gemma3_batch8", "gemma3_141m", 8, 16, 256),
     Row("mixtral", "mixtral_99m", 1, 16, 256),
     Row("mixtral_batch8", "mixtral_99m", 8, 16, 256),
-    Row("gpu_gemma", "gemma_2b", 1, 64, 1024, dtype="bfloat16", backend="gpu"),
-    Row("gpu_gemma_batch32", "gemma_2b", 32, 64, 1024, dtype="bfloat16", backend="gpu"),
-    Row("gpu_gpt2", "gpt2_124m", 1, 16, 1024, dtype="bfloat16", backend="gpu"),
-    Row("gpu_steering", "gemma_2b", 1, 64, 512, kind="overhead", dtype="bfloat16", backend="gpu"),
-    Row("gpu_capture", "gemma_2b", 1, 64, 512, kind="capture", dtype="bfloat16", backend="gpu"),
-    Row("gpu_stream", "gemma_2b", 1, 64, 512, kind="stream", dtype="bfloat16", backend="gpu"),
+    *(
+        Row(f"gpu_{name}{of}", model, batch, 64, 1024, dtype="bfloat16", backend="gpu")
+        for name, model in (("gpt2", "gpt2_124m"), ("gemma", "gemma_2b"))
+        for of, batch in (("", 1), ("_batch8", 8), ("_batch64", 64))
+    ),
+    *(
+        Row(f"gpu_{kind}", "gemma_2b", batch, prompt, length, kind, "bfloat16", "gpu")
+        for kind, batch, prompt, length in (
+            ("first_token", 1, 2048, 2304),
+            ("steered", 32, 64, 512),
+            ("overhead", 1, 64, 512),
+            ("capture", 1, 64, 512),
+            ("stream", 1, 64, 512),
+        )
+    ),
 ]
 
 QUICK = (
