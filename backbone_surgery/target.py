@@ -123,10 +123,12 @@ def order_of_weight(chosen: str, shape: tuple[int, ...]) -> tuple[int, ...] | No
         >>> [order_of_weight("tpu", shape) for shape in shapes]
         [(1, 0, 2), None, (0, 1), None]
     """
-    in_whole_reads = shape[-1] % _LANES == 0
-    if chosen != "tpu" or in_whole_reads == (len(shape) == 2):
+    if chosen != "tpu":
         return None
-    return (0, 1) if len(shape) == 2 else (1, 0, 2)
+    is_multiple = shape[-1] % _LANES == 0
+    if len(shape) == 2:
+        return None if is_multiple else (0, 1)
+    return (1, 0, 2) if is_multiple else None
 
 
 def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:

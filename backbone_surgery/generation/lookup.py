@@ -86,7 +86,7 @@ def look_up(
 def _price(tokens: int) -> float:
     """Return what a pass over some guesses costs more than one of a token, in such passes.
 
-    Measured on a CPU, see docs/performance.md; on other chips it costs less.
+    Measured on a CPU, see docs/performance.md, and on no other chip.
     """
     if target.platform() == "cpu" and not calls.available():
         return 0.5 + tokens / 16

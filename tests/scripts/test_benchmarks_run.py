@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
-    "bench_lookup.py": ("--runs", "1", "--blocks", "1", "--guesses", "4", "--text", "random"),
+    "bench_lookup.py": ("--runs", "1", "--blocks", "1", "--guesses", "4", "--text", "an edit"),
     "bench_growth.py": ("--turns", "1", "--steps", "1"),
 }
 
