@@ -38,6 +38,7 @@ def gpt2():
 def gemma2(**sizes):
     """Of the shape of Gemma 2 2B, with 4 of its 26 blocks."""
     shape = {
+        "vocabulary_size": 256000,
         "num_layers": 4,
         "num_query_heads": 8,
         "num_key_value_heads": 4,
@@ -46,7 +47,6 @@ def gemma2(**sizes):
         "head_dim": 256,
     }
     return keras_hub.models.GemmaBackbone(
-        vocabulary_size=256000,
         use_post_ffw_norm=True,
         use_post_attention_norm=True,
         final_logit_soft_cap=30,
@@ -55,6 +55,11 @@ def gemma2(**sizes):
         sliding_window_size=4096,
         **{**shape, **sizes},
     )
+
+
+def gemma2_32k():
+    """Of the same shape, with 32,000 tokens: the blocks are most of what is read."""
+    return gemma2(vocabulary_size=32000)
 
 
 def gemma2_27b(blocks=4):
@@ -123,6 +128,7 @@ def mixtral():
 MODELS = {
     "gpt2": (gpt2, keras_hub.models.GPT2CausalLM),
     "gemma2": (gemma2, keras_hub.models.GemmaCausalLM),
+    "gemma2_32k": (gemma2_32k, keras_hub.models.GemmaCausalLM),
     "gemma2_27b": (gemma2_27b, keras_hub.models.GemmaCausalLM),
     "gemma2_27b_whole": (partial(gemma2_27b, 46), keras_hub.models.GemmaCausalLM),
     "llama3": (llama3, keras_hub.models.Llama3CausalLM),
@@ -182,8 +188,8 @@ def counts(program):
     """Return what is kept of a compiled program."""
     if program.error:
         return {"error": program.error[:200]}
-    names = ("kernels", "step_bytes", "copied_bytes", "temporary_bytes", "estimated_seconds")
-    return {name: getattr(program, name) for name in names}
+    names = ("kernels", "transfers", "step_bytes", "copied_bytes", "temporary_bytes")
+    return {name: getattr(program, name) for name in (*names, "estimated_seconds")}
 
 
 def measure(models, devices, rows, own_alone):
@@ -200,7 +206,8 @@ def measure(models, devices, rows, own_alone):
 
 def show(lines):
     """Print the lines as a table, ours / KerasHub."""
-    table = Table("model", "device", "rows", "kernels", "moved / least", "temporaries MB", "us")
+    columns = ("kernels", "transfers", "moved / least", "temporaries MB", "us")
+    table = Table("model", "device", "rows", *columns)
     for line in lines:
 
         def pair(name, unit, digits, line=line):
@@ -210,6 +217,7 @@ def show(lines):
         table.add_row(
             *(str(line[name]) for name in ("model", "device", "rows")),
             pair("kernels", 1, 0),
+            pair("transfers", 1, 0),
             pair("step_bytes", line["least_bytes"], 2),
             pair("temporary_bytes", 1e6, 1),
             pair("estimated_seconds", 1e-6, 0),

@@ -54,7 +54,8 @@ class CompiledProgram:
         peak_bytes: of both, and of what comes out anew.
         collectives: `{kind: how many}` in the loop over tokens; of prefill, in all.
         kernels: that run for each token; of prefill, in all.
-        instructions: the same by kind and by what they write, `{"fusion bf16[8,768]": how many}`.
+        transfers: how often a TPU brings something onto the chip, or back, while kernels run.
+        instructions: both by kind and by what they write, `{"fusion bf16[8,768]": how many}`.
         step_bytes: that a token reads from and writes to memory; of prefill, in all.
         least_bytes: that a token reads at least, see `Plan`; `None` of prefill.
         copied_bytes: of what is read and written, of arrays that are only copied.
@@ -70,6 +71,7 @@ class CompiledProgram:
     peak_bytes: int = 0
     collectives: Mapping[str, int] = field(default_factory=dict)
     kernels: int = 0
+    transfers: int = 0
     instructions: Mapping[str, int] = field(default_factory=dict, repr=False)
     step_bytes: int = 0
     least_bytes: int | None = None
@@ -171,6 +173,7 @@ def _read(answer: dict[str, Any], hlo: str, step: Step, device: Device) -> Compi
         peak_bytes=sum(answer[f"{k}_bytes"] for k in ("argument", "temporary", "new")),
         collectives=dict(step.exchanges),
         kernels=step.kernels.total(),
+        transfers=step.transfers,
         instructions=dict(step.instructions),
         step_bytes=step.bytes,
         copied_bytes=step.copied_bytes,

@@ -20,6 +20,8 @@ _FREE = {
 }
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _WHOLE = {"dot", "convolution", "custom-call", "sort", "while", "conditional", "call"}
+_TRANSFERS = {"copy-start", "slice-start"}
+_NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -52,7 +54,8 @@ class Step:
 
     Attributes:
         kernels: `{kind of instruction: how many}`.
-        instructions: the same, told apart by what they write: `{"fusion bf16[8,768]": how many}`.
+        transfers: how often a TPU brings something onto the chip, or back, while kernels run.
+        instructions: both, told apart by what they write: `{"fusion bf16[8,768]": how many}`.
         exchanges: `{kind of collective: how many}`.
         bytes: read from and written to the memory of the device.
         copied_bytes: of arrays that are copied as they are, or turned, within that memory.
@@ -61,6 +64,7 @@ class Step:
     """
 
     kernels: Counter = field(default_factory=Counter)
+    transfers: int = 0
     instructions: Counter = field(default_factory=Counter)
     exchanges: Counter = field(default_factory=Counter)
     bytes: int = 0
@@ -135,16 +139,21 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def size_of(shape: str) -> int:
-    """Return the bytes of a shape in the memory of the device; what lies on the chip counts none.
+def size_of(shape: str, on_chip: bool = False) -> int:
+    """Return the bytes of a shape in the memory of the device.
+
+    Args:
+        shape: as HLO writes it.
+        on_chip: whether what lies on the chip counts too.
 
     Examples:
-        >>> size_of("(bf16[8,64]{1,0}, s32[2], f32[4]{0:T(128)S(1)})")
-        1032
+        >>> shape = "(bf16[8,64]{1,0}, s32[2], f32[4]{0:T(128)S(1)})"
+        >>> size_of(shape), size_of(shape, on_chip=True)
+        (1032, 1048)
     """
     total = 0
     for kind, sizes, layout in _ARRAY.findall(shape):
-        if "S(" in layout:
+        if "S(" in layout and not on_chip:
             continue
         bits = _BITS.get(kind) or int(next(iter(re.findall(r"\d+", kind)), 0))
         total += math.prod(int(n) for n in sizes.split(",") if n) * bits // 8
@@ -161,8 +170,15 @@ def _flat(
             keys = ("to_apply", "calls", "body", "true_computation", "false_computation")
             for name in instruction.calls(*keys):
                 yield from _flat(module[name], module, times * int(trips[1]) if trips else times)
-        elif instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
+        elif _runs(instruction):
             yield instruction, lines, times
+
+
+def _runs(instruction: Instruction) -> bool:
+    """Tell whether a chip does something, and it is not the end of what it began."""
+    is_name = instruction.opcode == "custom-call" and _NAMES_ALONE.search(instruction.attributes)
+    is_end = instruction.opcode.endswith("-done")
+    return not (is_name or is_end or instruction.opcode in _FREE)
 
 
 def _count(
@@ -176,7 +192,10 @@ def _count(
     exchange = next((kind for kind in EXCHANGES if opcode == kind), None)
     if exchange is not None:
         step.exchanges[exchange] += times
-    step.kernels[opcode] += times
+    if instruction.opcode in _TRANSFERS:
+        step.transfers += times
+    else:
+        step.kernels[opcode] += times
     step.instructions[f"{opcode} {re.sub(_LAYOUT, '', instruction.shape)}"] += times
     written = _written(instruction, lines, module)
     if opcode in ("copy", "transpose") and _read(instruction, lines, module):
@@ -198,7 +217,8 @@ def _read(instruction: Instruction, lines: Computation, module: dict[str, Comput
         fused = _Fused(module[instruction.calls("calls")[0]], module)
         return sum(fused.read(i, size_of(x.shape)) for i, x in enumerate(operands))
     if instruction.opcode.removesuffix("-start") in _SLICES:
-        return size_of(_first(instruction.shape, 1 if "-start" in instruction.opcode else 0))
+        part = _first(instruction.shape, 1 if "-start" in instruction.opcode else 0)
+        return size_of(part, on_chip=True) if size_of(operands[0].shape) else 0
     if instruction.opcode == "dynamic-update-slice":
         return size_of(operands[1].shape)
     return sum(size_of(x.shape) for x in operands)
@@ -280,8 +300,8 @@ class _Fused:
             return 1.0
         first = user.operands[0] == name
         if user.opcode in _SLICES and first:
-            size = size_of(self.lines[name].shape) or 1
-            return self._share(user.name) * size_of(user.shape) / size
+            size = size_of(self.lines[name].shape, on_chip=True) or 1
+            return self._share(user.name) * size_of(user.shape, on_chip=True) / size
         if user.opcode == "dynamic-update-slice" and first and user in self.made:
             return 0.0  # in place
         if user.opcode == "tuple" and self.lines[name].opcode == "parameter":

@@ -258,9 +258,10 @@ def _shown(program: CompiledProgram) -> str:
     if program.error:
         return f"does not compile: {program.error.strip().splitlines()[0]}"
     collectives = ", ".join(f"{n} {kind}" for kind, n in program.collectives.items())
+    transfers = f" and {program.transfers} transfers" if program.transfers else ""
     parts = [
         f"{_size(program.argument_bytes)} in, {_size(program.temporary_bytes)} temporary",
-        f"{program.kernels} kernels move {_size(program.step_bytes)}",
+        f"{program.kernels} kernels{transfers} move {_size(program.step_bytes)}",
         collectives,
     ]
     if program.estimated_seconds is not None:

@@ -80,6 +80,44 @@ def test_a_step_is_what_the_loop_over_tokens_does():
     assert step.cycles is None
 
 
+# A weight of 1,000 numbers is brought onto the chip in two pieces, and a result of 10 goes back.
+ON_A_TPU = """
+%first_half (p0: f32[1000]) -> f32[500] {
+  %p0 = f32[1000]{0} parameter(0)
+  ROOT %part = f32[500]{0:T(128)S(1)} slice(%p0), slice={[0:500]}
+}
+
+ENTRY %main (w: f32[1000], x: f32[10]) -> f32[10] {
+  %w = f32[1000]{0} parameter(0)
+  %x = f32[10]{0:S(1)} parameter(1)
+  %a = ((f32[1000]{0}), f32[500]{0:S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[0:500]}
+  %b = ((f32[1000]{0}), f32[500]{0:S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[500:1000]}
+  %c = f32[500]{0:S(1)} slice-done(%a)
+  %d = f32[500]{0:S(1)} slice-done(%b)
+  %all = f32[1000]{0:S(1)} custom-call(%c, %d), custom_call_target="ConcatBitcast"
+  %half = f32[500]{0:S(1)} fusion(%w), kind=kLoop, calls=%first_half
+  %on = f32[10]{0:S(1)} fusion(%all, %half, %x), kind=kLoop, calls=%mul
+  %back = (f32[10]{0}, f32[10]{0:S(1)}, u32[]{:S(2)}) copy-start(%on)
+  ROOT %y = f32[10]{0} copy-done(%back)
+}
+
+%mul (p0: f32[1000], p1: f32[500], p2: f32[10]) -> f32[10] {
+  %p0 = f32[1000]{0} parameter(0)
+  %p1 = f32[500]{0} parameter(1)
+  %p2 = f32[10]{0} parameter(2)
+  ROOT %r = f32[10]{0:S(1)} custom-call(%p0, %p1, %p2)
+}
+"""
+
+
+def test_what_a_tpu_brings_onto_the_chip_is_read_from_memory():
+    step = read_step(ON_A_TPU, in_loop=False)
+    assert step.transfers == 3
+    assert step.kernels == {"fusion": 2}  # no kernel puts two pieces together
+    assert step.bytes == 2 * 500 * 4 + 500 * 4 + 10 * 4
+    assert step.copied_bytes == 0
+
+
 def test_a_fusion_within_a_fusion_reads_its_part():
     outer = """%fused_outer (p0: f32[100,10], p1: s32[]) -> f32[10] {
   %p0 = f32[100,10]{1,0} parameter(0)
