@@ -29,6 +29,7 @@ _LANES = 128
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _on_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("on_mesh", default=False)
+_one_of: contextvars.ContextVar[int] = contextvars.ContextVar("one_of", default=1)
 _whole_prompts: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
 
 
@@ -89,6 +90,27 @@ def least_rows(chosen: str) -> int:
     An empty second row has them make a product of matrices, see docs/accelerators.md.
     """
     return 1 if chosen == "cpu" else 2
+
+
+@contextlib.contextmanager
+def one_row_of(rows: int) -> Iterator[None]:
+    """Have it known inside that of so many rows of a batch the first alone is of use."""
+    token = _one_of.set(rows)
+    try:
+        yield
+    finally:
+        _one_of.reset(token)
+
+
+def rows_of_use(rows: int) -> int:
+    """Return how many rows are of use as far as is known, the first ones. Beams are rows too.
+
+    Examples:
+        >>> with one_row_of(2):
+        ...     rows_of_use(2), rows_of_use(8)
+        (1, 4)
+    """
+    return rows // _one_of.get()
 
 
 def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:

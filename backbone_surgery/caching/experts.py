@@ -4,7 +4,8 @@ KerasHub runs all experts on each token. For one token most of what is read is t
 reading weights is what decoding waits for.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -20,20 +21,41 @@ _IN_TURN = 16
 """How many experts are run one after the other, on a TPU. Each is written out in the program."""
 
 
-def most_chosen(weights: keras.KerasTensor) -> int | None:
-    """Return how many experts have a weight that is not zero, at most, or `None` if all may.
+class Choice(NamedTuple):
+    """What is known of the weights of experts.
 
-    That is so where the weights come from `TopExperts`, and nothing was put between that gives
-    weight to an expert that had none. Layers with `keeps_zeros` do not.
+    Attributes:
+        top_k: how many of a token are not zero, at most.
+        chooser: what makes all of them of `given`; `None` if `given` are the weights.
+        given: float[batch, time, experts].
     """
+
+    top_k: int
+    chooser: TopExperts | None
+    given: keras.KerasTensor
+
+
+def choice_of(weights: keras.KerasTensor, compute_dtype: str) -> Choice | None:
+    """Return which experts may have a weight that is not zero, or `None` if all may.
+
+    It is known where the weights come from `TopExperts`, and nothing was put between that gives
+    weight to an expert that had none. Layers with `keeps_zeros` do not.
+
+    Args:
+        weights: of the experts, in the graph.
+        compute_dtype: of the layer that runs them.
+    """
+    given, is_edited = weights, False
     while True:
-        node = graph.node_of(weights)
-        layer = node.operation
+        node = graph.node_of(given)
+        layer, (given, *_) = node.operation, node.input_tensors
         if type(layer) is TopExperts:
-            return layer.top_k
-        if not (isinstance(layer, Identity) or getattr(layer, "keeps_zeros", False)):
-            return None
-        weights = node.input_tensors[0]
+            is_edited = is_edited or layer.compute_dtype != compute_dtype
+            return Choice(layer.top_k, *((None, weights) if is_edited else (layer, given)))
+        if not isinstance(layer, Identity):
+            if not getattr(layer, "keeps_zeros", False):
+                return None
+            is_edited = True
 
 
 class ChosenExperts(keras.layers.Layer):
@@ -42,50 +64,65 @@ class ChosenExperts(keras.layers.Layer):
     Args:
         mixed: the layer.
         top_k: how many weights of a token are not zero, at most.
+        chooser: what chooses them, if it is called on router logits: then they are sorted once.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
-        weights: float[batch, time, experts].
+        given: float[batch, time, experts], the weights, or the logits.
 
     Returns:
         float[batch, time, hidden_dim].
     """
 
-    def __init__(self, mixed: MixedExperts, top_k: int, **kwargs) -> None:
+    def __init__(
+        self, mixed: MixedExperts, top_k: int, chooser: TopExperts | None = None, **kwargs
+    ) -> None:
         super().__init__(dtype=mixed.dtype_policy, name=f"chosen_{mixed.name}", **kwargs)
-        self.mixed, self.top_k = mixed, top_k
+        self.mixed, self.top_k, self.chooser = mixed, top_k, chooser
 
-    def call(self, x, weights):
+    def call(self, x, given):
         """Run the experts that each token weighs; all, once that would read as many kernels.
 
         A TPU multiplies by one expert after the other, so there they are few.
         """
-        batch, time, hidden_dim = ops.shape(x)
-        count = weights.shape[-1]
-        sizes_are_known = isinstance(batch, int) and isinstance(time, int)
+        batch, time, _ = ops.shape(x)
+        count = given.shape[-1]
         most = min(count, _IN_TURN + 1) if target.platform() == "tpu" else count
-        if not (sizes_are_known and batch * time * self.top_k < most):
-            return self.mixed(x, weights)
-        shares, index = ops.top_k(ops.reshape(weights, (batch * time, count)), self.top_k)
-        pairs = ops.repeat(ops.reshape(x, (batch * time, 1, hidden_dim)), self.top_k, axis=0)
-        chosen = _Chosen(self.mixed.bank, ops.reshape(index, (-1,)), self.compute_dtype)
-        made = self.mixed.expert(pairs, chosen)
-        made = ops.reshape(made, (batch * time, self.top_k, hidden_dim)) * shares[..., None]
+        rows = target.rows_of_use(batch) if isinstance(batch, int) else batch
+        is_known = isinstance(rows, int) and isinstance(time, int)
+        if not is_known or rows * time * self.top_k >= most:
+            return self.mixed(x, given if self.chooser is None else self.chooser(given))
+        # There rows of no use go through the experts of a lone token: a product of matrices.
+        is_lone = rows * time == 1 and target.platform() == "tpu"
+        made = self._run(x if is_lone else x[:rows], given[:rows])
+        empty = batch - made.shape[0]
+        return ops.pad(made, [[0, empty], [0, 0], [0, 0]]) if empty else made
+
+    def _run(self, x, given):
+        """Run the chosen experts on each token, or those of one token on all."""
+        batch, time, hidden_dim = x.shape
+        tokens = given.shape[0] * time
+        choose = self.chooser.choose if self.chooser else partial(ops.top_k, k=self.top_k)
+        shares, index = (ops.reshape(y, (tokens * self.top_k,)) for y in choose(given))
+        chosen = _Chosen(self.mixed.bank, index, self.compute_dtype)
+        each = ops.reshape(x, (tokens, batch * time // tokens, hidden_dim))
+        made = self.mixed.expert(ops.repeat(each, self.top_k, axis=0), chosen)
+        made = ops.reshape(made * shares[:, None, None], (tokens, self.top_k, *each.shape[1:]))
         return ops.reshape(ops.sum(made, axis=1), (batch, time, hidden_dim))
 
-    def compute_output_spec(self, x, weights):
+    def compute_output_spec(self, x, given):
         """Return what the layer says of itself."""
         return keras.KerasTensor(x.shape, self.compute_dtype)
 
 
 class _Chosen(Experts):
-    """Experts of a bank, one for each token: what is float[experts, ...] is float[tokens, ...].
+    """Chosen experts of a bank: what is float[experts, ...] of all is float[chosen, ...] of these.
 
     Weights are cast after they are taken: cast before, the whole bank would be read.
 
     Args:
         bank: the layer that owns the kernels.
-        index: int[tokens], the expert of each token.
+        index: int[chosen], which experts they are.
         dtype: the dtype that is computed in.
     """
 
@@ -94,7 +131,7 @@ class _Chosen(Experts):
         self.index, self.dtype = index, dtype
 
     def project(self, x: Any, name: str) -> Any:
-        """Multiply float[tokens, 1, inputs] by the kernels of the experts.
+        """Multiply float[chosen, tokens, inputs] by the kernels of the experts.
 
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
         that stay in its cache, so that memory is read once and not written. Not so for kernels in
@@ -104,39 +141,43 @@ class _Chosen(Experts):
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
-        tokens = x.shape[0]
+        chosen, tokens, _ = x.shape
         if target.platform() == "tpu":
-            return ops.stack([self._times_one(x[:, 0], kernel, i) for i in range(tokens)])
+            return ops.stack([self._times_one(x, kernel, i) for i in range(chosen)])
         if target.platform() == "gpu":
             wide = ops.cast(self._take(kernel, self.index), "float32")
-            total = ops.sum(ops.cast(x[:, 0, :, None], "float32") * wide, axis=1)
-            return ops.cast(total, x.dtype)[:, None]
+            total = ops.sum(ops.cast(x[..., None], "float32") * wide[:, None], axis=2)
+            return ops.cast(total, x.dtype)
         in_pieces = (
             target.platform() == "cpu"
             and keras.backend.standardize_dtype(kernel.dtype) == "float32"
         )
-        size = _piece(inputs, tokens * outputs * kernel.dtype.itemsize) if in_pieces else inputs
+        size = _piece(inputs, chosen * outputs * kernel.dtype.itemsize) if in_pieces else inputs
         if size == inputs:
             return ops.matmul(x, self._take(kernel, self.index))
         count = inputs // size
         pieces = ops.reshape(kernel, (experts * count, size, outputs))
 
         def add(i: Any, total: Any) -> Any:
-            part = ops.slice(x, (0, 0, i * size), (tokens, 1, size))
+            part = ops.slice(x, (0, 0, i * size), (chosen, tokens, size))
             product = ops.matmul(part, self._take(pieces, self.index * count + i))
             return total + ops.cast(product, "float32")
 
-        total = ops.fori_loop(0, count, add, ops.zeros((tokens, 1, outputs), "float32"))
+        total = ops.fori_loop(0, count, add, ops.zeros((chosen, tokens, outputs), "float32"))
         return ops.cast(total, x.dtype)
 
-    def _times_one(self, x: Any, kernel: Any, token: int) -> Any:
-        """Multiply all tokens by the kernel that one chose, and keep its own row: [1, outputs].
+    def _times_one(self, x: Any, kernel: Any, which: int) -> Any:
+        """Multiply the tokens of one of the experts by its kernel, float[tokens, outputs].
 
-        A product of one row would become a sum, which no matrix unit computes.
+        A product of one row would become a sum, which no matrix unit computes: so the tokens of
+        the others are multiplied along.
         """
-        start, size = (self.index[token], 0, 0), (1, *kernel.shape[1:])
-        one = ops.cast(ops.slice(kernel, start, size)[0], self.dtype)
-        return ops.matmul(x, one)[token : token + 1]
+        # Without a sign none can be counted from the end.
+        start = [ops.cast(i, "uint32") for i in (self.index[which], 0, 0)]
+        one = ops.cast(ops.slice(kernel, start, (1, *kernel.shape[1:]))[0], self.dtype)
+        if x.shape[1] > 1:
+            return ops.matmul(x[which], one)
+        return ops.matmul(x[:, 0], one)[which : which + 1]
 
     def vector(self, name: str) -> Any:
         return self._take(super().vector(name), self.index)
@@ -147,7 +188,12 @@ class _Chosen(Experts):
             return super().kernel(name)
 
     def _take(self, kernel: Any, index: Any) -> Any:
-        return ops.cast(ops.take(kernel, index, axis=0), self.dtype)
+        """Take entries of the first axis; all are there, and nothing need look whether they are."""
+        if keras.config.backend() != "jax":
+            return ops.cast(ops.take(kernel, index, axis=0), self.dtype)
+        import jax.numpy as jnp
+
+        return ops.cast(jnp.take(kernel, index, axis=0, mode="clip"), self.dtype)
 
 
 def _piece(inputs: int, row_bytes: int) -> int:

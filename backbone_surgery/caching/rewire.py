@@ -7,7 +7,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import graph
-from backbone_surgery.caching.experts import ChosenExperts, most_chosen
+from backbone_surgery.caching.experts import ChosenExperts, choice_of
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
@@ -136,9 +136,11 @@ class _Rewirer:
             return self._with_state(layer, args, kwargs)
         if isinstance(layer, BalancedLoad):  # for training alone
             return args[0]
-        top_k = most_chosen(args[1]) if type(layer) is MixedExperts else None
-        if top_k is not None:
-            return self._once(ChosenExperts, layer, top_k)(*args)
+        if type(layer) is MixedExperts:
+            choice = choice_of(args[1], layer.compute_dtype)
+            if choice is not None:
+                chosen = self._once(ChosenExperts, layer, choice.top_k, choice.chooser)
+                return chosen(args[0], choice.given)
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)
         if projects_heads(layer, self.compute_dtype):

@@ -114,8 +114,10 @@ def run_batch(
         strategy, new_packed_cache(programs.model, padded, first), arguments, first, batch.captures
     )
 
+    one_of = programs.one_of(count, padded)
+
     def decode(state: State, until: int) -> tuple[State, State]:
-        return _decode(programs, strategy, state, arguments, until, length)
+        return _decode(programs, strategy, state, arguments, until, length, one_of)
 
     if at_once:
         rows = _read(strategy, state, batch, prompt)
@@ -170,11 +172,12 @@ def _decode(
     arguments: State,
     until: int,
     last: int,
+    one_of: int,
 ) -> tuple[State, State]:
     """Decode until a slot in a cache that grows, so that attention reads little that is empty."""
     while True:
         length = state["tokens"].shape[1]
-        state, copies = programs.decode(strategy, state, arguments, min(until, length))
+        state, copies = programs.decode(strategy, state, arguments, min(until, length), one_of)
         if until <= length or np.asarray(copies["done"]).all():
             return state, copies
         state = programs.grow(state, next_length(length, last))

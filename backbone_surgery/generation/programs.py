@@ -17,7 +17,8 @@ import keras
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from backbone_surgery import graph, hosts
+from backbone_surgery import graph, hosts, target
+from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.loop import Forward, State
@@ -57,6 +58,11 @@ class Programs(Forward):
     @functools.cached_property
     def _to_lay(self) -> list[keras.Layer]:
         return layers_to_lay(self.model)
+
+    @functools.cached_property
+    def _chooses_experts(self) -> bool:
+        nodes = graph.all_nodes(self.model)
+        return any(isinstance(node.operation, ChosenExperts) for node in nodes)
 
     def orders(self) -> list[tuple[int, ...] | None]:
         """For each variable, the order of axes in which its value lies; `None` as it comes."""
@@ -106,19 +112,36 @@ class Programs(Forward):
         return run, (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
 
     def decode(
-        self, strategy: Strategy, state: State, arguments: State, until: int
+        self, strategy: Strategy, state: State, arguments: State, until: int, one_of: int = 1
     ) -> tuple[State, State]:
         """Go on until a slot, or until every row is done. Takes the state over: it is donated.
+
+        Args:
+            strategy: how to choose.
+            state: before.
+            arguments: see `prefill`.
+            until: the slot.
+            one_of: see `one_of`.
 
         Returns:
             The state to go on from, and copies of what is read of it, which outlive it.
         """
-        run, donate = self.decode_program(strategy)
+        run, donate = self.decode_program(strategy, one_of)
         args = (self.weights(), state, arguments, np.int32(until))
-        return self.run("decode", strategy, run, args, donate)
+        return self.run("decode", strategy, run, args, donate, one_of)
+
+    def one_of(self, count: int, rows: int) -> int:
+        """Return of how many rows the first alone is of use, if a program gains by knowing it.
+
+        Args:
+            count: how many prompts there are.
+            rows: how many rows are run.
+        """
+        together = self.placement is None or self.placement.padded(1) == 1
+        return rows if count == 1 and together and self._chooses_experts else 1
 
     def decode_program(
-        self, strategy: Strategy
+        self, strategy: Strategy, one_of: int = 1
     ) -> tuple[Callable[..., tuple[State, State]], tuple[int, ...]]:
         """Return what `decode` compiles, of its arguments and weights; and what it donates."""
         placement = self.placement
@@ -126,7 +149,8 @@ class Programs(Forward):
         def run(
             weights: list[jax.Array], state: State, arguments: State, until: Any
         ) -> tuple[State, State]:
-            state = loop.decode(self, weights, strategy, state, arguments, until)
+            with target.one_row_of(one_of):
+                state = loop.decode(self, weights, strategy, state, arguments, until)
             copies = jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
             return state, copies if placement is None else placement.pin_everywhere(copies)
 

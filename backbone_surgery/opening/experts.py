@@ -46,15 +46,22 @@ class TopExperts(keras.layers.Layer):
         self.chosen_first, self.upcast = chosen_first, upcast
 
     def call(self, logits):
+        return self.spread(*self.choose(logits), logits.shape[-1])
+
+    def choose(self, logits):
+        """Return the weights of the chosen experts and their numbers, [batch, time, top_k]."""
         best, index = ops.top_k(logits if self.chosen_first else self._softmax(logits), self.top_k)
         if self.chosen_first:
             best = self._softmax(best)
         elif self.normalize:
             best = best / ops.sum(best, axis=-1, keepdims=True)
-        chosen = ops.one_hot(index, logits.shape[-1], dtype=best.dtype)
-        weights = ops.sum(chosen * best[..., None], axis=-2)
         is_any_left = ops.not_equal(ops.max(logits, axis=-1, keepdims=True), -math.inf)
-        return ops.where(is_any_left, weights, ops.zeros_like(weights))
+        return ops.where(is_any_left, best, ops.zeros_like(best)), index
+
+    def spread(self, shares, index, count):
+        """Return the weights of all `count` experts, of those that are chosen."""
+        chosen = ops.one_hot(index, count, dtype=shares.dtype)
+        return ops.sum(chosen * shares[..., None], axis=-2)
 
     def _softmax(self, logits):
         scores = ops.cast(logits, "float32") if self.upcast else logits

@@ -61,7 +61,7 @@ def abstract_placement(sizes: dict[str, int]) -> Placement | None:
 
 
 def trace(
-    programs: Programs, strategy: Strategy, splits: dict[str, Split], sizes: Sizes
+    programs: Programs, strategy: Strategy, splits: dict[str, Split], sizes: Sizes, count: int
 ) -> dict[str, Traced]:
     """Trace prefill and decode.
 
@@ -70,6 +70,7 @@ def trace(
         strategy: how tokens are chosen.
         splits: of the weights, by path.
         sizes: of the generation.
+        count: how many of its rows are prompts. The others fill it up.
 
     Returns:
         The programs by name.
@@ -84,7 +85,7 @@ def trace(
     # Beams are rows of their own.
     beams = sizes._replace(rows=sizes.rows * strategy.width)
     state = {**_by_rows(state, placement), "cache": _cache(model, placement, beams)}
-    decode, taken = programs.decode_program(strategy)
+    decode, taken = programs.decode_program(strategy, programs.one_of(count, sizes.rows))
     until = _everywhere(placement)(np.int32(0))
     platform = {"gpu": "cuda"}.get(programs.platform, programs.platform)
 

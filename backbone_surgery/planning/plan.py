@@ -250,7 +250,7 @@ def _trace(
     prompt = bucket(sizes.prompt, SHORTEST_PROMPT)
     length = bucket(prompt + sizes.length - sizes.prompt, 2 * SHORTEST_PROMPT)
     strategy = make_strategy(keras_hub.samplers.get(sampler))
-    return trace(programs, strategy, shared, Sizes(rows, prompt, length))
+    return trace(programs, strategy, shared, Sizes(rows, prompt, length), sizes.rows)
 
 
 def _shown(program: CompiledProgram) -> str:

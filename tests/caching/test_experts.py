@@ -82,6 +82,45 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
     assert np.isnan(chosen(x, weights)).all() == (platform == "tpu")
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(("rows", "time"), [(1, 1), (2, 1), (1, 3)])
+def test_what_a_row_of_no_use_weighs_is_not_read(rng, mixed, monkeypatch, platform, rows, time):
+    """Of twice as many rows the first half is of use: beams, each with an empty row."""
+    monkeypatch.setattr(target, "platform", lambda: platform)
+    x, weights = inputs_of(rng, 2 * rows, time)
+    unused = [i for i in range(EXPERTS) if not weights[:rows, ..., i].any()]
+    weights[rows:] = 0
+    weights[rows:, :, unused[:2]] = 0.5
+    wanted = np.array(mixed(x, weights))[:rows]
+    for variable in mixed.bank.weights:
+        value = np.array(variable)
+        value[unused] = np.nan
+        variable.assign(value)
+    chosen = ChosenExperts(mixed, 2)
+    assert np.isnan(chosen(x, weights)[rows:]).any()
+    with target.one_row_of(2):
+        got = np.array(chosen(x, weights))
+    assert got.shape == x.shape
+    assert np.isfinite(got).all()
+    assert relative(got[:rows], wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("chosen_first", [True, False])
+@pytest.mark.parametrize("rows", [2, 6])
+def test_experts_are_chosen_by_logits_as_by_weights(rng, mixed, rows, normalize, chosen_first):
+    """A row whose logits are all minus infinity has no expert."""
+    chooser = TopExperts(2, normalize=normalize, chosen_first=chosen_first)
+    x = rng.normal(size=(rows, 1, HIDDEN)).astype("float32")
+    logits = rng.normal(size=(rows, 1, EXPERTS)).astype("float32")
+    logits[1] = -np.inf
+    wanted = np.array(mixed(x, chooser(logits)))
+    got = np.array(ChosenExperts(mixed, 2, chooser)(x, logits))
+    assert relative(got, wanted) <= 1e-6
+    assert not wanted[1].any()
+    assert wanted[0].any()
+
+
 def compiled(layer, x, weights):
     """Compile one call of a layer, with the weights of its bank as arguments."""
     variables = layer.mixed.bank.weights
@@ -113,27 +152,29 @@ def test_the_bank_is_not_cast_as_a_whole(rng, monkeypatch, policy, piece_bytes):
 
 VECTOR = np.ones(6, "float32")
 EDITS = {
-    "nothing": (None, True),
-    "capture": (bs.Capture("blocks.0.expert_weights"), True),
-    "steered router": (bs.Steer("mood", {0: VECTOR}, "blocks.*.router"), True),
-    "steered weights": (bs.Steer("mood", {0: VECTOR}, "blocks.*.expert_weights"), False),
-    "patched": (bs.Patch("blocks.0.expert_weights"), False),
-    "repeated": (bs.Repeat("blocks.0", times=2), True),
-    "ablated": (bs.Ablate("blocks.0.expert_weights"), True),
+    "nothing": (None, "logits"),
+    "capture": (bs.Capture("blocks.0.expert_weights"), "logits"),
+    "steered router": (bs.Steer("mood", {0: VECTOR}, "blocks.*.router"), "logits"),
+    "steered weights": (bs.Steer("mood", {0: VECTOR}, "blocks.*.expert_weights"), None),
+    "patched": (bs.Patch("blocks.0.expert_weights"), None),
+    "repeated": (bs.Repeat("blocks.0", times=2), "logits"),
+    "ablated": (bs.Ablate("blocks.0.expert_weights"), "weights"),
     "mean": (
         bs.Ablate("blocks.0.expert_weights", to="mean", values={"blocks.0.expert_weights": VECTOR}),
-        False,
+        None,
     ),
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_gives_weight_to_more_experts_has_all_of_them_run(rng, edit):
-    rewrite, is_chosen = EDITS[edit]
+    rewrite, chosen_by = EDITS[edit]
     backbone = ROWS["mixtral"].make(num_layers=1, num_experts=6)
     model = bs.operate(backbone, [rewrite] if rewrite else [])
     cached = bs.rewire(model)
-    assert is_chosen == any(isinstance(x, ChosenExperts) for x in cached._flatten_layers())
+    chosen = [x for x in cached._flatten_layers() if isinstance(x, ChosenExperts)]
+    kinds = ["weights" if x.chooser is None else "logits" for x in chosen]
+    assert kinds == ([] if chosen_by is None else [chosen_by])
     inputs = tokens(rng, 2, 6)
     wanted = model.predict_on_batch(inputs)
     wanted = wanted["hidden_states"] if isinstance(wanted, dict) else wanted

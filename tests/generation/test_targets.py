@@ -107,6 +107,29 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("sampler", ["greedy", "beam"])
+def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
+    """In a program of its own; two rows have another."""
+    lm = make_lm("mixtral", sampler)
+    programs = lm.programs
+    compare(lm, platform, ragged(rng, [7], 7))
+    assert lm.programs.compilations["decode"] == 1
+    object.__setattr__(lm, "programs", programs)
+    compare(lm, platform, ragged(rng, [7, 3], 7))
+    made_for = Programs(lm.backbone_with_cache, lm.programs.head, platform)
+    assert [made_for.one_of(1, 2), made_for.one_of(2, 2)] == [2, 1]
+    assert Programs(lm.backbone_with_cache, lm.programs.head, "cpu").one_of(1, 1) == 1
+
+
+def test_without_a_mixture_one_row_and_two_have_the_same_program(rng):
+    lm = make_lm("gpt2")
+    have_made_for(lm, "tpu")
+    for lengths in ([7], [7, 3]):
+        lm.generate(ragged(rng, lengths, 7), **OPTIONS)
+    assert lm.programs.compilations["decode"] == 1
+
+
 def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
     monkeypatch.setitem(target._TOKENS_AT_ONCE, "gpu", 8)
     backbone = ROWS["gemma2"].make()
