@@ -202,6 +202,11 @@ def precision(name: str | None) -> Iterator[None]:
         yield
 
 
+def has_orders() -> bool:
+    """Tell whether `in_order` does anything where a program is being made."""
+    return platform() != "cpu" and not _on_mesh.get() and keras.config.backend() == "jax"
+
+
 def in_order(x: Any, slots: int | None = None) -> Any:
     """Have an array lie as a GPU or a TPU lays what comes into a program; inside a program.
 
@@ -216,7 +221,7 @@ def in_order(x: Any, slots: int | None = None) -> Any:
         x: the array.
         slots: the axis that counts slots, of a cache.
     """
-    if platform() == "cpu" or _on_mesh.get() or keras.config.backend() != "jax":
+    if not has_orders():
         return x
     from jax.experimental.layout import Layout, with_layout_constraint
 

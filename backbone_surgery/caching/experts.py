@@ -92,8 +92,8 @@ class ChosenExperts(keras.layers.Layer):
         is_known = isinstance(rows, int) and isinstance(time, int)
         if not is_known or rows * time * self.top_k >= most:
             return self.mixed(x, given if self.chooser is None else self.chooser(given))
-        # There rows of no use go through the experts of a lone token: a product of matrices.
-        is_lone = rows * time == 1 and target.platform() == "tpu"
+        # On a TPU the rows of no use go through the experts of a lone token: fewer kernels.
+        is_lone = rows * time == 1 and target.platform() == "tpu" and target.has_orders()
         made = self._run(x if is_lone else x[:rows], given[:rows])
         empty = batch - made.shape[0]
         return ops.pad(made, [[0, empty], [0, 0], [0, 0]]) if empty else made
@@ -174,7 +174,8 @@ class _Chosen(Experts):
         """
         # Without a sign none can be counted from the end.
         start = [ops.cast(i, "uint32") for i in (self.index[which], 0, 0)]
-        one = ops.cast(ops.slice(kernel, start, (1, *kernel.shape[1:]))[0], self.dtype)
+        one = ops.slice(kernel, start, (1, *kernel.shape[1:]))[0]
+        one = ops.cast(target.in_order(one), self.dtype)  # else XLA may turn all of them, once
         if x.shape[1] > 1:
             return ops.matmul(x[which], one)
         return ops.matmul(x[:, 0], one)[which : which + 1]

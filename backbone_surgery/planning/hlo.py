@@ -21,6 +21,8 @@ _FREE = {
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _WHOLE = {"dot", "convolution", "custom-call", "sort", "while", "conditional", "call"}
 _TRANSFERS = {"copy-start", "slice-start"}
+_NO_ESTIMATE = 2**63 - 1
+_COUNTED = ("get-tuple-element", "constant")
 _NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -59,7 +61,8 @@ class Step:
         exchanges: `{kind of collective: how many}`.
         bytes: read from and written to the memory of the device.
         copied_bytes: of arrays that are copied as they are, or turned, within that memory.
-        cycles: what a TPU's compiler estimates, without waiting for memory; `None` elsewhere.
+        cycles: what a TPU's compiler estimates, without waiting for memory; `None` elsewhere, and
+            where it has no estimate of an instruction.
         seconds: what a GPU's compiler estimates; `None` elsewhere.
     """
 
@@ -85,6 +88,8 @@ def read_step(text: str, in_loop: bool) -> Step:
     step = Step()
     for instruction, lines, times in _flat(module[name], module):
         _count(step, instruction, lines, module, times)
+    if step.cycles is not None and step.cycles >= _NO_ESTIMATE:
+        step.cycles = None
     return step
 
 
@@ -166,12 +171,29 @@ def _flat(
     """Yield what runs, in order, with the computation that it stands in, and how often it runs."""
     for instruction in lines.values():
         if instruction.opcode in ("call", "while", "conditional"):
-            trips = re.search(r'"known_trip_count":{"n":"(\d+)"', instruction.attributes)
             keys = ("to_apply", "calls", "body", "true_computation", "false_computation")
             for name in instruction.calls(*keys):
-                yield from _flat(module[name], module, times * int(trips[1]) if trips else times)
+                yield from _flat(module[name], module, times * _turns(instruction, module))
         elif _runs(instruction):
             yield instruction, lines, times
+
+
+def _turns(instruction: Instruction, module: dict[str, Computation]) -> int:
+    """Return how many turns a loop takes, if it counts them from zero; else one.
+
+    A GPU's compiler says so. A TPU's does not: there the loop itself says up to where it counts.
+    """
+    known = re.search(r'"known_trip_count":{"n":"(\d+)"', instruction.attributes)
+    if known:
+        return int(known[1])
+    for name in instruction.calls("condition"):
+        lines = module.get(name, {})
+        last = next((i for i in lines.values() if i.is_root), None)
+        if last is not None and last.opcode == "compare" and "direction=LT" in last.attributes:
+            counter, bound = (lines.get(x) for x in last.operands)
+            if counter and bound and (counter.opcode, bound.opcode) == _COUNTED:
+                return int(bound.operands[0])
+    return 1
 
 
 def _runs(instruction: Instruction) -> bool:

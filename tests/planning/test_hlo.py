@@ -118,6 +118,34 @@ def test_what_a_tpu_brings_onto_the_chip_is_read_from_memory():
     assert step.copied_bytes == 0
 
 
+def test_a_loop_that_counts_says_how_many_turns_it_takes():
+    condition = """%go_on (s: (s32[], f32[10])) -> pred[] {
+  %s = (s32[], f32[10]) parameter(0)
+  %n = s32[] get-tuple-element(%s), index=0
+  %most = s32[] constant(3)
+  ROOT %less = pred[] compare(%n, %most), direction=LT
+}
+
+%body"""
+    known = 'body=%inner, config={"known_trip_count":{"n":"3"}}'
+    counted = TEXT.replace(known, "condition=%go_on, body=%inner").replace("%body", condition, 1)
+    assert "known_trip_count" not in counted
+    assert read_step(counted, in_loop=True) == read_step(TEXT, in_loop=True)
+    until = counted.replace("direction=LT", "direction=NE")
+    assert read_step(until, in_loop=True).kernels["negate"] == 1
+
+
+def test_without_an_estimate_of_one_instruction_there_is_none():
+    def cycles(*each):
+        text = TEXT
+        for name, number in zip(("%fused_row", "%fused_update"), each, strict=True):
+            text = text.replace(f"calls={name}", f'calls={name}, {{"estimated_cycles":"{number}"}}')
+        return read_step(text, in_loop=True).cycles
+
+    assert cycles(100, 20) == 120
+    assert cycles(100, 2**63 - 1) is None
+
+
 def test_a_fusion_within_a_fusion_reads_its_part():
     outer = """%fused_outer (p0: f32[100,10], p1: s32[]) -> f32[10] {
   %p0 = f32[100,10]{1,0} parameter(0)
