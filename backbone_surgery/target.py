@@ -202,9 +202,14 @@ def precision(name: str | None) -> Iterator[None]:
         yield
 
 
+def on_mesh() -> bool:
+    """Tell whether the program that is being made is for a mesh of devices."""
+    return _on_mesh.get()
+
+
 def has_orders() -> bool:
     """Tell whether `in_order` does anything where a program is being made."""
-    return platform() != "cpu" and not _on_mesh.get() and keras.config.backend() == "jax"
+    return platform() != "cpu" and not on_mesh() and keras.config.backend() == "jax"
 
 
 def in_order(x: Any, slots: int | None = None) -> Any:

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import graph, target
-from backbone_surgery.opening.experts import Experts, MixedExperts, TopExperts
+from backbone_surgery.opening.experts import Experts, MixedExperts, TopExperts, largest
 from backbone_surgery.opening.site import Identity
 
 _PIECE_BYTES = 2**22
@@ -102,7 +102,7 @@ class ChosenExperts(keras.layers.Layer):
         """Run the chosen experts on each token, or those of one token on all."""
         batch, time, hidden_dim = x.shape
         tokens = given.shape[0] * time
-        choose = self.chooser.choose if self.chooser else partial(ops.top_k, k=self.top_k)
+        choose = self.chooser.choose if self.chooser else partial(largest, k=self.top_k)
         shares, index = (ops.reshape(y, (tokens * self.top_k,)) for y in choose(given))
         chosen = _Chosen(self.mixed.bank, index, self.compute_dtype)
         each = ops.reshape(x, (tokens, batch * time // tokens, hidden_dim))

@@ -11,8 +11,24 @@ from typing import Any
 import keras
 from keras import ops
 
+from backbone_surgery import target
+
 ROUTER, EXPERT_WEIGHTS = "router", "expert_weights"
 """Roles of the sites that count experts on their last axis, float[batch, time, experts]."""
+
+
+def largest(x: Any, k: int) -> tuple[Any, Any]:
+    """Return the `k` largest numbers of the last axis, and where they are, as `ops.top_k` does.
+
+    On a mesh of GPUs all are sorted: to look for the largest, XLA gathers the rows of all devices.
+    """
+    if not (target.platform() == "gpu" and target.on_mesh()):
+        return ops.top_k(x, k)
+    from jax import lax
+
+    index = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
+    ordered, index = lax.sort((-x, index), num_keys=1)
+    return -ordered[..., :k], index[..., :k]
 
 
 class TopExperts(keras.layers.Layer):
@@ -50,7 +66,7 @@ class TopExperts(keras.layers.Layer):
 
     def choose(self, logits):
         """Return the weights of the chosen experts and their numbers, [batch, time, top_k]."""
-        best, index = ops.top_k(logits if self.chosen_first else self._softmax(logits), self.top_k)
+        best, index = largest(logits if self.chosen_first else self._softmax(logits), self.top_k)
         if self.chosen_first:
             best = self._softmax(best)
         elif self.normalize:

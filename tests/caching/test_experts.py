@@ -10,7 +10,7 @@ import backbone_surgery as bs
 from backbone_surgery import target
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
-from backbone_surgery.opening.experts import MixedExperts, TopExperts
+from backbone_surgery.opening.experts import MixedExperts, TopExperts, largest
 from tests.families import ROWS
 from tests.helpers import relative
 from tests.reference import run_chunks, tokens
@@ -119,6 +119,20 @@ def test_experts_are_chosen_by_logits_as_by_weights(rng, mixed, rows, normalize,
     assert relative(got, wanted) <= 1e-6
     assert not wanted[1].any()
     assert wanted[0].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_mesh_of_gpus_the_largest_are_found_by_sorting(rng, dtype):
+    x = ops.cast(rng.integers(-4, 4, size=(3, 1, 9)), dtype)  # some are equal
+    x = ops.where(ops.equal(x, -4.0), -np.inf, x)
+    wanted = ops.top_k(x, 4)
+    with target.made_for("gpu", on_mesh=True):
+        text = jax.jit(lambda x: largest(x, 4)).lower(x).as_text()
+        got = largest(x, 4)
+    assert "sort" in text
+    assert "top_k" not in text
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.array(one, "float32"), np.array(other, "float32"))
 
 
 def compiled(layer, x, weights):

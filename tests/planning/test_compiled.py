@@ -119,7 +119,7 @@ def test_every_family_with_edits(chip, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "mesh"), [("v5e:2x2", (1, 4)), ("h100:2x4", (2, 4))])
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "mixtral"])
 def test_meshes_exchange_what_is_on_paper(chip, mesh, name):
     needs(chip)
     heads = {} if name == "gpt2" else {"num_key_value_heads": 4}
@@ -139,6 +139,31 @@ def test_meshes_exchange_what_is_on_paper(chip, mesh, name):
     # A compiler may ask whether all rows have ended together with something else.
     assert set(plan["decode"].collectives) == {"all-reduce"}
     assert plan["decode"].collectives["all-reduce"] in (2 * 3 + 3, plan.collectives["all-reduce"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_of_a_wide_mixture_the_chosen_experts_are_read_and_none_is_copied(chip, rows):
+    """Of the shape of a block of Qwen 3 MoE 30B: for each token 8 of its 128 experts."""
+    with graph.without_values():
+        backbone = keras_hub.models.Qwen3MoeBackbone(
+            vocabulary_size=512,
+            num_layers=1,
+            num_query_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            hidden_dim=2048,
+            intermediate_dim=6144,
+            moe_intermediate_dim=768,
+            num_experts=128,
+            top_k=8,
+        )
+    plan = compile_for(chip, backbone, batch=rows)
+    assert plan["decode"].temporary_bytes <= 0.01 * plan.weight_bytes
+    others = plan.least_bytes - 128 * 3 * 2048 * 768 * 2
+    assert plan["decode"].step_bytes <= others + 1.25 * rows * 8 * 3 * 2048 * 768 * 2
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ KNOWN = json.loads((ROOT / "docs" / "accelerators.json").read_text())
 CHEAP = {("h100", name) for name in ("gpt2", "gemma2", "llama3", "qwen3", "mixtral")}
 CHEAP |= {("v5e", "gpt2"), ("v5e", "llama3")}
 CASES = [x for x in KNOWN if x["rows"] == 8 and (x["device"], x["model"]) in CHEAP]
+CASES += [x for x in KNOWN if x["rows"] == 1 and x["model"] == "mixtral"]
 
 
 def load_script():
@@ -26,7 +27,9 @@ def load_script():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", CASES, ids=[f"{x['model']} {x['device']}" for x in CASES])
+@pytest.mark.parametrize(
+    "known", CASES, ids=[f"{x['model']} {x['device']} {x['rows']}" for x in CASES]
+)
 @pytest.mark.usefixtures("half_precision")
 def test_counts_do_not_grow(known):
     needs(known["device"])
@@ -46,6 +49,10 @@ def test_what_is_on_record_keeps_what_was_promised():
         if "error" not in other:  # its compiler broke
             assert own["estimated_seconds"] <= other["estimated_seconds"]
             assert own["temporary_bytes"] <= other["temporary_bytes"]
+            assert own["kernels"] <= other["kernels"]
+            # Of a small model and 1 row, KerasHub's keep a table on the chip of a v5e.
+            if (line["device"], line["rows"]) != ("v5e", 1):
+                assert own["step_bytes"] <= other["step_bytes"]
         if few:
             # GPT-2 on a v5p misses the aim of 0.01.
             most = 0.042 if (line["model"], line["device"]) == ("gpt2", "v5p") else 0.01
@@ -55,5 +62,3 @@ def test_what_is_on_record_keeps_what_was_promised():
             assert own["step_bytes"] <= (1.10 if few else 1.37) * line["least_bytes"]
             assert own["temporary_bytes"] <= 0.02 * line["least_bytes"]
             assert own["copied_bytes"] == 0
-            assert own["kernels"] <= other["kernels"]
-            assert own["step_bytes"] <= other["step_bytes"]
