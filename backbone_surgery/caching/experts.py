@@ -17,8 +17,11 @@ from backbone_surgery.opening.site import Identity
 _PIECE_BYTES = 2**22
 """How much is copied at a time on a CPU: less than its cache holds."""
 
-_IN_TURN = 16
-"""How many experts are run one after the other, on a TPU. Each is written out in the program."""
+_MOST_PAIRS = 16
+"""Of a token and an expert that are run one by one on a TPU: each is written out in the program."""
+
+_MOST_SHARE = 0.6
+"""Of the experts, that are run in turn on a TPU: a turn takes longer than its share of all."""
 
 
 class Choice(NamedTuple):
@@ -81,18 +84,37 @@ class ChosenExperts(keras.layers.Layer):
         self.mixed, self.top_k, self.chooser = mixed, top_k, chooser
 
     def call(self, x, given):
-        """Run the experts that each token weighs; all, once that would read as many kernels.
-
-        A TPU multiplies by one expert after the other, so there they are few.
-        """
+        """Run the experts that each token weighs; all, once that would read as many kernels."""
         batch, time, _ = ops.shape(x)
-        count = given.shape[-1]
-        most = min(count, _IN_TURN + 1) if target.platform() == "tpu" else count
         rows = target.rows_of_use(batch) if isinstance(batch, int) else batch
-        is_known = isinstance(rows, int) and isinstance(time, int)
-        if not is_known or rows * time * self.top_k >= most:
-            return self.mixed(x, given if self.chooser is None else self.chooser(given))
+        if isinstance(rows, int) and isinstance(time, int):
+            if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
+                return self._run_pairs(x, given, rows)
+            if self._few_are_chosen(batch * time, given.shape[-1]):
+                return self._run_in_turn(x, self._weights(given))
+        return self.mixed(x, self._weights(given))
+
+    def _weights(self, given):
+        return given if self.chooser is None else self.chooser(given)
+
+    def _most_pairs(self, count):
+        """Return from how many pairs of a token and an expert on these are not run by themselves.
+
+        A TPU multiplies by one kernel after the other, so there they are few.
+        """
+        return min(count, _MOST_PAIRS + 1) if target.platform() == "tpu" else count
+
+    def _few_are_chosen(self, tokens, count):
+        """Tell whether a TPU gains by running those of all experts in turn that any token weighs.
+
+        Not on a mesh: in a loop, devices would exchange sums at each turn.
+        """
+        share = 1 - (1 - self.top_k / count) ** tokens  # if all are as likely
+        return target.platform() == "tpu" and target.has_orders() and share < _MOST_SHARE
+
+    def _run_pairs(self, x, given, rows):
         # On a TPU the rows of no use go through the experts of a lone token: fewer kernels.
+        batch, time, _ = x.shape
         is_lone = rows * time == 1 and target.platform() == "tpu" and target.has_orders()
         made = self._run(x if is_lone else x[:rows], given[:rows])
         empty = batch - made.shape[0]
@@ -109,6 +131,28 @@ class ChosenExperts(keras.layers.Layer):
         made = self.mixed.expert(ops.repeat(each, self.top_k, axis=0), chosen)
         made = ops.reshape(made * shares[:, None, None], (tokens, self.top_k, *each.shape[1:]))
         return ops.reshape(ops.sum(made, axis=1), (batch, time, hidden_dim))
+
+    def _run_in_turn(self, x, weights):
+        """Run the experts that any token weighs on all tokens, one after the other."""
+        batch, time, hidden_dim = x.shape
+        tokens, count = batch * time, weights.shape[-1]
+        weights = ops.transpose(ops.reshape(weights, (tokens, count)))
+        is_used = ops.cast(ops.any(ops.not_equal(weights, 0), axis=1), "int32")
+        turns, used = min(tokens * self.top_k, count), ops.sum(is_used)
+        _, order = ops.top_k(is_used, turns)
+        each = ops.reshape(x, (1, tokens, hidden_dim))
+
+        def run(i, total):
+            which = ops.slice(order, (i,), (1,))
+            made = self.mixed.expert(each, _Chosen(self.mixed.bank, which, self.compute_dtype))
+            share = ops.slice(weights, (which[0], 0), (1, tokens))
+            return total + ops.cast(made[0] * ops.transpose(share), "float32")
+
+        def turn(i, total):
+            return ops.cond(i < used, lambda: run(i, total), lambda: total)
+
+        total = ops.fori_loop(0, turns, turn, ops.zeros((tokens, hidden_dim), "float32"))
+        return ops.reshape(ops.cast(total, x.dtype), (batch, time, hidden_dim))
 
     def compute_output_spec(self, x, given):
         """Return what the layer says of itself."""
@@ -177,7 +221,7 @@ class _Chosen(Experts):
         one = ops.slice(kernel, start, (1, *kernel.shape[1:]))[0]
         one = ops.cast(target.in_order(one), self.dtype)  # else XLA may turn all of them, once
         if x.shape[1] > 1:
-            return ops.matmul(x[which], one)
+            return target.in_order(ops.matmul(x[which], one))
         return ops.matmul(x[:, 0], one)[which : which + 1]
 
     def vector(self, name: str) -> Any:

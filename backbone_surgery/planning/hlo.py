@@ -21,6 +21,7 @@ _FREE = {
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _WHOLE = {"dot", "convolution", "custom-call", "sort", "while", "conditional", "call"}
 _TRANSFERS = {"copy-start", "slice-start"}
+_NAME = r"%?[\w.\-]+"
 _NO_ESTIMATE = 2**63 - 1
 _COUNTED = ("get-tuple-element", "constant")
 _NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
@@ -39,7 +40,8 @@ class Instruction(NamedTuple):
 
     def calls(self, *keys: str) -> list[str]:
         """Return the computations that it names under some keys, such as `body`."""
-        return re.findall(rf"\b(?:{'|'.join(keys)})=%?([\w.\-]+)", self.attributes)
+        found = re.findall(rf"\b(?:{'|'.join(keys)})=({_NAME}|\{{[^}}]*\}})", self.attributes)
+        return [name.lstrip("%") for names in found for name in re.findall(_NAME, names)]
 
     @property
     def number(self) -> int:
@@ -171,7 +173,7 @@ def _flat(
     """Yield what runs, in order, with the computation that it stands in, and how often it runs."""
     for instruction in lines.values():
         if instruction.opcode in ("call", "while", "conditional"):
-            keys = ("to_apply", "calls", "body", "true_computation", "false_computation")
+            keys = ("to_apply", "calls", "body", "branch_computations")
             for name in instruction.calls(*keys):
                 yield from _flat(module[name], module, times * _turns(instruction, module))
         elif _runs(instruction):

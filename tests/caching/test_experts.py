@@ -78,8 +78,32 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
     assert np.isfinite(chosen(x, weights)).all()
     more = inputs_of(rng, 4)  # as many choices as experts
     assert np.isnan(chosen(*more)).all()
-    monkeypatch.setattr(experts, "_IN_TURN", 5)  # and six are chosen
-    assert np.isnan(chosen(x, weights)).all() == (platform == "tpu")
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize(("rows", "time"), [(3, 1), (1, 2)])
+def test_a_tpu_runs_what_more_tokens_weigh_in_turn(rng, mixed, monkeypatch, rows, time, edited):
+    """An expert that is in the bank alone is not read; on a mesh all are."""
+    monkeypatch.setattr(experts, "_MOST_PAIRS", 3)
+    x, _ = inputs_of(rng, rows, time)
+    logits = rng.normal(size=(rows, time, EXPERTS)).astype("float32")
+    logits[..., 5] = -30.0
+    chooser = TopExperts(2)
+    weights = chooser(logits)
+    wanted = np.array(mixed(x, weights))
+    for variable in mixed.bank.weights:
+        value = np.array(variable)
+        value[5] = np.nan
+        variable.assign(value)
+    layer = ChosenExperts(mixed, 2) if edited else ChosenExperts(mixed, 2, chooser)
+    run = jax.jit(lambda: layer(x, weights if edited else logits))
+    with target.made_for("tpu"):
+        assert relative(np.array(run()), wanted) <= 1e-6
+    with target.made_for("tpu", on_mesh=True):
+        assert np.isnan(layer(x, weights if edited else logits)).all()
+    monkeypatch.setattr(experts, "_MOST_SHARE", 0.1)
+    with target.made_for("tpu"):
+        assert np.isnan(layer(x, weights if edited else logits)).all()
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

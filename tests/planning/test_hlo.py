@@ -135,6 +135,13 @@ def test_a_loop_that_counts_says_how_many_turns_it_takes():
     assert read_step(until, in_loop=True).kernels["negate"] == 1
 
 
+def test_the_branches_of_a_choice_are_read():
+    known = 'while(%pair), body=%inner, config={"known_trip_count":{"n":"3"}}'
+    assert known in TEXT
+    choice = "conditional(%slot, %pair, %pair), branch_computations={%inner, %inner}"
+    assert read_step(TEXT.replace(known, choice), in_loop=True).kernels["negate"] == 2
+
+
 def test_without_an_estimate_of_one_instruction_there_is_none():
     def cycles(*each):
         text = TEXT
