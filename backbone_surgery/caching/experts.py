@@ -51,14 +51,16 @@ def choice_of(weights: keras.KerasTensor, compute_dtype: str) -> Choice | None:
     given, is_edited = weights, False
     while True:
         node = graph.node_of(given)
-        layer, (given, *_) = node.operation, node.input_tensors
+        layer = node.operation
         if type(layer) is TopExperts:
-            is_edited = is_edited or layer.compute_dtype != compute_dtype
-            return Choice(layer.top_k, *((None, weights) if is_edited else (layer, given)))
+            if is_edited or layer.compute_dtype != compute_dtype:
+                return Choice(layer.top_k, None, weights)
+            return Choice(layer.top_k, layer, node.input_tensors[0])
         if not isinstance(layer, Identity):
             if not getattr(layer, "keeps_zeros", False):
                 return None
             is_edited = True
+        given = node.input_tensors[0]
 
 
 class ChosenExperts(keras.layers.Layer):
@@ -80,7 +82,8 @@ class ChosenExperts(keras.layers.Layer):
     def __init__(
         self, mixed: MixedExperts, top_k: int, chooser: TopExperts | None = None, **kwargs
     ) -> None:
-        super().__init__(dtype=mixed.dtype_policy, name=f"chosen_{mixed.name}", **kwargs)
+        name = f"chosen_{mixed.name}" + (f"_by_{chooser.name}" if chooser else "")
+        super().__init__(dtype=mixed.dtype_policy, name=name, **kwargs)
         self.mixed, self.top_k, self.chooser = mixed, top_k, chooser
 
     def call(self, x, given):

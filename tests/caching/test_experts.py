@@ -9,7 +9,7 @@ from keras import ops
 import backbone_surgery as bs
 from backbone_surgery import target
 from backbone_surgery.caching import experts
-from backbone_surgery.caching.experts import ChosenExperts
+from backbone_surgery.caching.experts import ChosenExperts, choice_of
 from backbone_surgery.opening.experts import MixedExperts, TopExperts, largest
 from tests.families import ROWS
 from tests.helpers import relative
@@ -202,6 +202,21 @@ EDITS = {
         None,
     ),
 }
+
+
+def test_a_block_that_runs_twice_may_be_edited_once(rng):
+    twice = bs.operate(ROWS["mixtral"].make(num_layers=1), [bs.Repeat("blocks.0", times=2)])
+    model = bs.operate(twice, [bs.Ablate("blocks.1.expert_weights", experts=[2])])
+    cached = bs.rewire(model)
+    chosen = [x for x in cached._flatten_layers() if isinstance(x, ChosenExperts)]
+    assert [x.chooser is None for x in chosen] == [False, True]
+    inputs = tokens(rng, 2, 6)
+    wanted = model.predict_on_batch(inputs)
+    assert relative(run_chunks(cached, inputs, [3, 1, 1, 1])[0], wanted) <= 1e-5
+
+
+def test_weights_that_are_an_input_may_be_any():
+    assert choice_of(keras.Input((3, 8)), "float32") is None
 
 
 @pytest.mark.parametrize("edit", EDITS)
