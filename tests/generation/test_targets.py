@@ -8,6 +8,8 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import target
+from backbone_surgery.caching import experts
+from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.attention import _Attention
 from tests.families import ROWS
@@ -16,8 +18,8 @@ from tests.helpers import VOCABULARY, ragged, relative
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": None, "seed": 3, "return_captures": True}
 
 
-def make_lm(name, sampler="greedy"):
-    backbone = ROWS[name].make()
+def make_lm(name, sampler="greedy", **sizes):
+    backbone = ROWS[name].make(**sizes)
     rng = np.random.default_rng(3)
     direction, vector = rng.normal(size=(2, backbone.hidden_dim))
     edits = [
@@ -120,6 +122,18 @@ def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
     made_for = Programs(lm.backbone_with_cache, lm.programs.head, platform)
     assert [made_for.one_of(1, 2), made_for.one_of(2, 2)] == [2, 1]
     assert Programs(lm.backbone_with_cache, lm.programs.head, "cpu").one_of(1, 1) == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_on_a_tpu_experts_of_several_rows_run_in_turn(rng, monkeypatch, name):
+    monkeypatch.setattr(experts, "_MOST_PAIRS", 1)
+    turns, run = [], ChosenExperts._run_in_turn
+    monkeypatch.setattr(
+        ChosenExperts, "_run_in_turn", lambda self, *args: turns.append(1) or run(self, *args)
+    )
+    lm = make_lm(name, num_experts=16)
+    compare(lm, "tpu", ragged(rng, [7, 3], 7))
+    assert len(turns) >= lm.opened.owner.num_layers
 
 
 def test_without_a_mixture_one_row_and_two_have_the_same_program(rng):
