@@ -140,8 +140,9 @@ class ChosenExperts(keras.layers.Layer):
         batch, time, hidden_dim = x.shape
         tokens, count = batch * time, weights.shape[-1]
         weights = ops.transpose(ops.reshape(weights, (tokens, count)))
-        is_used = ops.cast(ops.any(ops.not_equal(weights, 0), axis=1), "int32")
-        turns, used = min(tokens * self.top_k, count), ops.sum(is_used)
+        # A token without numbers for weights, whose sum is none after one turn, adds no turn.
+        is_used = ops.cast(ops.any(ops.abs(weights) > 0, axis=1), "int32")
+        turns, used = min(tokens * self.top_k, count), ops.maximum(ops.sum(is_used), 1)
         _, order = ops.top_k(is_used, turns)
         each = ops.reshape(x, (1, tokens, hidden_dim))
 

@@ -23,6 +23,7 @@ _WHOLE = {"dot", "convolution", "custom-call", "sort", "while", "conditional", "
 _TRANSFERS = {"copy-start", "slice-start"}
 _NAME = r"%?[\w.\-]+"
 _NO_ESTIMATE = 2**63 - 1
+_BRANCHES = ("true_computation", "false_computation")
 _COUNTED = ("get-tuple-element", "constant")
 _NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -173,7 +174,7 @@ def _flat(
     """Yield what runs, in order, with the computation that it stands in, and how often it runs."""
     for instruction in lines.values():
         if instruction.opcode in ("call", "while", "conditional"):
-            keys = ("to_apply", "calls", "body", "branch_computations")
+            keys = ("to_apply", "calls", "body", "branch_computations", *_BRANCHES)
             for name in instruction.calls(*keys):
                 yield from _flat(module[name], module, times * _turns(instruction, module))
         elif _runs(instruction):

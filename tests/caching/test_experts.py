@@ -215,6 +215,23 @@ def test_a_block_that_runs_twice_may_be_edited_once(rng):
     assert relative(run_chunks(cached, inputs, [3, 1, 1, 1])[0], wanted) <= 1e-5
 
 
+@pytest.mark.parametrize("lost", [1, 3])
+def test_in_turn_a_row_of_nans_is_lost_alone(rng, mixed, monkeypatch, lost):
+    monkeypatch.setattr(experts, "_MOST_PAIRS", 3)
+    x = rng.normal(size=(3, 1, HIDDEN)).astype("float32")
+    logits = rng.normal(size=(3, 1, EXPERTS)).astype("float32")
+    x[:lost] = logits[:lost] = np.nan
+    chooser = TopExperts(2)
+    wanted = np.array(mixed(x, chooser(logits)))
+    layer = ChosenExperts(mixed, 2, chooser)
+    assert np.isnan(wanted[:lost]).all()
+    for run in (layer, jax.jit(layer)):
+        with target.made_for("tpu"):
+            got = np.array(run(x, logits))
+        assert np.isnan(got[:lost]).all()
+        np.testing.assert_allclose(got[lost:], wanted[lost:], rtol=1e-4, atol=1e-5)
+
+
 def test_weights_that_are_an_input_may_be_any():
     assert choice_of(keras.Input((3, 8)), "float32") is None
 

@@ -138,8 +138,11 @@ def test_a_loop_that_counts_says_how_many_turns_it_takes():
 def test_the_branches_of_a_choice_are_read():
     known = 'while(%pair), body=%inner, config={"known_trip_count":{"n":"3"}}'
     assert known in TEXT
-    choice = "conditional(%slot, %pair, %pair), branch_computations={%inner, %inner}"
-    assert read_step(TEXT.replace(known, choice), in_loop=True).kernels["negate"] == 2
+    choice = "conditional(%slot, %pair, %pair), "
+    several = choice + "branch_computations={%inner, %inner}"
+    two = choice + "true_computation=%inner, false_computation=%inner"
+    for branches in (several, two):
+        assert read_step(TEXT.replace(known, branches), in_loop=True).kernels["negate"] == 2
 
 
 def test_without_an_estimate_of_one_instruction_there_is_none():
