@@ -94,7 +94,7 @@ def least_rows(chosen: str) -> int:
 
 @contextlib.contextmanager
 def one_row_of(rows: int) -> Iterator[None]:
-    """Have it known inside that of so many rows of a batch the first alone is of use."""
+    """Make programs inside for a batch of so many rows, of which the first alone is of use."""
     token = _one_of.set(rows)
     try:
         yield
@@ -208,7 +208,7 @@ def on_mesh() -> bool:
 
 
 def has_orders() -> bool:
-    """Tell whether `in_order` does anything where a program is being made."""
+    """Tell whether `in_order` changes anything in the program that is being made."""
     return platform() != "cpu" and not on_mesh() and keras.config.backend() == "jax"
 
 

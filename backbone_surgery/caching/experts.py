@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from backbone_surgery import graph, target
@@ -29,7 +30,7 @@ class Choice(NamedTuple):
 
     Attributes:
         top_k: how many of a token are not zero, at most.
-        chooser: what makes all of them of `given`; `None` if `given` are the weights.
+        chooser: what makes the weights out of `given`; `None` if `given` are the weights.
         given: float[batch, time, experts].
     """
 
@@ -93,8 +94,8 @@ class ChosenExperts(keras.layers.Layer):
         if isinstance(rows, int) and isinstance(time, int):
             if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
                 return self._run_pairs(x, given, rows)
-            if self._few_are_chosen(batch * time, given.shape[-1]):
-                return self._run_in_turn(x, self._weights(given))
+            if self._few_are_chosen(rows * time, given.shape[-1]):
+                return _filled_up(self._run_in_turn(x[:rows], self._weights(given[:rows])), batch)
         return self.mixed(x, self._weights(given))
 
     def _weights(self, given):
@@ -119,9 +120,7 @@ class ChosenExperts(keras.layers.Layer):
         # On a TPU the rows of no use go through the experts of a lone token: fewer kernels.
         batch, time, _ = x.shape
         is_lone = rows * time == 1 and target.platform() == "tpu" and target.has_orders()
-        made = self._run(x if is_lone else x[:rows], given[:rows])
-        empty = batch - made.shape[0]
-        return ops.pad(made, [[0, empty], [0, 0], [0, 0]]) if empty else made
+        return _filled_up(self._run(x if is_lone else x[:rows], given[:rows]), batch)
 
     def _run(self, x, given):
         """Run the chosen experts on each token, or those of one token on all."""
@@ -140,9 +139,11 @@ class ChosenExperts(keras.layers.Layer):
         batch, time, hidden_dim = x.shape
         tokens, count = batch * time, weights.shape[-1]
         weights = ops.transpose(ops.reshape(weights, (tokens, count)))
-        # A token without numbers for weights, whose sum is none after one turn, adds no turn.
+        # A token whose weights are NaN chooses no expert: its sum is NaN from the start.
+        is_lost = ops.any(ops.isnan(weights), axis=0)[:, None]
+        first = ops.where(is_lost, np.nan, ops.zeros((tokens, hidden_dim), "float32"))
         is_used = ops.cast(ops.any(ops.abs(weights) > 0, axis=1), "int32")
-        turns, used = min(tokens * self.top_k, count), ops.maximum(ops.sum(is_used), 1)
+        turns, used = min(tokens * self.top_k, count), ops.sum(is_used)
         _, order = ops.top_k(is_used, turns)
         each = ops.reshape(x, (1, tokens, hidden_dim))
 
@@ -155,12 +156,18 @@ class ChosenExperts(keras.layers.Layer):
         def turn(i, total):
             return ops.cond(i < used, lambda: run(i, total), lambda: total)
 
-        total = ops.fori_loop(0, turns, turn, ops.zeros((tokens, hidden_dim), "float32"))
+        total = ops.fori_loop(0, turns, turn, ops.cast(first, "float32"))
         return ops.reshape(ops.cast(total, x.dtype), (batch, time, hidden_dim))
 
     def compute_output_spec(self, x, given):
         """Return what the layer says of itself."""
         return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+def _filled_up(made: Any, batch: int) -> Any:
+    """Add empty rows, up to as many as the batch has."""
+    empty = batch - made.shape[0]
+    return ops.pad(made, [[0, empty], [0, 0], [0, 0]]) if empty else made
 
 
 class _Chosen(Experts):

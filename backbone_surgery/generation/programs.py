@@ -131,7 +131,9 @@ class Programs(Forward):
         return self.run("decode", strategy, run, args, donate, one_of)
 
     def one_of(self, count: int, rows: int) -> int:
-        """Return of how many rows the first alone is of use, if a program gains by knowing it.
+        """Return how many rows there are, if the first alone is of use and a program gains by that.
+
+        Else it is 1. Only a program with a mixture gains.
 
         Args:
             count: how many prompts there are.

@@ -27,8 +27,9 @@ def largest(x: Any, k: int) -> tuple[Any, Any]:
     from jax import lax
 
     index = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
-    ordered, index = lax.sort((-x, index), num_keys=1)
-    return -ordered[..., :k], index[..., :k]
+    order = ops.where(ops.isnan(x), -math.inf, -x)  # what is no number comes first
+    _, index, x = lax.sort((order, index, x), num_keys=1)
+    return x[..., :k], index[..., :k]
 
 
 class TopExperts(keras.layers.Layer):

@@ -182,9 +182,10 @@ def _flat(
 
 
 def _turns(instruction: Instruction, module: dict[str, Computation]) -> int:
-    """Return how many turns a loop takes, if it counts them from zero; else one.
+    """Return how many turns a loop takes, if it counts them; else one.
 
-    A GPU's compiler says so. A TPU's does not: there the loop itself says up to where it counts.
+    A GPU's compiler says so. A TPU's does not, but has all counts begin at zero: there the loop
+    itself says up to where it counts, and by how much at a time.
     """
     known = re.search(r'"known_trip_count":{"n":"(\d+)"', instruction.attributes)
     if known:
@@ -195,12 +196,26 @@ def _turns(instruction: Instruction, module: dict[str, Computation]) -> int:
         if last is not None and last.opcode == "compare" and "direction=LT" in last.attributes:
             counter, bound = (lines.get(x) for x in last.operands)
             if counter and bound and (counter.opcode, bound.opcode) == _COUNTED:
-                return int(bound.operands[0])
+                return -(-int(bound.operands[0]) // _step(instruction, counter, module))
     return 1
 
 
+def _step(loop: Instruction, counter: Instruction, module: dict[str, Computation]) -> int:
+    """Return by how much a loop counts at a time; one, where it is not written as a sum."""
+    lines = module[loop.calls("body")[0]]
+    last = next(i for i in lines.values() if i.is_root)
+    (index,) = re.findall(r"index=(\d+)", counter.attributes)
+    made = lines.get(last.operands[int(index)]) if last.opcode == "tuple" else None
+    while made is not None and made.opcode in ("copy", "bitcast"):
+        made = lines.get(made.operands[0])
+    if made is None or made.opcode != "add":
+        return 1
+    steps = [lines[x] for x in made.operands if lines[x].opcode == "constant"]
+    return max(int(steps[0].operands[0]), 1) if steps else 1
+
+
 def _runs(instruction: Instruction) -> bool:
-    """Tell whether a chip does something, and it is not the end of what it began."""
+    """Tell whether a chip does something; the end of what was begun before is nothing more."""
     is_name = instruction.opcode == "custom-call" and _NAMES_ALONE.search(instruction.attributes)
     is_end = instruction.opcode.endswith("-done")
     return not (is_name or is_end or instruction.opcode in _FREE)

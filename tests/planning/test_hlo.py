@@ -131,6 +131,13 @@ def test_a_loop_that_counts_says_how_many_turns_it_takes():
     counted = TEXT.replace(known, "condition=%go_on, body=%inner").replace("%body", condition, 1)
     assert "known_trip_count" not in counted
     assert read_step(counted, in_loop=True) == read_step(TEXT, in_loop=True)
+    by_two = counted.replace(
+        "ROOT %t = (s32[], f32[10]) tuple(%n, %w)",
+        "%two = s32[] constant(2)\n  %m = s32[] add(%n, %two)\n"
+        "  ROOT %t = (s32[], f32[10]) tuple(%m, %w)",
+    )
+    assert by_two != counted
+    assert read_step(by_two, in_loop=True).kernels["negate"] == 2  # 0 and 2
     until = counted.replace("direction=LT", "direction=NE")
     assert read_step(until, in_loop=True).kernels["negate"] == 1
 
