@@ -223,18 +223,6 @@ class RowPrograms:
             widths = [(0, slots - staged if i == axis else 0) for i in range(x.ndim)]
             return jnp.roll(jnp.pad(x, widths, constant_values=initial), first, axis)
 
-        def put_state(spec: Any, pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-            table, entry = pair
-            if spec.slot_axis is not None:
-                entry = aligned(entry, spec.slot_axis, spec.initial)
-            return put(table, entry)
-
-        table = unpack_cache(state["cache"], self.model, rows)
-        staged_row = unpack_cache(staging["cache"], self.model, 1)
-        pairs = [
-            {name: (arrays[name], others[name]) for name in arrays}
-            for arrays, others in zip(table, staged_row, strict=True)
-        ]
         token, _, draws = self.strategy.choose(
             new["logits"], new["budget"] <= 0, new["draws"], new["settings"]
         )
@@ -249,18 +237,35 @@ class RowPrograms:
         placed = {name: jax.tree.map(put, state[name], value) for name, value in own.items()}
         state = {**state, **placed, "slot": slot}
         state["tokens"] = state["tokens"].at[row, slot - 1].set(token[0])
-        state["cache"] = pack_cache(map_cache(put_state, pairs, self.model), self.model)
+        state["cache"] = self._insert_cache(state["cache"], staging["cache"], rows, put, aligned)
         if "captures" in state:
+            state["captures"] = {**state["captures"]}
             for name, buffer in staging["captures"].items():
                 for axis in _slot_axes(name):
                     buffer = aligned(buffer, axis)
-                state["captures"] = {
-                    **state["captures"],
-                    name: put(state["captures"][name], buffer),
-                }
+                state["captures"][name] = put(state["captures"][name], buffer)
         controls = {name: put(x, new["controls"][name]) for name, x in controls.items()}
         state, controls = self._pin(state, rows), self.programs.pin_rows(controls)
         return state, controls, {"token": token, "notes": draws["notes"]}
+
+    def _insert_cache(
+        self, cache: Any, staged: Any, rows: int, put: Callable, aligned: Callable
+    ) -> Any:
+        """Put the cache of one row, packed as the other, among those of all rows."""
+
+        def put_state(spec: Any, pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            table, entry = pair
+            if spec.slot_axis is not None:
+                entry = aligned(entry, spec.slot_axis, spec.initial)
+            return put(table, entry)
+
+        tables = unpack_cache(cache, self.model, rows)
+        entries = unpack_cache(staged, self.model, 1)
+        pairs = [
+            {name: (table[name], entry[name]) for name in table}
+            for table, entry in zip(tables, entries, strict=True)
+        ]
+        return pack_cache(map_cache(put_state, pairs, self.model), self.model)
 
     def _shift(self, state: State, slots: jax.Array, length: int) -> State:
         rows = state["tokens"].shape[0]

@@ -32,32 +32,11 @@ def warm_up(
     """
     staged = {}
     for length in lengths:
-        for size in {chunk, tail_size(chunk)}:
-            staging = _staging(programs, length, captures)
-            part = {
-                "token_ids": np.zeros((1, size), np.int32),
-                "first": np.int32(0),
-                "count": np.int32(1),
-                "controls": jax.device_put(controls),
-            }
-            staging, logits = programs.extend(staging, part, length)
-        if keeps_prefixes:
-            kept = programs.cut(staging, 0, chunk, length)
-            staging = programs.restore(staging, kept, 0, length)
-        staged[length] = staging
+        staged[length], logits = _run_prompt(
+            programs, controls, length, chunk, captures, keeps_prefixes
+        )
     rows = programs.rows
-    sampling = {name: value[None] for name, value in Sampling().arrays().items()}
-    new = {
-        "row": np.int32(0),
-        "slot": np.int32(2),
-        "length": np.int32(1),
-        "logits": logits,
-        "budget": np.ones(1, np.int32),
-        "stop_ids": np.zeros((1, stop_ids), np.int32),
-        "settings": sampling,
-        "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
-        "controls": jax.device_put(controls),
-    }
+    new = _new_row(programs, controls, stop_ids, logits)
     for length in lengths:
         state = programs.new_state(length)
         if captures:
@@ -68,7 +47,7 @@ def warm_up(
             state, table, _ = programs.insert(state, table, staged[size], new, size)
         arguments = {
             "controls": table,
-            "settings": {name: np.repeat(x, rows) for name, x in sampling.items()},
+            "settings": {name: np.repeat(x, rows) for name, x in new["settings"].items()},
             "stop_ids": np.zeros((rows, stop_ids), np.int32),
             "budget": np.ones(rows, np.int32),
         }
@@ -76,6 +55,45 @@ def warm_up(
         for size in (n for n in lengths if n < length):
             programs.shift(state, 0, size)
         programs.shift(state, 0, length)
+
+
+def _run_prompt(
+    programs: RowPrograms,
+    controls: State,
+    length: int,
+    chunk: int,
+    captures: bool,
+    keeps_prefixes: bool,
+) -> tuple[State, jax.Array]:
+    """Return the staging of a prompt of one token, and its logits."""
+    for size in {chunk, tail_size(chunk)}:
+        staging = _staging(programs, length, captures)
+        part = {
+            "token_ids": np.zeros((1, size), np.int32),
+            "first": np.int32(0),
+            "count": np.int32(1),
+            "controls": jax.device_put(controls),
+        }
+        staging, logits = programs.extend(staging, part, length)
+    if keeps_prefixes:
+        kept = programs.cut(staging, 0, chunk, length)
+        staging = programs.restore(staging, kept, 0, length)
+    return staging, logits
+
+
+def _new_row(programs: RowPrograms, controls: State, stop_ids: int, logits: jax.Array) -> State:
+    """Return what `RowPrograms.insert` needs to know of a request that makes one token."""
+    return {
+        "row": np.int32(0),
+        "slot": np.int32(2),
+        "length": np.int32(1),
+        "logits": logits,
+        "budget": np.ones(1, np.int32),
+        "stop_ids": np.zeros((1, stop_ids), np.int32),
+        "settings": {name: value[None] for name, value in Sampling().arrays().items()},
+        "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
+        "controls": jax.device_put(controls),
+    }
 
 
 def _staging(programs: RowPrograms, length: int, captures: bool) -> State:
