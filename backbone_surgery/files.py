@@ -21,6 +21,8 @@ INTEGERS = frozenset(
 STORABLE = FLOATS | INTEGERS | {np.dtype(bool)}
 """The dtypes that `.safetensors` files and NumPy both know."""
 
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
 
 @contextlib.contextmanager
 def reading(
@@ -60,6 +62,17 @@ def as_path(path: Any, operation: str) -> Path:
         f"{operation}: expected a path. Received {shown(path)} of type {type(path).__name__}. Pass "
         "a string or a `pathlib.Path`."
     )
+
+
+def picture_path(path: Any, operation: str) -> Path:
+    """Return the path of a picture to be drawn; `operation` is named in the error."""
+    found = as_path(path, operation)
+    if found.suffix not in _PICTURES or not found.parent.is_dir():
+        raise SurgeryError(
+            f"{operation} at '{path}': expected a file in a folder that exists, ending in one of "
+            f"{', '.join(_PICTURES)}. Received another. Choose such a name."
+        )
+    return found
 
 
 def read_json(path: Path, most: int) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
 def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> keras.Model:
     """Load a backbone alone, and remember the name of the preset it came from."""
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
-    with on_host, graph.values_as_assigned() if load_weights else contextlib.nullcontext():
+    as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
+    with _in_words(preset), on_host, as_assigned:
         backbone = keras_hub.models.Backbone.from_preset(
             preset_path(preset), load_weights=load_weights, **kwargs
         )
@@ -96,9 +98,23 @@ def preset_of(backbone: keras.Model) -> str | None:
     return _names.get(backbone)
 
 
+@contextlib.contextmanager
+def _in_words(preset: str) -> Iterator[None]:
+    """Say of what preset it is that KerasHub stumbles over a file that is not of its format."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected files and arguments that KerasHub takes. "
+            f"Received others ({type(error).__name__}: {str(error)[:200]}). Compare the JSON files "
+            "with those of the original."
+        ) from error
+
+
 def _load_preprocessor(preset: str, path: str) -> Any:
     try:
-        return keras_hub.models.CausalLMPreprocessor.from_preset(path)
+        with _in_words(preset):
+            return keras_hub.models.CausalLMPreprocessor.from_preset(path)
     except FileNotFoundError as error:
         raise SurgeryError(
             f"from_preset at '{preset}': expected the tokenizer files that KerasHub reads for this "

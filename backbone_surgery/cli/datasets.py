@@ -40,8 +40,8 @@ Controls = Annotated[
         "--controls",
         "-c",
         help="NAME=COLUMN of strengths, NAME=COLUMN,COLUMN of strengths and of names of "
-        "--row-vector, or NAME=STRENGTH for all rows. Without a recipe it loads the vector NAME, "
-        "unless --vector names another.",
+        "--row-vector, or NAME=STRENGTH for all rows. Unless the edit has that control, or "
+        "--vector names a file for it, the vector NAME that comes with the model is loaded.",
     ),
 ]
 
@@ -88,10 +88,10 @@ def batch(
     if ray is not None and mesh is not None:
         fail("batch --mesh: expected one of --mesh and --ray, since a worker has one device.")
     strengths = attempt(parse_columns, controls)
-    named = {} if recipe is not None else {name: name for name in strengths}
-    files = named | attempt(parse_vectors, vector)
+    files = attempt(parse_vectors, vector)
     vectors = {name: _absolute_vector(file) for name, file in files.items()}
-    make = functools.partial(load, _absolute(model), vectors, sampler, _absolute(recipe), mesh=mesh)
+    args, names = (_absolute(model), vectors, sampler, _absolute(recipe)), list(strengths)
+    make = functools.partial(load, *args, mesh=mesh, controls=names)
     written = attempt(
         bs.generate_dataset,
         make,

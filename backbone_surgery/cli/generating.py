@@ -37,15 +37,14 @@ def generate(
         typer.Option(
             "--control",
             "-c",
-            help="NAME=STRENGTH, such as mood=1.5. It loads the vector of that name, unless "
-            "--vector names another.",
+            help="NAME=STRENGTH, such as mood=1.5. Unless the model's own edit has that control, "
+            "or --vector names a file for it, the vector NAME that comes with the model is loaded.",
         ),
     ] = [],  # noqa: B006
 ) -> None:
     """Generate text from prompts, steered by control vectors if you name any."""
     controls = attempt(parse_controls, control)
-    vectors = {name: name for name in controls} | attempt(parse_vectors, vector)
-    lm = load(model, vectors, sampler, mesh=mesh)
+    lm = load(model, attempt(parse_vectors, vector), sampler, mesh=mesh, controls=controls)
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "controls": controls}
     options["lookup"] = lookup
     if stream:

@@ -1,11 +1,11 @@
 """Load the model of a command, steered by control vectors. Keras is imported here, not before."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backbone_surgery.cli.console import attempt
+from backbone_surgery.cli.console import attempt, fail
 from backbone_surgery.cli.options import SamplerName, parse_mesh
 
 
@@ -16,8 +16,9 @@ def load(
     recipe: Path | None = None,
     capture: Sequence[str] = (),
     mesh: str | None = None,
+    controls: Iterable[str] = (),
 ) -> Any:
-    """Load a model as a compiled `CachedCausalLM`.
+    """Load a model, with its own edit if it has one, as a compiled `CachedCausalLM`.
 
     Args:
         model: name, URL or folder.
@@ -26,18 +27,28 @@ def load(
         recipe: the folder of an edit, which comes first.
         capture: selectors of sites to capture.
         mesh: devices to run on, such as `batch=2,model=4`.
+        controls: names; of each that the edit does not have, the control vector is loaded that
+            comes with the model.
     """
     import backbone_surgery as bs
-    from backbone_surgery.presets import load_preset
+    from backbone_surgery.generation.presets import load_edited
+    from backbone_surgery.opening.model import EditedBackbone
 
     if mesh is not None:
         attempt(_share, model, attempt(parse_mesh, mesh))
-    backbone, preprocessor = attempt(load_preset, model)
+    backbone, preprocessor = attempt(load_edited, model)
     if recipe is not None:
+        if isinstance(backbone, EditedBackbone):
+            fail(
+                f"--recipe at '{recipe}': expected a model without an edit of its own. Received "
+                f"'{model}', which holds one. Leave out --recipe, or name the model it was made on."
+            )
         backbone = attempt(bs.load_recipe, recipe, backbone)
+    own = {getattr(x, "control", None) for x in getattr(backbone, "rewrites", ())}
+    files = {name: name for name in controls if name not in own} | {**(vectors or {})}
     rewrites: list[Any] = [
         attempt(bs.Steer, name, loaded, strength=0.0)
-        for name, loaded in load_vectors(model, vectors or {}).items()
+        for name, loaded in load_vectors(model, files).items()
     ]
     if capture:
         rewrites.append(attempt(bs.Capture, *capture))

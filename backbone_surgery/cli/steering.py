@@ -73,14 +73,15 @@ def sweep(
 ) -> None:
     """Generate from many prompts at several strengths, and count words in the texts."""
     import backbone_surgery as bs
+    from backbone_surgery.files import picture_path
 
     values = attempt(parse_strengths, strengths)
     vectors = attempt(parse_vectors, [vector])
     counted = [word.strip().lower() for word in words.split(",") if word.strip()]
     if plot is not None and not counted:
         fail("sweep --plot: expected something to plot. Received no --words. Name words to count.")
-    if plot is not None and not plot.parent.is_dir():
-        fail(f"sweep --plot at '{plot}': expected a folder that exists. Received another. Make it.")
+    if plot is not None:
+        attempt(picture_path, plot, "sweep --plot")
     listed = attempt(_read_prompts, prompts)
     lm = load(model, vectors, sampler, mesh=mesh)
     result = attempt(

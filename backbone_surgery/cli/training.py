@@ -64,14 +64,15 @@ def _read_pairs(path: Path) -> list[tuple[str, str]]:
             continue
         try:
             item = json.loads(line)
-            pair = (item["positive"], item["negative"]) if isinstance(item, dict) else tuple(item)
+            pair = (item["positive"], item["negative"]) if isinstance(item, dict) else item
         except (ValueError, KeyError, TypeError, RecursionError):
             pair = ()
-        if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise SurgeryError(
                 f"train-vector at {path}:{number}: expected "
                 '{"positive": "...", "negative": "..."} or ["...", "..."]. '
                 f"Received {line[:80]!r}."
             )
-        pairs.append(pair)
+        pairs.append(tuple(pair))
     return pairs

@@ -18,8 +18,8 @@ from backbone_surgery.drawing.layout import (
 from backbone_surgery.drawing.picture import Node, Picture, make_picture
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
+from backbone_surgery.files import picture_path
 
-_FORMATS = (".png", ".svg", ".pdf", ".jpg")
 _RANKDIRS = ("TB", "LR")
 
 Font = dict[str, Any]
@@ -64,12 +64,7 @@ def plot_model(
         SurgeryError: the file cannot be written, the model is not Functional, or matplotlib or
             pygraphviz is missing.
     """
-    path = Path(to_file)
-    if path.suffix not in _FORMATS or not path.parent.is_dir():
-        raise SurgeryError(
-            f"plot_model at '{to_file}': expected a file in a folder that exists, ending in one of "
-            f"{', '.join(_FORMATS)}. Received another. Choose such a name."
-        )
+    path = picture_path(to_file, "plot_model")
     if rankdir not in _RANKDIRS:
         raise SurgeryError(
             f"plot_model: expected rankdir to be one of {', '.join(_RANKDIRS)}. Received "

@@ -9,10 +9,42 @@ import keras
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import chat
 from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.quantizing import check_saves
 from backbone_surgery.presets import load_preset, preset_path
 from backbone_surgery.recipes.preset import recipe_in, save_preset
 from backbone_surgery.recipes.recipe import load_recipe
 from backbone_surgery.recipes.store import read_document
+
+
+def load_edited(
+    preset: str, load_weights: bool = True, **kwargs: Any
+) -> tuple[keras.Model | EditedBackbone, Any]:
+    """Load the two parts of a task: a backbone, edited if the folder says so, and a preprocessor.
+
+    Args:
+        preset: see `Presets.from_preset`.
+        load_weights: see there.
+        **kwargs: see there.
+
+    Returns:
+        The backbone, and the preprocessor or `None`, whose tokenizer knows its chat template.
+
+    Raises:
+        SurgeryError: there is no such folder, or its edit does not fit what was asked for.
+    """
+    recipe = recipe_in(Path(preset_path(preset)))
+    if recipe is not None and not load_weights:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
+            "an edit of these very weights. Received False. Load the base with KerasHub."
+        )
+    if recipe is not None and kwargs.get("dtype") is None:
+        kwargs["dtype"] = read_document(recipe)["base"]["dtype"]
+    backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
+    if recipe is not None:
+        backbone = load_recipe(recipe, backbone)
+    chat.load_chat(preprocessor, preset_path(preset))
+    return backbone, preprocessor
 
 
 class Presets:
@@ -49,19 +81,8 @@ class Presets:
         Raises:
             SurgeryError: there is no such folder, or its edit does not fit what was asked for.
         """
-        recipe = recipe_in(Path(preset_path(preset)))
-        if recipe is not None and not load_weights:
-            raise SurgeryError(
-                f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
-                "an edit of these very weights. Received False. Load the base with KerasHub."
-            )
-        if recipe is not None and kwargs.get("dtype") is None:
-            kwargs["dtype"] = read_document(recipe)["base"]["dtype"]
-        backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
-        if recipe is not None:
-            backbone = load_recipe(recipe, backbone)
-        chat.load_chat(preprocessor, preset_path(preset))
-        return cls(backbone, preprocessor, trust=trust, precision=precision)  # type: ignore[call-arg]
+        parts = load_edited(preset, load_weights, **kwargs)
+        return cls(*parts, trust=trust, precision=precision)  # type: ignore[call-arg]
 
     def save_to_preset(self, preset_dir: Any, max_shard_size: float | None = 10) -> None:
         """Save the base and preprocessor as a KerasHub preset, and the edit as a recipe inside.
@@ -86,7 +107,12 @@ class Presets:
             chat.save_chat(self.preprocessor, folder)
 
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
-        """Save the weights of the backbone, in its own format, whatever was edited."""
+        """Save the weights of the backbone, in its own format, whatever was edited.
+
+        Raises:
+            SurgeryError: the backbone is quantised by GPTQ or AWQ, which Keras does not save whole.
+        """
+        check_saves(self.opened.owner)
         self.backbone.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:

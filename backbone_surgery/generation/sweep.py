@@ -13,6 +13,7 @@ from rich.text import Text
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
+from backbone_surgery.files import picture_path
 from backbone_surgery.generation.controls import check_names
 from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import read_finite
@@ -89,7 +90,12 @@ class Sweep:
 
         Returns:
             The axes.
+
+        Raises:
+            SurgeryError: there are no scores, the file cannot be written, or matplotlib is missing.
         """
+        if to_file is not None:
+            to_file = picture_path(to_file, "plot of a sweep")
         if not self.names:
             raise SurgeryError(
                 "plot of a sweep: expected scores. Received a sweep without any. Pass "

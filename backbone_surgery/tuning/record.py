@@ -1,6 +1,7 @@
 """The record of a search: what was measured so far, in memory and in a file to resume from."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,22 +38,23 @@ class Record:
             )
         if file is None or not file.exists():
             return
-        text = file.read_text()
-        if not text.endswith("\n"):  # killed while it wrote a line
-            text = text[: text.rfind("\n") + 1]
-            file.write_text(text)
-        if not text:
-            return
-        with reading(file, "tune", "a file of `tune`"):
-            first, *lines = text.splitlines()
-            found = json.loads(first)["search"]
+        with reading(file, "tune", "a file of `tune`", advice="Name another file."):
+            self._resume(file, search)
+
+    def _resume(self, file: Path, search: str) -> None:
+        text = file.read_bytes().decode("utf-8")
+        whole = text[: text.rfind("\n") + 1]  # it may have been killed while it wrote a line
+        if not self.header.startswith(text):
+            first, *lines = whole.splitlines()
+            if json.loads(first)["search"] != search:
+                raise SurgeryError(
+                    f"tune at '{file}': expected the file of this search. Received one of another "
+                    "model, other texts or other settings. Name another file, or remove it."
+                )
             for line in lines:
                 self._take(json.loads(line))
-        if found != search:
-            raise SurgeryError(
-                f"tune at '{file}': expected the file of this search. Received one of another "
-                "model, other texts or other settings. Name another file, or remove it."
-            )
+        if whole != text:
+            os.truncate(file, len(whole.encode("utf-8")))
 
     def _take(self, line: Mapping[str, Any]) -> None:
         candidate = Candidate(line["method"], tuple(line["blocks"]), line["strength"])

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
+from backbone_surgery.files import picture_path
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.tuning.candidates import Candidate
 from backbone_surgery.vectors.vector import ControlVector
@@ -104,7 +105,12 @@ class Tuning:
 
         Returns:
             The axes.
+
+        Raises:
+            SurgeryError: the file cannot be written, or matplotlib is missing.
         """
+        if to_file is not None:
+            to_file = picture_path(to_file, "plot of a tuning")
         pyplot = import_extra("plot of a tuning", "matplotlib.pyplot")
         axes: Any = ax
         if ax is None:

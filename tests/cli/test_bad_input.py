@@ -1,6 +1,7 @@
 """Bad input gives a message and exit code 2, never a traceback."""
 
 import json
+import shutil
 
 import pytest
 
@@ -42,6 +43,7 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*STEER, "mood", "--strengths", "1e300"], "mood"),
         ([*SWEEP, "--plot", "x.png"], "Name words to count"),
         ([*SWEEP, "--words", "a", "--plot", "missing/x.png"], "a folder that exists"),
+        ([*SWEEP, "--words", "a", "--plot", "x"], "ending in one of .png"),
         ([*SWEEP, "--batch-size", "0"], "--batch-size"),
         (["sweep", "", "--vector", "mood"], "at least one prompt"),
         (["train-vector", "pyproject.toml", "v.gguf"], "pyproject.toml:1: expected"),
@@ -67,6 +69,7 @@ FILES = {
     "deep.jsonl": (b"[" * 100_000, "deep.jsonl:1"),
     "numbers.jsonl": (b"[1, 2]", "numbers.jsonl:1"),
     "short.jsonl": (b'["a"]', "short.jsonl:1"),
+    "text.jsonl": (b'"ab"', "text.jsonl:1"),
 }
 
 
@@ -93,3 +96,21 @@ def test_damaged_vectors(run, tmp_path, name):
     result = run(*STEER, tmp_path / name)
     assert result.exit_code == 2, result.output
     assert name in result.stderr
+
+
+FOLDERS = {
+    "config.json": [b"null", b"[]", b'{"config": {}}'],
+    "preprocessor.json": [b"[]"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, x) for name, contents in FOLDERS.items() for x in contents]
+)
+def test_damaged_models(run, tmp_path, name, content):
+    shutil.copytree("models/tiny_gpt2", tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(content)
+    result = run("inspect", "--model", tmp_path / "model")
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert not isinstance(result.exception, Exception)

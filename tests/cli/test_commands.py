@@ -8,7 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 
+import backbone_surgery as bs
+from backbone_surgery.cli.loading import load
 from tests.cli.conftest import PROMPT
 
 
@@ -123,3 +126,38 @@ def test_the_console_script_needs_no_configuration(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(PROMPT)
     assert result.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def edited_folder(tmp_path_factory):
+    """A model with an edit and a chat template, as `save_to_preset` writes it."""
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    mood = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    edited = bs.CachedCausalLM(
+        bs.operate(lm.backbone, [bs.Steer("tone", mood, strength=-1.5)]), lm.preprocessor
+    )
+    edited.chat_template = "{{ messages[0]['content'] }}"
+    path = tmp_path_factory.mktemp("edited") / "model"
+    edited.save_to_preset(path)
+    return path
+
+
+def test_a_folder_with_an_edit_comes_with_it(run, edited_folder):
+    lm = bs.CachedCausalLM.from_preset(str(edited_folder))
+    lm.compile(sampler="greedy")
+    options = ["--model", edited_folder, "--max-new-tokens", "20"]
+    for controls, more in ({}, []), ({"tone": 0.5}, ["--control", "tone=0.5"]):
+        result = run("generate", PROMPT, *options, *more)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.strip() == lm.generate(PROMPT, max_new_tokens=20, controls=controls)
+    plain = run("generate", PROMPT, "--max-new-tokens", "20")
+    assert run("generate", PROMPT, *options).stdout != plain.stdout
+
+
+def test_a_folder_with_an_edit_takes_no_other(edited_folder):
+    with pytest.raises(typer.Exit):
+        load(str(edited_folder), recipe=edited_folder / "recipe")
+
+
+def test_the_chat_template_of_a_folder_is_loaded(edited_folder):
+    assert load(str(edited_folder)).chat_template == "{{ messages[0]['content'] }}"

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.tuning.candidates import Candidate
+from backbone_surgery.tuning.record import Record
 from tests.edits import save_autoencoder
 
 PAIRS = [
@@ -153,6 +155,35 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
     file.write_text("rubbish\n")
     with pytest.raises(bs.SurgeryError, match="a file of `tune`"):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"my notes, line 1\nline 2: important, without a newline at its end",
+        b'{"one": "line of JSON without a newline"}',
+        b'{"search": "another"}\n{"method": "no',
+        b"\xff\xfe\x00 no text",
+        b"\n",
+    ],
+)
+def test_the_file_of_something_else_stays_as_it_is(tmp_path, content):
+    file = tmp_path / "mine"
+    file.write_bytes(content)
+    with pytest.raises(bs.SurgeryError, match="Name another file"):
+        Record(file, "this search")
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("length", [0, 5, 26, 27])
+def test_a_record_goes_on_after_a_part_of_its_first_line(tmp_path, length):
+    file = tmp_path / "search.jsonl"
+    record = Record(file, "this search")
+    file.write_text(record.header[:length])
+    candidate, measured = Candidate("mean_diff", (1,), 0.5), np.ones((2, 2, 2))
+    Record(file, "this search").add([candidate], 0, 2, [measured])
+    np.testing.assert_array_equal(Record(file, "this search").get(candidate, 0, 2), measured)
+    assert len(file.read_text().splitlines()) == 2
 
 
 @pytest.mark.slow
