@@ -2,14 +2,16 @@
 
 Keras files its layers under their class and their order among those of that class. Where a model
 lost a layer, the weights of its neighbour are loaded into the next one without a word; where it
-gained one, loading fails half way. The file also holds the names of the layers, and that is enough
-to tell before anything is loaded.
+gained one, or is quantised and the file is not, loading fails half way. The file also holds the
+names of the layers and the shapes of their arrays, and that is enough to tell beforehand.
 """
 
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ def check_checkpoint(model: keras.Model, filepath: Any) -> None:
         filepath: of the file: `.weights.h5`, `.weights.json` with its shards, or `.keras`.
 
     Raises:
-        WeightMismatchError: the file has other layers, or the same in another order, or is of
-            another format, in which that cannot be seen.
+        WeightMismatchError: the file has other layers, or the same in another order, or other
+            arrays in them, or is of another format, in which that cannot be seen.
     """
     if not as_path(filepath, "load_weights").exists():
         return
@@ -51,18 +53,28 @@ def check_checkpoint(model: keras.Model, filepath: Any) -> None:
     elif set(filed) != set(wanted):
         difference = f"{_names(filed)} where the model has {_names(wanted)}"
     else:
-        wrong = [
-            f"'{filed[key]}' where the model has '{layer.name}'"
-            for key, layer in wanted.items()
-            if filed[key] != layer.name and not graph.is_auto_named(layer)
-        ]
-        difference = ", ".join(wrong)
+        others = ((filed[key], layer) for key, layer in wanted.items())
+        difference = ", ".join(filter(None, (_difference(*pair) for pair in others)))
     if difference:
         raise WeightMismatchError(
             f"load_weights at '{filepath}': expected a file saved from a model with the layers of "
-            f"'{model.name}', in their order. Received {difference}. Load it into the model that "
-            "it was saved from, and copy with `transfer_weights`."
+            f"'{model.name}', in their order, quantised as they are. Received "
+            f"{difference[:1000]}. Load it into the model that it was saved from, and copy with "
+            "`transfer_weights`."
         )
+
+
+def _difference(filed: "_Filed", layer: keras.Layer) -> str | None:
+    """Say how a layer of a file differs from that of the model, if it does."""
+    if filed.name != layer.name and not graph.is_auto_named(layer):
+        return f"'{filed.name}' where the model has '{layer.name}'"
+    weights = (v for v in layer.weights if not v.name.startswith("lora_"))  # saved in the kernel
+    arrays = Counter(_array(v.shape, v.dtype) for v in weights)
+    more, fewer = filed.arrays - arrays, arrays - filed.arrays
+    if not more and not fewer:
+        return None
+    both = (", ".join(sorted(x.elements())) or "no more" for x in (more, fewer))
+    return "'{}' with {} where the model has {}".format(layer.name, *both)
 
 
 def _layers_of_model(model: keras.Model, at: str = "") -> dict[str, keras.Layer]:
@@ -80,19 +92,35 @@ def _layers_of_model(model: keras.Model, at: str = "") -> dict[str, keras.Layer]
     return layers
 
 
-def _layers_of_file(path: Path) -> dict[str, str] | None:
-    """Return the names of the layers with arrays in a file, by what they are filed under."""
-    names: dict[str, str] = {}
-    filled, empty = set(), True
+@dataclass
+class _Filed:
+    """A layer in a file: its name, and its arrays, as `_array` writes them."""
+
+    name: str
+    arrays: Counter[str] = field(default_factory=Counter)
+
+
+def _layers_of_file(path: Path) -> dict[str, _Filed] | None:
+    """Return the layers with arrays in a file, by what they are filed under."""
+    layers: dict[str, _Filed] = {}
     for file in _stores(path):
         for key, group in _groups(file):
-            empty = False
+            layer = layers.setdefault(key, _Filed(key))
             # Of the shards that a layer is spread over, one has its name.
-            if "name" in group.get("vars", group).attrs:
-                names[key] = str(group.get("vars", group).attrs["name"])
-            if _has_arrays(group):
-                filled.add(key)
-    return None if empty else {key: names.get(key, key) for key in sorted(filled)}
+            layer.name = str(group.get("vars", group).attrs.get("name", layer.name))
+            group.visititems(partial(_add, layer.arrays))
+    return {key: x for key, x in sorted(layers.items()) if x.arrays} if layers else None
+
+
+def _add(arrays: Counter[str], name: str, item: Any) -> None:
+    """Count an array of a file, unless it is the state of a generator of random numbers."""
+    if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
+        arrays[_array(item.shape, str(item.dtype))] += 1
+
+
+def _array(shape: Any, dtype: str) -> str:
+    """Write what may not differ of an array: its shape, and whether its numbers are whole."""
+    return f"{'int' if 'int' in dtype else 'float'}{list(shape)}"
 
 
 def _groups(group: h5py.Group, at: str = "") -> Iterator[tuple[str, h5py.Group]]:
@@ -120,10 +148,6 @@ def _stores(path: Path) -> Iterator[h5py.File]:
     for shard in shards:
         with h5py.File(shard, "r") as file:
             yield file
-
-
-def _has_arrays(group: h5py.Group) -> bool:
-    return group.visititems(lambda _, x: True if isinstance(x, h5py.Dataset) else None) is True
 
 
 def _names(layers: Any) -> str:

@@ -154,7 +154,11 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         What rewrites trained is not among them; `save_recipe` keeps it. Layers that a plain
         `clone_fn` or `rewrite_nested` brought in are yours to save. A warning says how many
         trainable weights are left out.
+
+        Raises:
+            SurgeryError: the backbone is quantised by GPTQ or AWQ, which Keras does not save whole.
         """
+        quantizing.check_saves(self.owner)
         owned = {id(v) for v in self.owner.weights}
         others = [v for v in self.weights if v.trainable and id(v) not in owned]
         if others:

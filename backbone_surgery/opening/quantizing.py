@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import keras_hub
 
+from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 
 
@@ -34,6 +35,21 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
         owner.quantize(mode, config=config, **kwargs)
     finally:
         config.quantization_layer_structure = None  # the layers keep this config
+
+
+def check_saves(owner: keras.Model) -> None:
+    """Refuse to have Keras save a backbone in GPTQ or AWQ, whose zero points it leaves out.
+
+    Raises:
+        SurgeryError: it is quantised in one of these ways.
+    """
+    modes = {layer.quantization_mode for layer in graph.layers_within(owner)} & {"gptq", "awq"}
+    if modes:
+        raise SurgeryError(
+            f"save_weights at '{owner.name}': expected weights that Keras saves whole. Received "
+            f"some quantised to {modes.pop()}, of which it leaves out the zero points. Use "
+            "`save_recipe`."
+        )
 
 
 def _structure(owner: keras.Model, mode: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ quantisation. Of all other weights it keeps a digest.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -55,9 +56,11 @@ def fitted_base(
     check_backbone(backbone, "load_recipe")
     _check_facts(backbone, base)
     if base["lora"] or base["quantization"]:
-        backbone = copy_backbone(backbone)
-        if base["quantization"] != quantization(backbone):
-            quantize_like(backbone, base["quantization"])
+        same, described = quantization(backbone), base["quantization"]
+        quantize = partial(quantize_like, described=same) if same else None
+        backbone = copy_backbone(backbone, quantize)
+        if described and not same:
+            quantize_like(backbone, described)
         if base["lora"]:
             names = base["lora"]["layers"]
             backbone.enable_lora(base["lora"]["rank"], target_layer_names=names)

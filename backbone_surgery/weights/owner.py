@@ -1,6 +1,7 @@
 """The backbone that owns the weights: a copy of it, and its LoRA."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -21,11 +22,22 @@ def check_backbone(model: keras.Model, operation: str) -> None:
         )
 
 
-def copy_backbone(backbone: keras.Model) -> keras.Model:
-    """Make another backbone of the same config and weights, without LoRA."""
+def copy_backbone(
+    backbone: keras.Model, quantize: Callable[[keras.Model], object] | None = None
+) -> keras.Model:
+    """Make another backbone of the same config and weights, without LoRA.
+
+    Args:
+        backbone: what to copy.
+        quantize: quantises the copy as the backbone is, if it is; the values are copied after that.
+    """
     takes = inspect.signature(type(backbone).__init__).parameters
     left_out = {k: v for k, v in vars(backbone).items() if k in takes}  # by some configs
-    copy = type(backbone).from_config({**left_out, **backbone.get_config()})
+    # The dtype in the config of one that is quantised does not say of what it was before.
+    config = {**left_out, **backbone.get_config(), "dtype": backbone.dtype_policy.name}
+    copy = type(backbone).from_config(config)
+    if quantize is not None:
+        quantize(copy)
     transfer_weights(copy, backbone, rename=lambda path: None if is_lora(path) else path)
     return copy
 

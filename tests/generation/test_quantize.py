@@ -75,6 +75,27 @@ def test_a_recipe_keeps_it(mode, tmp_path, rng):
     assert np.array_equal(*texts)
     kernels = [name for name in read_recipe(tmp_path / "r")[1] if name.endswith(".kernel")]
     assert bool(kernels) == (mode in ("gptq", "awq"))
+    again = bs.load_recipe(tmp_path / "r", edited.owner)  # as it is quantised already
+    assert bs.weights_digest(again.owner) == bs.weights_digest(edited.owner)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_saved_whole_or_not_at_all(mode, tmp_path):
+    lm, other = (bs.CachedCausalLM(make_gpt2(seed, num_layers=2)) for seed in (1, 2))
+    for x in (lm, other):
+        x.quantize(mode, config=config_of(mode))
+    path = str(tmp_path / "a.weights.h5")
+    if mode in ("int8", "int4"):
+        lm.save_weights(path)
+        other.load_weights(path)
+        assert bs.weights_digest(lm.backbone) == bs.weights_digest(other.backbone)
+        return
+    lm.backbone.save_weights(path)
+    with pytest.raises(bs.WeightMismatchError, match=r"with no more where the model has int\["):
+        other.load_weights(path)
+    for save in (lm.save_weights, lm.opened.save_weights):
+        with pytest.raises(bs.SurgeryError, match="leaves out the zero points"):
+            save(path)
 
 
 def test_a_part_that_is_quantised_comes_back_alone(tmp_path):

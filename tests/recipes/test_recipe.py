@@ -131,6 +131,20 @@ def test_int8_and_lora_of_the_backbone(tmp_path):
     np.testing.assert_array_equal(outputs(loaded), outputs(edited))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "dtype"), [("int8", "float32"), ("int4", "bfloat16")])
+def test_onto_the_very_backbone_that_was_quantised(tmp_path, mode, dtype):
+    edited = bs.operate(make_gpt2(num_layers=1, dtype=dtype), [bs.Steer("mood", {0: vector()})])
+    edited.quantize(mode)
+    bs.save_recipe(edited, tmp_path / "r")
+    before = bs.weights_digest(edited.owner)
+    loaded = bs.load_recipe(tmp_path / "r", edited.owner)
+    assert loaded.owner is not edited.owner
+    assert loaded.owner.dtype_policy.name == dtype
+    assert bs.weights_digest(edited.owner) == before
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+
+
 def test_lora_that_a_recipe_cannot_hold(gpt2, tmp_path):
     gpt2.transformer_layers[0]._self_attention_layer.query_dense.enable_lora(2, lora_alpha=4)
     with pytest.raises(bs.SurgeryError, match=r"Received \(rank, alpha\) \[\(2, 4\)\] on 1 layers"):

@@ -318,6 +318,33 @@ def test_keras_fails_half_way_after_an_insertion_and_this_does_not(family, tmp_p
     same(arrays(backbone), arrays(source))
 
 
+@pytest.mark.parametrize(("filed", "own"), [(None, "int8"), ("int8", None), ("int8", "int4")])
+def test_keras_fails_half_way_if_one_is_quantised_and_this_does_not(filed, own, tmp_path):
+    def make(seed, mode):
+        lm = bs.CachedCausalLM(make_deep_gpt2(seed))
+        if mode:
+            lm.quantize(mode)
+        return lm
+
+    source, path = make(3, filed), str(tmp_path / "original.weights.h5")
+    source.save_weights(path)
+    lm = make(0, own)
+    before = arrays(lm.backbone)
+    with pytest.raises(Exception, match=r"Layer|layer|object|shape"):
+        lm.backbone.load_weights(path)
+    assert any(not np.array_equal(v, before[p]) for p, v in arrays(lm.backbone).items())
+
+    lm = make(0, own)
+    before = arrays(lm.backbone)
+    words = r"quantised as they are\. Received '\w+' with (float|int)\["
+    with pytest.raises(bs.WeightMismatchError, match=words):
+        lm.load_weights(path)
+    same(arrays(lm.backbone), before)
+    other = make(0, filed)
+    other.load_weights(path)
+    same(arrays(other.backbone), arrays(source.backbone))
+
+
 def test_keras_mixes_up_reordered_blocks_and_this_does_not(family, backbone, tmp_path):
     path = str(tmp_path / "original.weights.h5")
     FAMILIES[family](seed=3, num_layers=3).save_weights(path)
