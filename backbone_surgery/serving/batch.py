@@ -93,7 +93,8 @@ class RowBatch:
     def clear(self) -> None:
         """Forget all rows."""
         self.jobs = [None] * len(self.jobs)
-        self.first_tokens, self.state = [], {}
+        self.budget[:] = 0
+        self.first_tokens, self.state, self.controls = [], {}, {}
         self.slot, self.length = 1, self.lengths[0]
 
     def let_go(self) -> None:
@@ -135,6 +136,8 @@ class RowBatch:
         )
         self.start[row], self.prompt[row], self.jobs[row] = self.slot - 1, length, job
         self.first_tokens.append((job, row, first))
+        if job.captures and job.budget == 1:  # no step keeps its slots until they are read
+            self.read_first()
 
     def decode(self, stop_early: bool) -> Chunk | None:
         """Begin the next chunk of steps, if there is a row with tokens to come.

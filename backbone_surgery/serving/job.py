@@ -1,5 +1,6 @@
 """A job: one request on its way through the engine, and what has come of it."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import numpy as np
 
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.sampling import Sampling
+
+_log = logging.getLogger(__name__)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -95,5 +98,9 @@ class Job:
 
     def _tell(self) -> None:
         self.changed.notify_all()
-        for listener in self.listeners:
-            listener()
+        for listener in [*self.listeners]:
+            try:
+                listener()
+            except Exception:  # whose it is, others shall not wait for
+                self.listeners.remove(listener)
+                _log.exception("a listener of a request raised, and is not called again")

@@ -105,8 +105,10 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """What the engine does, and has done."""
         kept = self.prefix_cache
+        with self.work:
+            waiting = sum(not job.ended for job in self._queue)
         return EngineStats(
-            waiting=len(self._queue) + (self._prefill is not None),
+            waiting=waiting + (self._prefill is not None),
             running=self._batch.count,
             prompt_tokens=self._prompt_tokens,
             reused_tokens=self._reused_tokens,

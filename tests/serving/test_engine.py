@@ -89,6 +89,34 @@ def run_traffic(lm, seed, count, **sizes):
             assert_as_alone(lm, asked, request)
 
 
+@pytest.mark.parametrize("length", [3, 40])
+def test_captures_of_one_new_token_beside_others(lm, length):
+    """Its row has no steps to come, and others take the room that it had."""
+    engine = make_engine(lm, prefill_chunk=32)
+    first = ask(PREFIXES[0][:30], captures=True, max_new_tokens=1)
+    second = ask(PREFIXES[1][:length], captures=length == 40, max_new_tokens=20)
+    sent = [(asked, asked.submit(engine)) for asked in (first, second)]
+    for asked, request in sent:
+        assert_as_alone(lm, asked, request)
+
+
+def test_a_listener_that_raises_is_logged_and_harms_nobody(lm, caplog):
+    calls = []
+
+    def fails():
+        calls.append(1)
+        raise LookupError("of one user")
+
+    with make_engine(lm, rows=2) as engine:
+        one = ask([1, 2], max_new_tokens=30).submit(engine)
+        one.listen(fails)
+        other = ask([3, 4], max_new_tokens=9)
+        assert_as_alone(lm, other, other.submit(engine))
+        assert len(one.result()) == 32
+    assert len(calls) == 1
+    assert "of one user" in caplog.text
+
+
 @pytest.mark.slow
 def test_captured_patterns(rng):
     backbone = random_gpt2(rng)
@@ -238,11 +266,21 @@ def test_logits_that_are_no_numbers_fail_one_request_alone(lm):
     assert_as_alone(lm, good, again)
 
 
-def test_an_error_is_told_to_all_that_wait_and_the_engine_goes_on(lm, monkeypatch):
+@pytest.mark.parametrize("donated", [False, True])
+def test_an_error_is_told_to_all_that_wait_and_the_engine_goes_on(lm, monkeypatch, donated):
+    """Also if the arrays of the engine were given to a program that did not end."""
     engine = make_engine(lm)
+    assert len(ask([4, 5], max_new_tokens=3).submit(engine).result()) == 5
     request = ask([1, 2, 3], max_new_tokens=9).submit(engine)
+    insert = engine._scheduler.programs.insert
+
+    def fails(*args):
+        if donated:
+            insert(*args)
+        raise ZeroDivisionError
+
     with monkeypatch.context() as broken:
-        broken.setattr(engine._scheduler.programs, "insert", lambda *args: 1 / 0)
+        broken.setattr(engine._scheduler.programs, "insert", fails)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     with pytest.raises(ZeroDivisionError):
