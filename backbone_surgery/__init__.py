@@ -41,7 +41,8 @@ from backbone_surgery.opening.open import open_backbone, sites
 from backbone_surgery.opening.site import Site
 from backbone_surgery.opening.state import Stateful, StateSpec
 from backbone_surgery.planning.compilers import CompiledProgram
-from backbone_surgery.planning.plan import Plan, plan
+from backbone_surgery.planning.plan import plan
+from backbone_surgery.planning.result import Plan
 from backbone_surgery.recipes.recipe import load_recipe, save_recipe
 from backbone_surgery.rewriting import (
     Ablate,

@@ -61,6 +61,15 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
         SurgeryError: there is no such folder, or it lacks `config.json` or a tokenizer file.
     """
     path = preset_path(preset)
+    _check_there(preset, path)
+    files = [(Path(path) / name).is_file() for name in _TOKENIZER_FILES]
+    has_tokenizer = any(files) or not Path(path).is_dir()
+    preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
+    return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
+
+
+def _check_there(preset: str, path: str) -> None:
+    """Refuse a path where no model is; what is no path may be a preset."""
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
             raise SurgeryError(
@@ -68,26 +77,21 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
                 "Received one without `config.json`. Save one with `save_to_preset` or "
                 "`save_pretrained`."
             )
-        has_tokenizer = any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
     elif path.startswith((".", "/", "~")):
         raise SurgeryError(
             f"from_preset at '{preset}': expected a folder that exists. Received a path where "
             f"there is none. Bundled models: {', '.join(bundled_models()) or '(none)'}."
         )
-    else:
-        has_tokenizer = True
-    preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
-    return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
 
 
 def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> keras.Model:
     """Load a backbone alone, and remember the name of the preset it came from."""
+    path = preset_path(preset)
+    _check_there(preset, path)
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
     as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
     with _in_words(preset), on_host, as_assigned:
-        backbone = keras_hub.models.Backbone.from_preset(
-            preset_path(preset), load_weights=load_weights, **kwargs
-        )
+        backbone = keras_hub.models.Backbone.from_preset(path, load_weights=load_weights, **kwargs)
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone

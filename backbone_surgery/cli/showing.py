@@ -59,7 +59,10 @@ def plan(
     model: Annotated[str, typer.Argument(help="As for --model; a folder needs no weights.")],
     mesh: Mesh = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of each row.")] = 2048,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each row; 2048 by default, if it has the positions."),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Such as H100, h100:8, h100:2x8, L4, v5e:4x4 or v5p:2x2x4.")
     ] = "H100",

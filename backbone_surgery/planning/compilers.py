@@ -40,8 +40,10 @@ _GPUS = {
 
 _PACKAGES = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda12", "plan-gpu")}
 
-# Kernels are not tried out, for want of a GPU; each instruction says what it would take.
-_GPU_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_collect_cost_model_stats=true"
+# Kernels are not tried out, for want of a GPU. Each instruction says what it would take, where XLA
+# has tables of costs: from Hopper on.
+_GPU_FLAGS = "--xla_gpu_autotune_level=0"
+_GPU_COSTS = " --xla_gpu_collect_cost_model_stats=true"
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,8 @@ runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "NVIDI
 def _environment(device: Device) -> dict[str, str]:
     """Return the environment of the child: a CPU to run on, and nothing that looks for a chip."""
     flags = _GPU_FLAGS if device.platform == "gpu" else ""
+    if flags and _GPUS[device.name].capability >= (9, 0):
+        flags += _GPU_COSTS
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

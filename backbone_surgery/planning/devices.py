@@ -63,6 +63,13 @@ DEVICES = {
 }
 
 
+# Slices of TPUs: pages of Google Cloud.
+_FLAT = ("v5e", "v6e")
+_FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_FLAT_SAID = ", ".join("x".join(map(str, sizes)) for sizes in _FLAT_SLICES)
+_CUBIC_SAID = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or from 4x4x4 on multiples of 4 that do not get smaller"
+
+
 def find_devices(name: str) -> Devices:
     """Return devices by their usual names, in upper or lower case.
 
@@ -86,15 +93,26 @@ def find_devices(name: str) -> Devices:
             f"{closest(kind.upper(), known)}"
         )
     sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
-    flat = device.name in ("v5e", "v6e")
-    ranks = (1, 2) if device.platform == "gpu" else (2,) if flat else (3,)
-    if ":" in str(name) and (
-        len(sizes) not in ranks or 0 in sizes or shape != "x".join(map(str, sizes))
-    ):
-        rule = "a slice such as 4x4" if flat else "a slice such as 2x2x4"
-        rule = "numbers of GPUs, or of hosts and GPUs" if device.platform == "gpu" else rule
+    as_written = shape == "x".join(map(str, sizes)) and 0 not in sizes
+    if ":" in str(name) and not (as_written and _there_is(device, sizes)):
+        rule = "numbers of GPUs, or of hosts and GPUs"
+        if device.platform == "tpu":
+            rule = f"a slice that there is, {_FLAT_SAID if device.name in _FLAT else _CUBIC_SAID},"
         raise SurgeryError(
             f"plan at 'device': expected {rule} after '{kind}:'. Received {shape!r}. Write, say, "
             f"{'h100:8 or h100:2x8' if device.platform == 'gpu' else 'v5e:4x4 or v5p:2x2x4'}."
         )
     return Devices(device, sizes)
+
+
+def _there_is(device: Device, sizes: tuple[int, ...]) -> bool:
+    """Tell whether devices are connected like this."""
+    if device.platform == "gpu":
+        return len(sizes) in (1, 2)
+    if device.name in _FLAT:
+        return sizes in _FLAT_SLICES
+    small = sizes in ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+    cubes = (
+        len(sizes) == 3 and all(size % 4 == 0 for size in sizes) and list(sizes) == sorted(sizes)
+    )
+    return small or (cubes and sizes[-1] <= 32)

@@ -1,8 +1,10 @@
 """`plan`: what a model takes on each device of a mesh, and what bounds a token."""
 
+import json
 import math
+import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,122 +15,30 @@ import numpy as np
 from backbone_surgery import graph
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
-from backbone_surgery.errors import SurgeryError, closest, shown
-from backbone_surgery.generation.buckets import bucket
-from backbone_surgery.generation.engine import SHORTEST_PROMPT
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.files import FLOATS, as_path, read_json, reading
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import is_int
-from backbone_surgery.planning.abstract import Sizes, abstract_placement, trace
-from backbone_surgery.planning.compilers import CompiledProgram, check_compiler, compile_programs
-from backbone_surgery.planning.devices import Device, Devices, find_devices
+from backbone_surgery.planning.abstract import Sizes, abstract_placement, sizes_of_run, trace
+from backbone_surgery.planning.compilers import check_compiler, compile_programs
+from backbone_surgery.planning.devices import Devices, find_devices
+from backbone_surgery.planning.result import Plan
 from backbone_surgery.presets import load_backbone
 from backbone_surgery.rewriting.operate import operate
-from backbone_surgery.target import least_rows
 
 AXES = ("batch", "model")
-_UNPACKED = "each token unpacks the {} weights first, and moves more than bfloat16; int8 does not"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one device of a mesh holds and does; print it for a table.
-
-    What was compiled is found by the name of the program, `plan["prefill"]` and `plan["decode"]`.
-
-    Attributes:
-        name: of the model.
-        device: what each device is.
-        mesh: `{axis: devices}`.
-        batch: rows of the whole mesh.
-        length: tokens of a row.
-        parameters: of the whole model.
-        weight_bytes: of the weights that a device holds.
-        looked_up_bytes: of them, of tables of which a token reads one entry.
-        cache_bytes: of the cache that a device holds, at that length.
-        collectives: `{kind: how many for each token}`.
-        collective_bytes: that a device hands over for each token, at least.
-        unpacked: how weights are quantised that each token unpacks first, such as "int4".
-        programs: `{name: CompiledProgram}`, if they were compiled.
-    """
-
-    name: str
-    device: Device
-    mesh: Mapping[str, int]
-    batch: int
-    length: int
-    parameters: int
-    weight_bytes: int
-    looked_up_bytes: int
-    cache_bytes: int
-    collectives: Mapping[str, int]
-    collective_bytes: int
-    unpacked: str | None = None
-    programs: Mapping[str, CompiledProgram] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> CompiledProgram:
-        if name not in self.programs:
-            raise SurgeryError(
-                f"plan: expected a compiled program, {', '.join(self.programs) or 'none'}. "
-                f"Received {shown(name)}. {closest(str(name), self.programs)} Pass `compile=True`."
-            )
-        return self.programs[name]
-
-    def __post_init__(self) -> None:
-        programs = dict(self.programs)
-        if "decode" in programs:
-            programs["decode"] = replace(programs["decode"], least_bytes=self.least_bytes)
-        object.__setattr__(self, "programs", programs)
-
-    @property
-    def least_bytes(self) -> int:
-        """What a token reads at least: weights and cache of a device, once, but no whole table."""
-        return self.weight_bytes - self.looked_up_bytes + self.cache_bytes
-
-    @property
-    def device_bytes(self) -> int:
-        """What a device holds: weights and cache, or the most that a compiled program takes."""
-        held = self.weight_bytes + self.cache_bytes
-        return max([held, *(p.peak_bytes for p in self.programs.values())])
-
-    @property
-    def fits(self) -> bool:
-        """Whether that is less than the device's memory; on paper, than nine tenths of it."""
-        if any(program.error for program in self.programs.values()):
-            return False
-        return self.device_bytes <= (1.0 if self.programs else 0.9) * self.device.memory
-
-    @property
-    def tokens_per_second(self) -> float:
-        """A bound, of all rows: each token reads the weights and the cache of a device once."""
-        return self.batch * self.device.bandwidth / self.least_bytes
-
-    def __str__(self) -> str:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        count = math.prod(self.mesh.values())
-        room = self.device.memory / 2**30
-        collectives = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items()) or "none"
-        rows = {
-            "parameters": f"{self.parameters:,}",
-            "devices": f"{count} x {self.device.name}, {room:.0f} GiB each ({mesh})",
-            "weights on a device": _size(self.weight_bytes),
-            "cache on a device": f"{_size(self.cache_bytes)} ({self.batch} x {self.length} tokens)",
-            "fits": "yes" if self.fits else f"no: {_size(self.device_bytes)} of {room:.0f} GiB",
-            "collectives a token": f"{collectives}; {self.collective_bytes:,} bytes",
-            "bound by memory": f"{self.tokens_per_second:,.0f} tokens/s, all rows together",
-            **({"beware": _UNPACKED.format(self.unpacked)} if self.unpacked else {}),
-            **{f"compiled {name}": _shown(p) for name, p in self.programs.items()},
-        }
-        width = max(map(len, rows))
-        return "\n".join([self.name, *(f"  {k:{width}}  {v}" for k, v in rows.items())])
+_LENGTH = 2048
+_MOST = 2**24
+"""Bytes of a config."""
 
 
 def plan(
     preset_or_backbone: Any,
     mesh: Any = None,
     batch: int = 1,
-    length: int = 2048,
+    length: int | None = None,
     device: str = "H100",
     dtype: str = "bfloat16",
     prompt: int | None = None,
@@ -139,24 +49,28 @@ def plan(
 ) -> Plan:
     """Tell what a model takes on each device of a mesh, without taking memory for it.
 
-    Weights lie as `layout_map` lays them out, rows and caches as generation does. The bound is that
-    of reading: a device cannot make tokens faster than it reads its weights and cache.
+    Weights lie as `layout_map` lays them out, rows and caches as generation does, which fills both
+    up to sizes that programs are made for. The bound is that of reading: a device cannot make
+    tokens faster than it reads its weights and what is used of its cache.
 
     With `compile=True` XLA's own compiler for the device makes the programs that would run there,
     on this machine, without weights. Nothing runs: counts and bytes are read off the programs, and
     seconds are the compiler's estimate.
 
     Args:
-        preset_or_backbone: the name of a preset or a folder, of which `config.json` is enough; or a
-            backbone, edited or not.
+        preset_or_backbone: the name of a preset or a folder, of which `config.json` is enough; the
+            path of such a file, or what is in it as a dict; or a backbone, edited or not. Of a
+            folder the edit is not looked at: pass it as `edits`.
         mesh: `{"batch": n, "model": n}`, or a `keras.distribution.DeviceMesh` of these axes; one
             device by default, or all that `device` names, along `model`.
         batch: rows that run at once.
-        length: tokens of each row, prompt and new ones.
+        length: tokens of each row, prompt and new ones; by default 2,048, or as many as the model
+            has positions for, if these are fewer.
         device: A100, H100, H200, L4, v4, v5e, v5p or v6e; or several, such as `h100:8`, two hosts
             of eight, `h100:2x8`, or a TPU slice, `v5e:4x4`, `v5p:2x2x4`.
-        dtype: of the weights and the cache of a preset; a backbone has its own.
-        prompt: tokens of each prompt, for the programs; by default half of `length`.
+        dtype: of the weights and the cache of a preset, a float; a backbone has its own. For int8
+            or int4 quantise a backbone, and pass it.
+        prompt: tokens of each prompt; by default half of `length`.
         edits: rewrites to make first, as for `operate`.
         sampler: how tokens are chosen, as for `compile` of a task.
         compile: whether to compile the programs, for which the extra `plan-tpu` or `plan-gpu` is
@@ -172,49 +86,99 @@ def plan(
         True
     """
     devices = find_devices(device)
-    sizes = _read_mesh(mesh, devices)
-    for name, value in (
-        ("batch", batch),
-        ("length", length),
-        ("prompt", 1 if prompt is None else prompt),
-    ):
-        if not is_int(value) or value < 1:
-            raise SurgeryError(
-                f"plan at '{name}': expected a positive int. Received {shown(value)}. Pass one."
-            )
-    prompt = max(length // 2, 1) if prompt is None else prompt
+    platform = devices.device.platform
+    mesh_sizes = _read_mesh(mesh, devices)
+    _check_counts(batch=batch, length=length, prompt=prompt)
+    strategy = make_strategy(keras_hub.samplers.get(sampler))
     if compile:
-        _check_compilable(devices, sizes, prompt, length)
+        _check_compilable(devices, mesh_sizes)
     with graph.without_values():
         backbone = preset_or_backbone
         if not isinstance(backbone, keras.Model):
-            backbone = load_backbone(preset_or_backbone, load_weights=False, dtype=dtype)
-        edits = list(edits)
-        edited = operate(backbone, edits) if edits else backbone
+            backbone = _load(preset_or_backbone, dtype)
+        edits = [*edits] if isinstance(edits, Iterable) else edits
+        edited = operate(backbone, edits) if edits != [] else backbone
         shared = {split.variable.path: split for split in splits(edited)}
         cached = rewire(edited)
-        states = [state for entry in cached.states for state in entry.values()]
+        asked = _asked(batch, prompt, length, cached.source.max_positions)
+        placement = abstract_placement(mesh_sizes)
+        run = sizes_of_run(asked, platform, placement)
         programs = {}
         if compile:
-            programs = _trace(cached, shared, devices, sizes, Sizes(batch, prompt, length), sampler)
-    rows = math.ceil(batch / sizes["batch"])
+            embedding = cached.source.token_embedding
+            made = Programs(cached, embedding, platform, placement)
+            programs = trace(made, strategy, shared, run, asked.rows)
+    rows = [math.ceil(n / mesh_sizes["batch"]) * strategy.width for n in (asked.rows, run.rows)]
+    weights = edited.weights
+    shares = mesh_sizes["model"]
     return Plan(
         name=preset_or_backbone if isinstance(preset_or_backbone, str) else backbone.name,
         device=devices.device,
-        mesh=sizes,
-        batch=batch,
-        length=length,
-        parameters=sum(math.prod(v.shape) for v in edited.variables),
-        weight_bytes=sum(_bytes_of(v, shared, sizes["model"]) for v in edited.variables),
-        looked_up_bytes=sum(_bytes_of(v, shared, sizes["model"]) for v in _looked_up(edited)),
-        cache_bytes=sum(_state_bytes(state, rows, length, sizes["model"]) for state in states),
-        **_collectives(cached, shared, sizes, rows),
+        mesh=mesh_sizes,
+        batch=asked.rows,
+        length=asked.length,
+        rows=run.rows * strategy.width,
+        slots=run.length,
+        parameters=sum(math.prod(v.shape) for v in weights),
+        weight_bytes=sum(_bytes_of(v, shared, shares) for v in weights),
+        looked_up_bytes=sum(_bytes_of(v, shared, shares) for v in _looked_up(edited)),
+        cache_bytes=_cache_bytes(cached, rows[1], run.length, shares),
+        used_cache_bytes=_cache_bytes(cached, rows[0], asked.length, shares),
+        **_collectives(cached, shared, mesh_sizes, rows[1]),
         unpacked=_unpacked(edited),
-        programs=compile_programs(programs, devices, sizes, verbose) if programs else {},
+        programs=compile_programs(programs, devices, mesh_sizes, verbose) if programs else {},
     )
 
 
-def _check_compilable(devices: Devices, sizes: Mapping[str, int], prompt: int, length: int) -> None:
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        may_be_left_out = name != "batch" and value is None
+        if not may_be_left_out and (not is_int(value) or value < 1):
+            raise SurgeryError(
+                f"plan at '{name}': expected a positive int. Received {shown(value)}. Pass one."
+            )
+
+
+def _asked(batch: int, prompt: int | None, length: int | None, most: int | None) -> Sizes:
+    """Return the sizes of a generation, by default as long as the model can be run, up to 2,048."""
+    if length is None:
+        length = min(_LENGTH, most or _LENGTH)
+    if most is not None and length > most:
+        raise SurgeryError(
+            f"plan at 'length': expected at most {most} tokens in a row, as many positions as the "
+            f"model has learned. Received {length}. Pass fewer."
+        )
+    prompt = max(length // 2, 1) if prompt is None else prompt
+    if prompt >= length:
+        raise SurgeryError(
+            f"plan at 'prompt': expected fewer tokens than the {length} of `length`. Received "
+            f"{prompt}. Leave room for new ones."
+        )
+    return Sizes(batch, prompt, length)
+
+
+def _load(model: Any, dtype: str) -> keras.Model:
+    """Load a backbone without weights: a preset, a folder, or a config, in a file or as a dict."""
+    if str(dtype).removeprefix("mixed_") not in map(str, FLOATS):
+        raise SurgeryError(
+            f"plan at 'dtype': expected a float, such as bfloat16. Received {shown(dtype)}. For "
+            "int8 or int4 quantise a backbone, and pass that."
+        )
+    if not isinstance(model, Mapping):
+        path = as_path(model, "plan")
+        if path.name != "config.json":
+            return load_backbone(model, load_weights=False, dtype=dtype)
+        with reading(path, "plan", "a config in JSON"):
+            model = dict(read_json(path, _MOST))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(model)))
+        if "registered_name" in model:  # it is KerasHub's, and not of Hugging Face
+            metadata = {"keras_version": keras.__version__}
+            (Path(folder) / "metadata.json").write_text(json.dumps(metadata))
+        return load_backbone(folder, load_weights=False, dtype=dtype)
+
+
+def _check_compilable(devices: Devices, sizes: Mapping[str, int]) -> None:
     """Refuse what can't be compiled, before anything is made."""
     if keras.config.backend() != "jax":
         raise SurgeryError(
@@ -223,50 +187,11 @@ def _check_compilable(devices: Devices, sizes: Mapping[str, int], prompt: int, l
         )
     check_compiler(devices.device)
     count = math.prod(sizes.values())
-    if prompt >= length:
-        raise SurgeryError(
-            f"plan at 'prompt': expected fewer tokens than the {length} of `length`. Received "
-            f"{prompt}. Leave room for new ones."
-        )
     if count > 1 and not devices.shape and devices.device.platform == "tpu":
         raise SurgeryError(
             f"plan at 'device': expected a slice of {count} chips. Received "
             f"'{devices.device.name}'. Say how they are connected, such as v5e:4x4 for 16."
         )
-
-
-def _trace(
-    cached: BackboneWithCache,
-    shared: dict[str, Split],
-    devices: Devices,
-    mesh: dict[str, int],
-    sizes: Sizes,
-    sampler: Any,
-) -> dict[str, Any]:
-    """Trace the programs that a generation of these sizes would run."""
-    platform = devices.device.platform
-    programs = Programs(cached, cached.source.token_embedding, platform, abstract_placement(mesh))
-    rows = programs.padded(bucket(sizes.rows, least_rows(platform)))
-    prompt = bucket(sizes.prompt, SHORTEST_PROMPT)
-    length = bucket(prompt + sizes.length - sizes.prompt, 2 * SHORTEST_PROMPT)
-    strategy = make_strategy(keras_hub.samplers.get(sampler))
-    return trace(programs, strategy, shared, Sizes(rows, prompt, length), sizes.rows)
-
-
-def _shown(program: CompiledProgram) -> str:
-    """Write what a compiler says of a program on a line."""
-    if program.error:
-        return f"does not compile: {program.error.strip().splitlines()[0]}"
-    collectives = ", ".join(f"{n} {kind}" for kind, n in program.collectives.items())
-    transfers = f" and {program.transfers} transfers" if program.transfers else ""
-    parts = [
-        f"{_size(program.argument_bytes)} in, {_size(program.temporary_bytes)} temporary",
-        f"{program.kernels} kernels{transfers} move {_size(program.step_bytes)}",
-        collectives,
-    ]
-    if program.estimated_seconds is not None:
-        parts.append(f"estimated {program.estimated_seconds * 1e6:,.0f} us")
-    return "; ".join(part for part in parts if part)
 
 
 def _read_mesh(mesh: Any, devices: Devices) -> dict[str, int]:
@@ -295,10 +220,13 @@ def _bytes_of(variable: keras.Variable, shared: Mapping[str, Split], shares: int
     return count // shares if split and split.units % shares == 0 else count
 
 
-def _state_bytes(state: Any, rows: int, length: int, shares: int) -> int:
-    count = state.nbytes(rows, length)
-    heads = state.head_axis and state.sizes(rows, length)[state.head_axis]
-    return count // shares if heads and heads % shares == 0 else count
+def _cache_bytes(cached: BackboneWithCache, rows: int, length: int, shares: int) -> int:
+    def bytes_of(state: Any) -> int:
+        count = state.nbytes(rows, length)
+        heads = state.head_axis and state.sizes(rows, length)[state.head_axis]
+        return count // shares if heads and heads % shares == 0 else count
+
+    return sum(bytes_of(state) for entry in cached.states for state in entry.values())
 
 
 def _collectives(
@@ -308,15 +236,27 @@ def _collectives(
     model = sizes["model"]
     split = [s for s in shared.values() if model > 1 and s.units % model == 0]
     sums = sum(s.summed for s in split)
+    # What goes into a sum in int8 is scaled by its largest value over all shares.
+    scales = len({id(s.variable) for s in split if s.summed} & _scaled(cached.source))
     # The likeliest token: its logit, and its number, over the shares of the vocabulary.
     choices = 2 if any(s.vocabulary for s in split) else 0
     test = 1 if sizes["batch"] > 1 else 0
-    count = sums + choices + test
+    count = sums + scales + choices + test
     states = cached.output["hidden_states"]
     size = states.shape[-1] * _itemsize(states.dtype)
     return {
         "collectives": {"all-reduce": count} if count else {},
-        "collective_bytes": sums * rows * size + choices * rows * 4 + test,
+        "collective_bytes": (sums * size + scales * (size // states.shape[-1]) + choices * 4) * rows
+        + test,
+    }
+
+
+def _scaled(model: keras.Model) -> set[int]:
+    """Return the `id`s of the int8 kernels whose inputs are made int8 too."""
+    layers = graph.layers_within(model)
+    narrow = [x for x in layers if getattr(x, "quantization_mode", None) == "int8"]
+    return {
+        id(v) for x in narrow if getattr(x, "inputs_quantizer", None) for v in graph.own_weights(x)
     }
 
 
@@ -335,8 +275,3 @@ def _unpacked(model: keras.Model) -> str | None:
 
 def _itemsize(dtype: str) -> int:
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
-
-
-def _size(count: int) -> str:
-    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
-    return f"{count / unit:,.2f} {name}"

@@ -167,9 +167,9 @@ def check_placement(name):
     # XLA sums what the mixture and the expert beside it give in one go.
     beside = 3 if name == "qwen2_moe" else 0
     assert paper.collectives == {"all-reduce": step["all-reduce"] + 1 + beside}
-    shards = [v.value.addressable_shards[0].data.nbytes for v in lm.backbone.variables]
+    shards = [v.value.addressable_shards[0].data.nbytes for v in lm.backbone.weights]
     assert paper.weight_bytes == sum(shards)
-    cache = bs.new_cache(lm.backbone_with_cache, 4, 16)
+    cache = bs.new_cache(lm.backbone_with_cache, paper.rows, paper.slots)
     states = [x.addressable_shards[0].data.nbytes for entry in cache for x in entry.values()]
     assert paper.cache_bytes == sum(states)
 

@@ -53,7 +53,8 @@ def check_rows():
             for rows, own in wanted.items():
                 np.testing.assert_array_equal(ids(lm, rows), own)
         paper = bs.plan(lm.backbone, dict(zip(("batch", "model"), mesh, strict=True)), 3, 16)
-        cache = bs.new_cache(lm.backbone_with_cache, lm.programs.padded(3), 16)
+        assert paper.rows == lm.programs.padded(3)
+        cache = bs.new_cache(lm.backbone_with_cache, paper.rows, paper.slots)
         held = sum(x.addressable_shards[0].data.nbytes for e in cache for x in e.values())
         assert paper.cache_bytes == held
         assert bs.Engine(lm, rows=3, length=48).rows == mesh[0] * -(-3 // mesh[0])

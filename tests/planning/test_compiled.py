@@ -39,7 +39,7 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
     [
         ({"device": "v5e", "mesh": {"model": 4}}, "expected a slice of 4 chips"),
         ({"device": "v5e:2x2", "mesh": {"model": 2}}, "expected the 4 devices of `device`"),
-        ({"device": "h100", "prompt": 2048}, "expected fewer tokens than the 2048"),
+        ({"device": "h100", "prompt": 2048}, "expected fewer tokens than the 256"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before(monkeypatch, settings, words):

@@ -16,6 +16,8 @@ from backbone_surgery.planning.devices import DEVICES, find_devices
         ("v5e", "v5e", 1),
         ("v5e:4x4", "v5e", 16),
         ("v5p:2x2x4", "v5p", 16),
+        ("v5p:4x4x8", "v5p", 128),
+        ("v6e:2x4", "v6e", 8),
     ],
 )
 def test_usual_names(name, kind, count):
@@ -29,8 +31,11 @@ def test_usual_names(name, kind, count):
     [
         ("h10", "Did you mean 'H100'"),
         ("b200", "expected one of A100, H100, H200, L4, v4, v5e, v5p, v6e"),
-        ("v5e:16", "expected a slice such as 4x4"),
-        ("v5p:4x4", "expected a slice such as 2x2x4"),
+        ("v5e:16", "expected a slice that there is, 1x1, 2x2, 2x4, 4x4"),
+        ("v5e:3x5", "expected a slice that there is, 1x1, 2x2, 2x4, 4x4"),
+        ("v5p:4x4", "expected a slice that there is, 2x2x1, 2x2x2"),
+        ("v5p:8x4x4", "multiples of 4 that do not get smaller"),
+        ("v4:64x64x64", "multiples of 4"),
         ("h100:2x2x2", "expected numbers of GPUs, or of hosts and GPUs"),
         ("h100:0", "expected numbers of GPUs"),
         ("h100:", "expected numbers of GPUs"),

@@ -1,16 +1,20 @@
 """`plan`: what is on paper is what there is; `on_devices.py` compares it on a mesh."""
 
+import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
 
 import jax
 import keras
 import keras_hub
 import pytest
+from jax import export
 
 import backbone_surgery as bs
 from backbone_surgery import graph
+from backbone_surgery.planning.compilers import CompiledProgram
 from tests.families import ROWS
 
 
@@ -18,10 +22,12 @@ from tests.families import ROWS
 def test_on_one_device_it_is_all_weights_and_the_cache(name):
     backbone = ROWS[name].make()
     paper = bs.plan(backbone, batch=3, length=20)
-    assert paper.parameters == sum(math.prod(v.shape) for v in backbone.variables)
-    assert paper.weight_bytes == sum(v.value.nbytes for v in backbone.variables)
-    cache = bs.new_cache(bs.rewire(backbone), 3, 20)
-    assert paper.cache_bytes == sum(x.nbytes for entry in cache for x in entry.values())
+    assert paper.parameters == sum(math.prod(v.shape) for v in backbone.weights)
+    assert paper.weight_bytes == sum(v.value.nbytes for v in backbone.weights)
+    assert (paper.rows, paper.slots) == (3, 32)
+    caches = (bs.new_cache(bs.rewire(backbone), 3, slots) for slots in (32, 20))
+    sizes = [sum(x.nbytes for entry in cache for x in entry.values()) for cache in caches]
+    assert [paper.cache_bytes, paper.used_cache_bytes] == sizes
     assert paper.collectives == {}
     assert paper.fits
 
@@ -69,11 +75,78 @@ def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
         ({"batch": 0}, "at 'batch': expected a positive int"),
         ({"prompt": 0}, "at 'prompt': expected a positive int"),
         ({"length": 1.5}, "at 'length': expected a positive int"),
+        ({"length": 257}, "at 'length': expected at most 256 tokens in a row"),
+        ({"length": 16, "prompt": 16}, "at 'prompt': expected fewer tokens than the 16"),
+        ({"dtype": "int8"}, "at 'dtype': expected a float.* quantise a backbone"),
+        ({"edits": bs.Capture("blocks.*")}, "expected a list of rewrites"),
+        ({"device": "v5e:3x5"}, "expected a slice that there is"),
     ],
 )
 def test_bad_arguments_are_refused(settings, words):
     with pytest.raises(bs.SurgeryError, match=words):
         bs.plan("tiny_gpt2", **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("./nowhere", "expected a folder that exists"),
+        (5, "expected a path"),
+        ("./docs", "without `config.json`"),
+        ("docs/config.json", "expected a config in JSON"),
+    ],
+)
+def test_models_that_are_not_there_are_refused(model, words):
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.plan(model)
+
+
+def test_a_config_is_enough(tmp_path):
+    wanted = bs.plan("tiny_gpt2")
+    assert wanted.length == 256  # as many positions as it has
+    file = tmp_path / "config.json"
+    file.write_bytes(Path("models/tiny_gpt2/config.json").read_bytes())
+    for model in (str(file), file, json.loads(file.read_text())):
+        found = bs.plan(model)
+        assert dataclasses.replace(found, name=wanted.name) == wanted
+
+
+def test_it_is_a_table_wherever_it_is_shown():
+    paper = bs.plan("tiny_gpt2", batch=3, length=40)
+    assert repr(paper) == str(paper)
+    assert "3 x 48 slots for 3 x 40 tokens" in str(paper)
+    assert "<td>1,325,952</td>" in paper._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [({"batch": 1}, 2), ({"batch": 5}, 6), ({"batch": 3, "sampler": "beam"}, 15)],
+)
+def test_what_goes_into_the_programs_is_what_is_on_paper(monkeypatch, settings, rows):
+    planning = sys.modules["backbone_surgery.planning.plan"]
+    traced = {}
+    monkeypatch.setattr(planning, "check_compiler", lambda device: None)
+    monkeypatch.setattr(
+        planning, "compile_programs", lambda programs, *_: traced.update(programs) or {}
+    )
+    paper = bs.plan("tiny_gpt2", length=250, prompt=100, compile=True, **settings)
+    assert paper.rows == rows
+    arrays = export.deserialize(bytearray(traced["decode"].program)).in_avals
+    sizes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    held = paper.weight_bytes + paper.cache_bytes
+    assert held <= sizes <= held + rows * 4096  # tokens, masks and the random state
+
+
+def test_what_does_not_fit_and_what_is_not_known():
+    paper = bs.plan("tiny_gpt2")
+    room = paper.device.memory
+    for share, words in ((0.95, "of 80 GiB, a tenth of which is left free"), (2, "no: 160.00 GiB")):
+        heavy = dataclasses.replace(paper, weight_bytes=int(share * room))
+        assert not heavy.fits
+        assert words in str(heavy)
+    for error, words in (("RESOURCE_EXHAUSTED", "no, by the compiler"), ("NOT_FOUND", "not known")):
+        broken = {"decode": CompiledProgram(error=error)}
+        assert words in str(dataclasses.replace(paper, programs=broken))
 
 
 def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
@@ -117,5 +190,6 @@ def test_a_table_is_not_read_whole(name, of):
     tables = [v for v in backbone.variables if of and of in v.path and "reverse" not in v.path]
     paper = bs.plan(backbone, batch=3, length=20)
     assert paper.looked_up_bytes == sum(v.value.nbytes for v in tables)
-    assert paper.least_bytes == paper.weight_bytes + paper.cache_bytes - paper.looked_up_bytes
+    used = paper.used_cache_bytes
+    assert paper.least_bytes == paper.weight_bytes + used - paper.looked_up_bytes
     assert paper.device_bytes == paper.weight_bytes + paper.cache_bytes
