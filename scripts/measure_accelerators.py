@@ -1,6 +1,7 @@
 """Count what generation does on chips that are not there, beside KerasHub's own `generate`.
 
-Real shapes, without weights; nothing runs. With --write, docs/accelerators.json is what it printed.
+Real shapes, without weights; nothing runs. With --write, docs/accelerators.json is what it printed;
+with --meshes, docs/meshes.json is what ours exchange on several chips.
 
     pip install -e ".[plan-tpu,plan-gpu]"
     KERAS_BACKEND=jax JAX_PLATFORMS=cpu python scripts/measure_accelerators.py
@@ -27,6 +28,7 @@ from backbone_surgery.planning.compilers import compile_programs
 from backbone_surgery.planning.devices import find_devices
 
 FILE = Path(__file__).parents[1] / "docs" / "accelerators.json"
+MESHES_FILE = FILE.with_name("meshes.json")
 PROMPT = 16
 
 
@@ -137,6 +139,7 @@ MODELS = {
     "qwen3": (qwen3, keras_hub.models.Qwen3CausalLM),
     "mixtral": (mixtral, keras_hub.models.MixtralCausalLM),
 }
+MESHES = {"v5e:2x2": (1, 4), "v5e:4x4": (1, 16), "h100:8": (1, 8), "h100:2x4": (2, 4)}
 LENGTHS = {"gpt2": 256}
 LENGTH = 1024
 
@@ -151,6 +154,31 @@ def ours(name, device, rows):
     )
     own = counts(plan["decode"])
     return plan.least_bytes, {**own, "instructions": dict(plan["decode"].instructions)}
+
+
+def on_mesh(name, device, rows):
+    """Return our counts on several chips, with what is exchanged for each token, and on paper."""
+    with graph.without_values():
+        backbone = MODELS[name][0]()
+    mesh = dict(zip(("batch", "model"), MESHES[device], strict=True))
+    length = LENGTHS.get(name, LENGTH)
+    options = {"batch": rows, "length": length, "prompt": PROMPT, "verbose": 0}
+    plan = bs.plan(backbone, mesh, device=device, compile=True, **options)
+    decode = plan["decode"]
+    exchanged = {"collectives": dict(decode.collectives), "on_paper": dict(plan.collectives)}
+    return {"least_bytes": plan.least_bytes, **counts(decode), **exchanged}
+
+
+def write_meshes(models):
+    """Measure all meshes; keep what is known of other models."""
+    lines = json.loads(MESHES_FILE.read_text()) if MESHES_FILE.exists() else []
+    lines = [x for x in lines if x["model"] not in models]
+    for name, device in itertools.product(models, MESHES):
+        lines.append({"model": name, "device": device, "rows": 8, "ours": on_mesh(name, device, 8)})
+        print(lines[-1])
+    order = list(MODELS)
+    lines.sort(key=lambda x: (order.index(x["model"]), x["device"]))
+    MESHES_FILE.write_text(json.dumps(lines, indent=1) + "\n")
 
 
 def upstream(name, device, rows):
@@ -247,8 +275,12 @@ def main():
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--own", action="store_true", help="leave KerasHub's as on record")
     parser.add_argument("--write", action="store_true", help="write docs/accelerators.json")
+    parser.add_argument("--meshes", action="store_true", help="write docs/meshes.json alone")
     args = parser.parse_args()
     keras.config.set_dtype_policy("bfloat16")
+    if args.meshes:
+        write_meshes(args.models.split(","))
+        return
     rows = [int(n) for n in args.rows.split(",")]
     lines = []
     for line in measure(args.models.split(","), args.devices.split(","), rows, args.own):

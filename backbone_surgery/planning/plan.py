@@ -236,7 +236,8 @@ def _collectives(
     model = sizes["model"]
     split = [s for s in shared.values() if model > 1 and s.units % model == 0]
     sums = sum(s.summed for s in split)
-    # What goes into a sum in int8 is scaled by its largest value over all shares.
+    # What goes into a sum in int8 is scaled by its largest value over all shares; what is looked up
+    # has a scale on one of them.
     scales = len({id(s.variable) for s in split if s.summed} & _scaled(cached.source))
     # The likeliest token: its logit, and its number, over the shares of the vocabulary.
     choices = 2 if any(s.vocabulary for s in split) else 0
@@ -252,12 +253,12 @@ def _collectives(
 
 
 def _scaled(model: keras.Model) -> set[int]:
-    """Return the `id`s of the int8 kernels whose inputs are made int8 too."""
-    layers = graph.layers_within(model)
-    narrow = [x for x in layers if getattr(x, "quantization_mode", None) == "int8"]
-    return {
-        id(v) for x in narrow if getattr(x, "inputs_quantizer", None) for v in graph.own_weights(x)
-    }
+    """Return the `id`s of the int8 weights that are looked up, or multiplied with int8."""
+    kinds = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
+    layers = [x for x in graph.layers_within(model) if isinstance(x, kinds)]
+    narrow = [x for x in layers if x.quantization_mode == "int8"]
+    scaled = [x for x in narrow if getattr(x, "inputs_quantizer", True)]
+    return {id(v) for x in scaled for v in graph.own_weights(x)}
 
 
 def _looked_up(model: keras.Model) -> list[keras.Variable]:

@@ -1,6 +1,7 @@
 """Programs compiled for chips that are not there; where their compilers are installed."""
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
@@ -16,6 +17,14 @@ from backbone_surgery.planning.devices import find_devices
 from tests.families import ROWS
 from tests.planning import matrix
 from tests.planning.matrix import CHIPS
+
+
+def load_script():
+    path = Path(__file__).parents[2] / "scripts" / "measure_accelerators.py"
+    spec = importlib.util.spec_from_file_location("measure_accelerators", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def needs(chip):
@@ -115,6 +124,7 @@ def test_every_family_with_edits(chip, name):
     plan = compile_for(chip, backbone, batch=4, edits=edits)
     assert plan["decode"].kernels > 20
     assert plan["decode"].collectives == {}
+    assert plan["decode"].copied_bytes < plan.cache_bytes / 16
 
 
 @pytest.mark.slow
@@ -139,6 +149,52 @@ def test_meshes_exchange_what_is_on_paper(chip, mesh, name):
     # A compiler may ask whether all rows have ended together with something else.
     assert set(plan["decode"].collectives) == {"all-reduce"}
     assert plan["decode"].collectives["all-reduce"] in (2 * 3 + 3, plan.collectives["all-reduce"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "mesh"), [("v5e:2x2", (1, 4)), ("h100:2x4", (2, 4))])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_int8_on_a_mesh_exchanges_a_scale_for_each_sum_and_lookup(chip, mesh, name):
+    needs(chip)
+    heads = {"num_heads": 8} if name == "gpt2" else {"num_query_heads": 8}
+    sizes = {"vocabulary_size": 64, "num_layers": 1, "hidden_dim": 1024, "intermediate_dim": 4096}
+    backbone = ROWS[name].make(**sizes, **heads)
+    tokens = np.ones((8, 2), "int32")
+    backbone({"token_ids": tokens, "padding_mask": tokens})  # Keras wants all layers built
+    backbone.quantize("int8")
+    axes = dict(zip(("batch", "model"), mesh, strict=True))
+    plan = bs.plan(
+        backbone, axes, device=chip, batch=8, length=64, prompt=16, compile=True, verbose=0
+    )
+    paper = 4 + 4 + (mesh[0] > 1)
+    assert plan.collectives == {"all-reduce": paper}
+    # A compiler may exchange two things at once.
+    assert set(plan["decode"].collectives) == {"all-reduce"}
+    assert paper - 2 <= plan["decode"].collectives["all-reduce"] <= paper
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["a100", "l4", "h200", "v4", "v5p", "v6e"])
+def test_other_chips(chip):
+    plan = compile_for(chip, "tiny_gpt2", batch=4)
+    assert plan.fits
+    assert plan["decode"].kernels > 20
+    assert (plan["decode"].estimated_seconds is None) == (chip in ("a100", "l4"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_prompts_need_grows_with_their_length_and_not_with_its_square(chip):
+    """8 prompts through four blocks of the shape of Gemma 2 2B."""
+    with graph.without_values():
+        backbone = load_script().gemma2()
+    needs(chip)
+    options = {"device": chip, "batch": 8, "compile": True, "verbose": 0}
+    plans = [bs.plan(backbone, prompt=n, length=n + 16, **options) for n in (4096, 8192)]
+    first, second = (plan["prefill"].temporary_bytes for plan in plans)
+    assert first <= 0.5e9
+    assert second <= 2.1 * first
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """What real shapes take on a chip does not grow; docs/accelerators.json says what it was."""
 
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.planning.test_compiled import needs
+from tests.planning.test_compiled import load_script, needs
 
 ROOT = Path(__file__).parents[2]
 KNOWN = json.loads((ROOT / "docs" / "accelerators.json").read_text())
@@ -16,14 +15,9 @@ CHEAP = {("h100", name) for name in ("gpt2", "gemma2", "llama3", "qwen3", "mixtr
 CHEAP |= {("v5e", "gpt2"), ("v5e", "llama3")}
 CASES = [x for x in KNOWN if x["rows"] == 8 and (x["device"], x["model"]) in CHEAP]
 CASES += [x for x in KNOWN if x["rows"] == 1 and x["model"] == "mixtral"]
-
-
-def load_script():
-    path = ROOT / "scripts" / "measure_accelerators.py"
-    spec = importlib.util.spec_from_file_location("measure_accelerators", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+CASES += [x for x in KNOWN if x["rows"] == 8 and x["device"] == "v5p" and x["model"] == "gpt2"]
+CASES += [x for x in KNOWN if x["rows"] == 64 and x["device"] == "h100" and x["model"] == "gpt2"]
+MESHES = json.loads((ROOT / "docs" / "meshes.json").read_text())
 
 
 @pytest.mark.slow
@@ -37,8 +31,33 @@ def test_counts_do_not_grow(known):
     before = known["ours"]
     assert least == known["least_bytes"]
     new = Counter(now["instructions"]) - Counter(before["instructions"])
+    names = ("kernels", "transfers", "copied_bytes", "step_bytes", "temporary_bytes")
+    for name in (*names, "estimated_seconds"):
+        known_before = before.get(name, 0)  # a GPU has no transfers
+        assert now[name] <= known_before, f"{name}: {now[name]} after {known_before}; new: {new}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", MESHES[::5], ids=lambda x: f"{x['model']} {x['device']}")
+@pytest.mark.usefixtures("half_precision")
+def test_exchanges_do_not_grow(known):
+    needs(known["device"])
+    now = load_script().on_mesh(known["model"], known["device"], known["rows"])
     for name in ("kernels", "copied_bytes", "step_bytes", "temporary_bytes"):
-        assert now[name] <= before[name], f"{name}: {now[name]} after {before[name]}; new: {new}"
+        assert now[name] <= known["ours"][name], name
+    assert now["collectives"] == known["ours"]["collectives"]
+
+
+def test_meshes_exchange_what_is_on_paper_and_nothing_else():
+    """Two sums a block and three more; what all rows have ended by may go along with another."""
+    for line in MESHES:
+        found, paper = (line["ours"][name] for name in ("collectives", "on_paper"))
+        assert set(found) == {"all-reduce"}, line
+        with_rows = line["device"] == "h100:2x4"
+        assert paper["all-reduce"] - with_rows <= found["all-reduce"] <= paper["all-reduce"], line
+        # 12 heads and 50,257 tokens of GPT-2, and 8 heads on 16 chips, do not divide.
+        if line["model"] != "gpt2" and (line["model"], line["device"]) != ("gemma2", "v5e:4x4"):
+            assert paper["all-reduce"] == 2 * 4 + 3 + with_rows
 
 
 def test_what_is_on_record_keeps_what_was_promised():
