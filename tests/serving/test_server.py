@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import json
 import socket
 import threading
 import time
@@ -272,17 +273,29 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"steering": {"mood": {"strength": 1, "schedule": ["a"]}}}, "a list of numbers"),
         ({"steering": {"vectors": [{"name": "mood", "algorithm": "direct"}]}}, "'algorithm'"),
         ({"steering": {"vectors": [{"name": "mood", "layers": [99]}]}}, "blocks that the vector"),
+        ({"steering": {"vectors": [{"name": "mood", "layers": [[4]]}]}}, "blocks that the vector"),
+        ({"steering": {"vectors": [{"name": "mood", "layers": {}}]}}, "blocks that the vector"),
+        ({"steering": {"vectors": [{"name": []}]}}, "vector []: expected the name of a vector"),
+        ({"steering": {"vectors": [{"name": {}}]}}, "vector {}: expected the name of a vector"),
+        ({"steering": {"vectors": [{"name": "mood", "apply": {"prompt": []}}]}}, '"all" or null'),
+        ({"steering": {"vectors": [{"name": "mood", "apply": []}]}}, '"all" or null'),
+        ({"steering": {"mood": {"strength": 1, "schedule": [10**400]}}}, "a list of numbers"),
+        ({"steering": {"mood": {"strength": 1, "schedule": "12"}}}, "a list of numbers"),
+        ({"steering": {"mood": {"strength": 1, "schedule": {"5": 1}}}}, "a list of numbers"),
+        ({"steering": {"mood": {"strength": "2", "schedule": [1]}}}, "a list of numbers"),
         ({"steering": {"vectors": []}}, "expected a list of objects"),
         ({"capture": ["blocks.77"]}, "matches nothing"),
         ({"model": "other"}, "model 'other': expected 'tiny'"),
         ({"prompt": 3}, "'prompt'"),
         ({"temperature": "hot"}, "'temperature'"),
         ({"presence_penalty": 0.5}, "'presence_penalty'"),
-        ({"n": 99}, "'n'"),
+        ({"n": 99}, "'n': Input should be less than or equal to 16. Received 99."),
+        ({"best_of": 2}, "'best_of': expected 1 or null"),
         ({"logprobs": 21}, "'logprobs'"),
         ({"logprobs": 1, "echo": True}, "expected it without `logprobs`"),
         ({"prompt": []}, "'prompt'"),
         ({"prompt": [[1], []]}, "'prompt'"),
+        ({"prompt": [[1], ["a"]]}, "'prompt'.list[list[int]].1.0: Input should be a valid integer"),
         ({"max_tokens": 500}, "expected at most 256 tokens"),
         ({"max_tokens": 126}, "at most 128 together"),
     ],
@@ -291,6 +304,70 @@ def test_nothing_is_silently_ignored(server, body, words):
     answer = server.send("POST", "/v1/completions", json={"prompt": PROMPT, **body})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("POST", "/v1/completions", json.dumps({"prompt": "a", "model": "\ud800"}), 400, "UTF-8"),
+        ("POST", "/v1/completions", json.dumps({"prompt": "a", "\ud800": 1}), 400, "UTF-8"),
+        ("POST", "/v1/completions", "{", 400, "'body': JSON decode error. Received '{'."),
+        ("POST", "/v1/completions", "[" * 100_000, 400, "error parsing the body"),
+        ("POST", "/v1/completions", '{"max_tokens": ' + "9" * 5000 + "}", 400, "error parsing"),
+        ("POST", "/v1/steering/vectors", "", 400, "'name': Field required."),
+        ("GET", "/nope", None, 404, "GET /nope: Not Found"),
+        ("GET", "/v1/completions", None, 405, "Method Not Allowed"),
+        ("GET", "/v1/models/other/one", None, 404, "model 'other/one': expected 'tiny'"),
+    ],
+)
+def test_every_error_has_openais_shape(server, method, path, body, status, words):
+    headers = {"Content-Type": "application/json"}
+    answer = server.send(method, path, content=body, headers=headers)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "One day"]])
+def test_usage_counts_a_prompt_once(client, prompt):
+    settings = {"prompt": prompt, "max_tokens": 0}
+    wanted = complete(client, **settings).usage.prompt_tokens
+    assert complete(client, **settings, n=3).usage.prompt_tokens == wanted
+    *_, last = complete(
+        client, **settings, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage.prompt_tokens == last.usage.total_tokens == wanted
+
+
+@pytest.mark.slow
+def test_usage_counts_a_cached_prompt_once(lm):
+    with Server(lm, prefill_chunk=4) as server, server.client() as client:
+        complete(client, max_tokens=2)
+        for n in (1, 2):
+            usage = complete(client, max_tokens=2, n=n).usage
+            assert usage.completion_tokens == 2 * n
+            assert usage.prompt_tokens_details.cached_tokens == 4
+
+
+@pytest.mark.slow
+def test_seeds_of_64_bits_are_taken_modulo_2_to_the_32(client):
+    def draw(seed):
+        return complete(client, temperature=1, seed=seed, n=2).choices[0].text
+
+    assert draw(-1) == draw(2**32 - 1) == draw(2**63 - 1)
+    assert draw(-(2**63)) == draw(0) != draw(-1)
+
+
+def test_models_are_listed_and_retrieved(lm):
+    before = int(time.time())
+    with Server(lm, name="org/tiny") as server, server.client() as client:
+        (listed,) = client.models.list().data
+        assert client.models.retrieve("org/tiny") == listed
+        assert before <= listed.created <= time.time()
+        assert listed.max_model_len == 128
+        with pytest.raises(openai.NotFoundError, match="model 'tiny': expected 'org/tiny'"):
+            client.models.retrieve("tiny")
 
 
 @pytest.mark.slow
@@ -349,6 +426,32 @@ def test_a_chat_by_a_template_given_at_the_start(lm):
         assert answer.choices[0].message.content == wanted
         pieces = create(**settings, max_tokens=20, stream=True)
         assert "".join(e.choices[0].delta.content or "" for e in pieces) == wanted
+
+
+def test_a_chat_goes_on_with_what_was_answered(lm):
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    with Server(lm, chat_template=template) as server, server.client() as client:
+        create = client.chat.completions.create
+        settings = {"model": "tiny", "max_tokens": 0, "n": None, "stream": None, "logprobs": None}
+        parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": " a time"}]
+        first = create(messages=[{"role": "user", "content": parts}], **settings)
+        text = {"role": "user", "content": PROMPT}
+        assert create(messages=[text], **settings).usage == first.usage
+        again = [first.choices[0].message.model_dump(), text]
+        assert create(messages=again, **settings).usage == first.usage
+        image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+        with pytest.raises(openai.BadRequestError, match="Received 'image_url'"):
+            create(messages=[{"role": "user", "content": image}], **settings)
+
+
+def test_a_key_that_is_no_base64_is_401(lm):
+    with Server(lm, api_key="sesame") as server:
+        for value in (b"Basic \xe9", b"Basic a", b"Basic /w==", b"Bearer \xe9"):
+            answer = server.send("GET", "/v1/models", headers={"Authorization": value})
+            assert answer.status_code == 401, value
 
 
 @pytest.mark.slow

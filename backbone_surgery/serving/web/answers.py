@@ -31,6 +31,7 @@ class Answer:
         capture: sites to answer with; none by default.
         prefix: text that each choice begins with, such as an echoed prompt.
         likeliest: how many of the likeliest tokens to show with log-probabilities; `None` for none.
+        n: how many choices in a row have the same prompt, which `usage` counts once.
     """
 
     requests: Sequence[EngineRequest]
@@ -40,6 +41,7 @@ class Answer:
     capture: Sequence[str] = ()
     prefix: Sequence[str] = ()
     likeliest: int | None = None
+    n: int = 1
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -178,9 +180,10 @@ class Answer:
         return {**head, "model": self.model}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        firsts = self.requests[:: self.n]
+        prompt = sum(len(request.prompt_token_ids) for request in firsts)
         new = sum(len(request.token_ids) for request in self.requests)
-        reused = sum(request.reused_tokens for request in self.requests)
+        reused = sum(request.reused_tokens for request in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,

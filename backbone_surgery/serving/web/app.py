@@ -2,19 +2,20 @@
 
 import asyncio
 import base64
-import binascii
 import hmac
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
-from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.serving.engine import Engine
@@ -60,16 +61,23 @@ class Service:
         self.vectors = Vectors(engine.lm, vectors)
         self.api_key, self.chat_template = api_key, chat_template
         self.metrics = Metrics(engine)
+        self.model = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "backbone-surgery",
+            "max_model_len": engine.length,
+        }
 
     def check_key(self, request: Request) -> None:
         """Refuse a request without the key; comparing takes the same time however wrong it is."""
-        if self.api_key is None or request.url.path == "/health":
+        if self.api_key is None or request.scope["path"] == "/health":
             return
         kind, _, value = request.headers.get("authorization", "").partition(" ")
         if kind.lower() == "basic":  # a browser asks for a password, and sends it so
             try:
                 value = base64.b64decode(value).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+            except ValueError:
                 value = ""
         if not hmac.compare_digest(value.encode(), self.api_key.encode()):
             raise HTTPException(
@@ -79,6 +87,13 @@ class Service:
                 {"WWW-Authenticate": 'Basic realm="API key"'},
             )
 
+    def no_model(self, name: str | None) -> str:
+        """Return what to say of a model that this server does not have."""
+        return (
+            f"model '{name}': expected '{self.name}', which is what this server has. Received "
+            "another. `GET /v1/models` names it."
+        )
+
     def submit(
         self,
         body: TextCompletion | ChatCompletion,
@@ -87,16 +102,13 @@ class Service:
     ) -> list[EngineRequest]:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
         if body.model not in (None, self.name):
-            raise SurgeryError(
-                f"model '{body.model}': expected '{self.name}', which is what this server has. "
-                "Received another. `GET /v1/models` names it."
-            )
-        controls = read_steering(self.lm, self.vectors, body.steering)
+            raise SurgeryError(self.no_model(body.model))
+        controls = read_steering(self.lm, self.vectors, body.steering or {})
         capture = self.sites(body)
         requests: list[EngineRequest] = []
         try:
             for prompt in prompts:
-                for i in range(body.n):
+                for i in range(body.choices):
                     requests.append(
                         self.engine.submit(
                             _prompt(prompt),
@@ -214,14 +226,14 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             )
         most = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
         requests = await asyncio.to_thread(service.submit, body, body.prompts, most)
-        echoed = [service.text(p) for p in body.prompts for _ in range(body.n)] if body.echo else ()
-        sites, count = service.sites(body), body.likeliest
-        answer = Answer(requests, service.name, False, body.stops, sites, echoed, count)
+        n, sites, count = body.choices, service.sites(body), body.likeliest
+        echoed = [service.text(p) for p in body.prompts for _ in range(n)] if body.echo else ()
+        answer = Answer(requests, service.name, False, body.stops, sites, echoed, count, n)
         return await service.answer(answer, body, http)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletion, http: Request) -> Response:
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        messages = [message.plain for message in body.messages]
         given = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
         if len(given) > 1:
             raise SurgeryError(
@@ -238,8 +250,8 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             return service.submit(body, [prompt], given[0] if given else None)
 
         requests = await asyncio.to_thread(submit)
-        sites, count = service.sites(body), body.likeliest
-        answer = Answer(requests, service.name, True, body.stops, sites, (), count)
+        n, sites, count = body.choices, service.sites(body), body.likeliest
+        answer = Answer(requests, service.name, True, body.stops, sites, (), count, n)
         return await service.answer(answer, body, http)
 
 
@@ -286,8 +298,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": service.name, "object": "model", "owned_by": "backbone-surgery"}
-        return {"object": "list", "data": [{**model, "max_model_len": service.engine.length}]}
+        return {"object": "list", "data": [service.model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.name:
+            raise HTTPException(404, service.no_model(name))
+        return service.model
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -313,15 +330,20 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail), headers=error.headers)
+        text = f"{http.method} {http.scope['path']}: {error.detail}"
+        return answer(error.status_code, text, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if part != "body"]
-        name = path[0] if path else "body"
+        # Of several types that a value may have, the one that it fits the deepest was meant.
+        first = max(error.errors(), key=lambda e: len(e["loc"]))
+        _, *path = first["loc"]
+        name, received = "body", error.body
+        if path and isinstance(path[0], str):
+            name, received = path[0], first["input"]
         if first["type"] == "extra_forbidden" and len(path) == 1:
-            is_text = http.url.path == "/v1/completions"
+            is_text = http.scope["path"] == "/v1/completions"
             fields = (TextCompletion if is_text else ChatCompletion).model_fields
             return answer(400, f"'{name}' is not a known field. {closest(name, fields)}", name)
-        return answer(400, f"'{name}': {first['msg']}.", name)
+        where = ".".join([f"'{name}'", *map(str, path[1:])])
+        return answer(400, f"{where}: {first['msg']}. Received {shown(received)}.", name)

@@ -1,17 +1,36 @@
 """What a client may send: the fields of both completion routes, and nothing else."""
 
+import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from backbone_surgery.serving.logprobs import MOST_LIKELIEST
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
 
-Strings = Annotated[list[str], Field(min_length=1)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+_Some = Field(min_length=1, fail_fast=True)  # the first wrong one of millions says enough
+Strings = Annotated[list[str], _Some]
+TokenIds = Annotated[list[int], _Some]
 _Count = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
+
+
+def _only(*values: Any) -> AfterValidator:
+    """Return a check of a field that is OpenAI's: it may be null or what changes nothing."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in values:
+            expected = " or ".join([*map(json.dumps, values), "null"])
+            raise PydanticCustomError(
+                "unsupported",
+                "expected {expected}, as nothing else of it is supported; leave it out",
+                {"expected": expected},
+            )
+        return value
+
+    return AfterValidator(check)
 
 
 class _Body(BaseModel):
@@ -22,12 +41,13 @@ class StreamOptions(_Body):
     """Options of a stream."""
 
     include_usage: bool = False
+    include_obfuscation: Annotated[Any, _only(False)] = None
 
 
 class Completion(_Body):
     """The fields that both routes share.
 
-    `top_k`, `steering` and `capture` are not OpenAI's. Penalties are known, and must be 0.
+    `top_k`, `steering` and `capture` are not OpenAI's. Null is as if a field was left out.
     """
 
     model: str | None = None
@@ -35,16 +55,35 @@ class Completion(_Body):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    stream: bool = False
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[Any, _only(0)] = None
+    frequency_penalty: Annotated[Any, _only(0)] = None
+    logit_bias: Annotated[Any, _only({})] = None
     user: str | None = None
-    steering: dict[str, Any] = {}
+    steering: dict[str, Any] | None = None
     capture: Strings | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, data: Any) -> Any:
+        """Refuse half a surrogate pair, which no tokenizer can read and no answer can show."""
+        if isinstance(data, dict):
+            try:
+                json.dumps(data, ensure_ascii=False).encode()
+            except (UnicodeEncodeError, RecursionError) as error:
+                raise PydanticCustomError(
+                    "text", "expected what JSON can hold in UTF-8 ({error})", {"error": str(error)}
+                ) from error
+        return data
+
+    @property
+    def choices(self) -> int:
+        """How many choices each prompt gets."""
+        return self.n or 1
 
     @property
     def stops(self) -> list[str]:
@@ -55,14 +94,16 @@ class Completion(_Body):
 class TextCompletion(Completion):
     """The body of `/v1/completions`."""
 
-    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
-    echo: bool = False
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], _Some] | None
+    echo: bool | None = None
     logprobs: _Count | None = None
+    best_of: Annotated[Any, _only(1)] = None
+    suffix: Annotated[Any, _only("")] = None
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, each a text or token ids."""
-        prompt = self.prompt
+        """The prompts, each a text or token ids; null is an empty text."""
+        prompt = "" if self.prompt is None else self.prompt
         is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if is_one else list(prompt)
 
@@ -72,21 +113,56 @@ class TextCompletion(Completion):
         return self.logprobs
 
 
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Annotated[Any, _only("text")]
+    text: str
+
+
 class Message(_Body):
-    """One message of a chat."""
+    """One message of a chat; also one that a client was answered with, and sends back."""
 
     role: str
-    content: str
+    content: str | Annotated[list[TextPart], _Some] | None = None
     name: str | None = None
+    refusal: Annotated[Any, _only()] = None
+    annotations: Annotated[Any, _only([])] = None
+    audio: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, _only([])] = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message as `lm.chat_prompt` takes it; an assistant may have said nothing."""
+        plain = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
+        return {"content": "", **plain} if self.role == "assistant" else plain
 
 
 class ChatCompletion(Completion):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], _Some]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: bool = False
+    logprobs: bool | None = None
     top_logprobs: _Count | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Annotated[Any, _only("in_memory")] = None
+    store: Annotated[Any, _only(False)] = None
+    service_tier: Annotated[Any, _only("auto", "default")] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none")] = None
+    functions: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only("none")] = None
+    audio: Annotated[Any, _only()] = None
+    prediction: Annotated[Any, _only()] = None
+    moderation: Annotated[Any, _only()] = None
 
     @property
     def likeliest(self) -> int | None:

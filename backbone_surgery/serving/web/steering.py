@@ -10,6 +10,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import is_int, read_finite, read_number
 from backbone_surgery.opening.site import places
 from backbone_surgery.rewriting import Control, Rewrite, Schedule, Steer
 from backbone_surgery.vectors import ControlVector
@@ -180,13 +181,14 @@ def _control(name: str, value: Mapping[str, Any], vectors: Vectors) -> Control:
 
 def _schedule(where: str, schedule: Any, strength: Any) -> Schedule:
     """Return a schedule of strengths, from factors for each generated token."""
-    try:
-        return Schedule(tuple(float(strength) * float(factor) for factor in schedule))
-    except (TypeError, ValueError) as error:
+    factors = read_finite(schedule) if isinstance(schedule, list) else None
+    if factors is None or factors.ndim != 1 or read_number(strength) is None:
         raise SurgeryError(
             f"{where}: expected `schedule` to be a list of numbers, factors of one `strength`. "
-            f"Received {shown(schedule)}. Pass one for each generated token; the last one holds."
-        ) from error
+            f"Received {shown(schedule)}, and strength {shown(strength)}. Pass a factor for each "
+            "generated token; the last one holds."
+        )
+    return Schedule([float(strength) * float(factor) for factor in schedule])
 
 
 def _of_easysteer(
@@ -215,13 +217,13 @@ def _of_easysteer(
                 f"'{unknown[0]}', which means nothing here. Leave it out."
             )
         name = entry.get("name")
+        vector = vectors[name]
         control = name if name in rewrites else (free.pop(0) if free else None)
         if control is None or control in result:
             raise SurgeryError(
                 f"steering at vector {shown(name)}: expected a control for each vector. Received "
                 f"more than the model has: {', '.join(rewrites) or 'none'}. Serve it with more."
             )
-        vector = vectors[name]
         if entry.get("layers") is not None:
             vector = _of_blocks(vector, entry["layers"])
         scale = entry.get("scale", 1.0)
@@ -231,8 +233,7 @@ def _of_easysteer(
 
 def _of_blocks(vector: ControlVector, blocks: Any) -> ControlVector:
     listed = blocks if isinstance(blocks, list) else [blocks]
-    missing = [b for b in listed if b not in vector.directions]
-    if missing or not listed:
+    if not listed or not all(is_int(b) and b in vector.directions for b in listed):
         raise SurgeryError(
             f"steering at 'layers': expected blocks that the vector has, "
             f"{sorted(vector.directions)}. Received {shown(blocks)}. Choose among them."
@@ -242,12 +243,15 @@ def _of_blocks(vector: ControlVector, blocks: Any) -> ControlVector:
 
 def _tokens(entry: Mapping[str, Any]) -> str:
     """Read `apply` as the tokens that are steered."""
-    apply = entry.get("apply") or {"prompt": "all", "generation": "all"}
-    known = {("all", "all"): "all", ("all", None): "prompt", (None, "all"): "generated"}
-    parts = (apply.get("prompt"), apply.get("generation")) if isinstance(apply, dict) else (0, 0)
-    if parts not in known or set(apply) - {"prompt", "generation"}:
+    apply = entry.get("apply")
+    if apply is None:
+        return "all"
+    known = {"all": ("all", "all"), "prompt": ("all", None), "generated": (None, "all")}
+    parts = (apply.get("prompt"), apply.get("generation")) if isinstance(apply, dict) else ()
+    tokens = [name for name, meant in known.items() if meant == parts]
+    if not tokens or set(apply) - {"prompt", "generation"}:
         raise SurgeryError(
             'steering at \'apply\': expected {"prompt": "all" or null, "generation": "all" or '
             f"null}}. Received {shown(apply)}. Pass `tokens` to a control for other ranges."
         )
-    return known[parts]
+    return tokens[0]
