@@ -22,6 +22,11 @@ from backbone_surgery.vectors.vector import ControlVector
 LM = CachedCausalLM | Callable[[], CachedCausalLM]
 Controls = Mapping[str, Any]
 
+_LEFT_OUT = ("name", "trainable", "config_file", "tokenizer")
+"""What the configuration of a preprocessor or a tokenizer holds that tokens do not depend on."""
+_SPECIAL = ("start_token_id", "end_token_id", "end_token2_id")
+"""Attributes of a tokenizer that KerasHub does not keep in its configuration."""
+
 
 class Columns(NamedTuple):
     """The columns of a control: of strengths, and of names of vectors, if any."""
@@ -153,16 +158,37 @@ def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
     return {
         "model": {"class": type(owner).__name__, "preset": preset_of(owner)},
         "edit": {"rewrites": rewrites, "digest": edit},
-        "tokenizer": _tokenizer_digest(lm.preprocessor),
+        "tokenizer": tokenizer_digest(lm.preprocessor),
         "versions": {**versions(), "jax": importlib.metadata.version("jax")},
     }
 
 
-def _tokenizer_digest(preprocessor: Any) -> str | None:
-    """Return the digest of how a preprocessor makes tokens of text, and text of tokens."""
+def tokenizer_digest(preprocessor: Any) -> str | None:
+    """Return the digest of how a preprocessor makes tokens of text, and text of tokens.
+
+    It is the same in each process, and for what was saved and loaded again.
+    """
     if preprocessor is None:
         return None
     tokenizer = preprocessor.tokenizer
-    config = {k: v for k, v in preprocessor.get_config().items() if k not in ("name", "tokenizer")}
-    parts = [config, tokenizer.get_vocabulary(), list(getattr(tokenizer, "merges", None) or ())]
-    return f"sha256:{hashlib.sha256(json.dumps(parts, default=repr).encode()).hexdigest()}"
+    parts = [
+        *map(_settings, (preprocessor, tokenizer)),
+        getattr(tokenizer, "vocabulary", None) or list(tokenizer.get_vocabulary()),
+        list(getattr(tokenizer, "merges", None) or ()),
+        [getattr(tokenizer, name, None) for name in _SPECIAL],
+        sorted(getattr(tokenizer, "special_token_ids", ())),
+    ]
+    total = hashlib.sha256(json.dumps(parts, default=repr, sort_keys=True).encode())
+    total.update(getattr(tokenizer, "proto", None) or b"")  # of SentencePiece
+    return f"sha256:{total.hexdigest()}"
+
+
+def _settings(layer: Any) -> tuple[str, dict[str, Any]]:
+    """Return the class of a preprocessor or tokenizer, and what it was configured with."""
+    config = dict(layer.get_config())
+    if "unsplittable_tokens" in config:  # KerasHub makes this list of a set
+        config["unsplittable_tokens"] = sorted(config["unsplittable_tokens"] or ())
+    for name in config:
+        if name.endswith("_converter"):  # of images: text depends on whether there is one
+            config[name] = config[name] is not None
+    return type(layer).__name__, {k: v for k, v in config.items() if k not in _LEFT_OUT}

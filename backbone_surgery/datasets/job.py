@@ -31,6 +31,8 @@ from backbone_surgery.generation.request import check_count
 
 MANIFEST = "_manifest.json"
 """What reads all Parquet files of a folder passes over names that begin so."""
+_VERSION = 2
+"""Of the manifest: a release that counts something else among what made the output raises it."""
 _MOST = 2**28
 """Bytes of a manifest."""
 
@@ -132,7 +134,7 @@ def begin(job: Job, lm: CachedCausalLM, facts: Mapping[str, Any]) -> None:
     files = {shard.file: shard.stop for shard in job.shards}
     inputs = [{"file": f.name, "rows": n, "sha256": _sha256(f)} for f, n in files.items()]
     outputs = [path.name for path in job.outputs]
-    known = {"format": "backbone_surgery.dataset", "version": 1, "operation": job.operation}
+    known = {"format": "backbone_surgery.dataset", "version": _VERSION, "operation": job.operation}
     manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
     text = json.dumps(manifest, default=_plain, indent=1) + "\n"
     hosts.by_first(lm, job.operation, {"job": text}, lambda: _write_manifest(job, text))
@@ -147,7 +149,14 @@ def _write_manifest(job: Job, text: str) -> None:
     if path.is_file():
         with reading(path, job.operation, "the manifest of a job"):
             before = read_json(path, _MOST)
+            version = before.get("version")
             others = [k for k in {**before, **manifest} if before.get(k) != manifest.get(k)]
+        if version != _VERSION:
+            raise SurgeryError(
+                f"{job.operation} at '{job.folder}': expected a manifest of version {_VERSION}. "
+                f"Received version {shown(version)}, of another release of backbone-surgery, which "
+                "tells jobs apart by other things. Choose a new folder, or go on with that release."
+            )
         if others:
             raise SurgeryError(
                 f"{job.operation} at '{job.folder}': expected the job that the folder was made by. "

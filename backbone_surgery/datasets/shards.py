@@ -38,7 +38,8 @@ class Shard:
         with reading(self.file, "data set", f"a {self.file.suffix} file"):
             if self.file.suffix == ".jsonl":
                 lines = itertools.islice(_lines(self.file, self.offset), self.stop - self.start)
-                return JsonRows([json.loads(line) for _, line in lines])
+                rows = enumerate((line for _, line in lines), self.start)
+                return JsonRows([_object(self.file, row, line) for row, line in rows])
             chosen = None if columns is None else tuple(columns)
             return ParquetRows(_read_parquet(self.file, self.start, self.stop, chosen))
 
@@ -59,9 +60,7 @@ class Rows(Protocol):
 class JsonRows:
     """Rows of a file of JSON lines."""
 
-    def __init__(self, rows: list[Any]) -> None:
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a line is no object")
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
 
     def names(self) -> list[str]:
@@ -137,13 +136,18 @@ def find_shards(operation: str, inputs: Any, most: int) -> list[Shard]:
 
 
 def check_columns(operation: str, shards: Sequence[Shard], columns: Sequence[str]) -> None:
-    """Refuse files without a column, by name."""
+    """Refuse files without a column, or with several of its name."""
     for file in dict.fromkeys(shard.file for shard in shards):
         known = column_names(file)
         for name in columns:
             if name not in known:
                 raise SurgeryError(
                     f"{operation} at '{file}': expected a column '{name}'. {closest(name, known)}"
+                )
+            if known.count(name) > 1:
+                raise SurgeryError(
+                    f"{operation} at '{file}': expected one column '{name}'. Received "
+                    f"{known.count(name)} of that name. Rename all but the one to be read."
                 )
 
 
@@ -193,6 +197,21 @@ def _lines(file: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
             if line.strip():
                 yield offset, line
             offset += len(line)
+
+
+def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
+    """Read the object that a line holds."""
+    try:
+        value = json.loads(line.rstrip())
+        if not isinstance(value, dict):
+            raise ValueError(f"a value of type {type(value).__name__}")
+    except (ValueError, RecursionError) as error:
+        reason = str(error).replace("line 1 ", "")  # its number in the file is another
+        raise SurgeryError(
+            f"data set at row {row} of '{file}': expected a JSON object in one line. Received "
+            f"{shown(line.rstrip())} ({reason}). Correct the line, or leave it out."
+        ) from error
+    return value
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -3,7 +3,9 @@
 import functools
 import hashlib
 import json
+import re
 
+import jax.numpy as jnp
 import keras
 import keras_hub
 import numpy as np
@@ -126,6 +128,18 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
         bs.generate_dataset(bs.CachedCausalLM(lm.opened.owner), lines, out, **OPTIONS)
     (lines / "a.jsonl").write_text(json.dumps({"prompt": [1]}) + "\n")
     with pytest.raises(bs.SurgeryError, match="Received another inputs"):
+        bs.generate_dataset(lm, lines, out, **OPTIONS)
+
+
+def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
+    out = tmp_path / "out"
+    bs.generate_dataset(lm, lines, out, **OPTIONS)
+    manifest = json.loads((out / "_manifest.json").read_text())
+    (out / "_manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    with pytest.raises(bs.SurgeryError, match=r"manifest of version 2\. Received version 1"):
+        bs.generate_dataset(lm, lines, out, **OPTIONS)
+    (out / "_manifest.json").write_text("[]")
+    with pytest.raises(bs.SurgeryError, match="expected the manifest of a job"):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
 
 
@@ -284,17 +298,25 @@ def test_a_batch_that_fails_names_its_rows(lm, rows, tmp_path):
         bs.generate_dataset(lm, path, tmp_path / "out", controls=CONTROLS, **OPTIONS)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_score_that_is_not_finite_is_refused_by_row(lm, lines, tmp_path, value):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", b"1", np.str_("1"), None])
+def test_a_score_that_is_no_finite_number_is_refused_by_row(lm, lines, tmp_path, value):
     def score(text):
         CALLS.append(text)
         return value if len(CALLS) == 3 else 1.0
 
     CALLS.clear()
-    words = f"at row 2 of '{lines / 'a.jsonl'}', score 'own': expected a finite number. .*{value}"
+    place = f"at row 2 of '{lines / 'a.jsonl'}', score 'own'"
+    words = re.escape(f"{place}: expected a finite number. Received {value!r} for the text")
     with pytest.raises(bs.SurgeryError, match=words):
         bs.generate_dataset(lm, lines, tmp_path / "out", score={"own": score}, **OPTIONS)
     assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("value", [2, np.float32(2), np.array(2), jnp.float32(2), True])
+def test_a_score_may_be_any_number(lm, lines, tmp_path, value):
+    paths = bs.generate_dataset(lm, lines, tmp_path / "out", score=lambda text: value, **OPTIONS)
+    scores = {row["score"] for row in read_lines(paths)}
+    assert scores == {float(value)}
 
 
 def scaled(text, factor):
@@ -357,19 +379,3 @@ def test_other_files_are_left_alone(lm, lines, tmp_path):
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(bs.SurgeryError, match="Received one that holds"):
         bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]\n", "\x00"])
-def test_damaged_files_are_refused(lm, tmp_path, text):
-    for ending in (".jsonl", ".parquet"):
-        (tmp_path / f"in{ending}").write_text(text)
-        with pytest.raises(bs.SurgeryError, match=f"expected a {ending} file"):
-            bs.generate_dataset(lm, tmp_path / f"in{ending}", tmp_path / "out", **OPTIONS)
-
-
-def test_files_of_one_name_or_without_rows_are_refused(lm, lines, tmp_path):
-    with pytest.raises(bs.SurgeryError, match="files of different names"):
-        bs.generate_dataset(lm, [lines, lines / "a.jsonl"], tmp_path / "out", **OPTIONS)
-    (tmp_path / "none.jsonl").write_text("\n")
-    with pytest.raises(bs.SurgeryError, match="at least one row"):
-        bs.generate_dataset(lm, tmp_path / "none.jsonl", tmp_path / "out", **OPTIONS)
