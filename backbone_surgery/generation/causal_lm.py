@@ -366,6 +366,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         layer_intercept_fn: InterceptFn | None = None,
         target_ids: Any = None,
         controls: Mapping[str, Any] | None = None,
+        prompt_lengths: Any = None,
     ) -> Any:
         """Score token ids by the edited graph, uncached; as KerasHub's method of this name.
 
@@ -381,6 +382,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
                 (KerasHub's own Gemma ignores what it returns for index -1.)
             target_ids: int[batch, time], the tokens to take the loss against, for mode `"loss"`.
             controls: `{input name: array[batch, ...]}`; those left out take their defaults.
+            prompt_lengths: how many tokens of a row are its prompt, an int or one for each row, so
+                that rewrites with `tokens` of `"prompt"` or `"generated"` act as they did when the
+                rest was generated. By default all tokens count as the prompt.
 
         Returns:
             Logits float[batch, time, vocabulary], or the loss of each token float[batch, time].
@@ -389,5 +393,12 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
             SurgeryError: an argument does not fit.
         """
         return scoring.score(
-            self, token_ids, padding_mask, scoring_mode, layer_intercept_fn, target_ids, controls
+            self,
+            token_ids,
+            padding_mask,
+            scoring_mode,
+            layer_intercept_fn,
+            target_ids,
+            controls,
+            prompt_lengths,
         )

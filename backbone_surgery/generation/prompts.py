@@ -91,7 +91,7 @@ def text_alone(samples: Any, packed: Any, names: Iterable[str]) -> Any:
 
 
 def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
-    texts = _texts(inputs)
+    texts, scalar = _texts(inputs)
     if not texts:
         return Prompts([])
     try:
@@ -108,25 +108,26 @@ def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
         chat_ids(text, preprocessor.tokenizer) if isinstance(text, ChatPrompt) else row[mask]
         for text, row, mask in zip(texts, ids, masks, strict=True)
     ]
-    return Prompts(rows, scalar=isinstance(inputs, str))
+    return Prompts(rows, scalar)
 
 
-def _texts(inputs: Any) -> list[str]:
-    if isinstance(inputs, str):
-        return [inputs]
+def _texts(inputs: Any) -> tuple[list[str], bool]:
+    """Return the texts, and whether one was passed that stands in no list."""
     try:
         texts = np.asarray(inputs).tolist() if hasattr(inputs, "shape") else inputs
+        scalar = isinstance(texts, str | bytes)
+        texts = [texts] if scalar else texts
         listed = isinstance(texts, Sequence)
         texts = [t.decode() if isinstance(t, bytes) else t for t in texts] if listed else []
     except Exception:  # no array, or bytes that are no text
-        listed, texts = False, []
+        listed, scalar, texts = False, False, []
     if not listed or not all(isinstance(t, str) for t in texts):
         raise SurgeryError(
             "generate: expected a string or a list of strings, since a preprocessor is attached. "
             f"Received {shown(inputs)}. Pass text, or token ids as a dict of `token_ids` and "
             "`padding_mask`."
         )
-    return [t if isinstance(t, ChatPrompt) else str(t) for t in texts]
+    return [t if isinstance(t, ChatPrompt) else str(t) for t in texts], scalar
 
 
 def _from_arrays(inputs: Any) -> Prompts:

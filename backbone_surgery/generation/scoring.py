@@ -2,15 +2,16 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.controls import read_inputs, shown_array
+from backbone_surgery.generation.controls import bind_controls, read_inputs, shown_array
 from backbone_surgery.numbers import read_int32, read_mask
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.site import BLOCK, Identity, Site
@@ -60,6 +61,7 @@ def score(
     layer_intercept_fn: InterceptFn | None,
     target_ids: Any,
     controls: Mapping[str, Any] | None,
+    prompt_lengths: Any,
 ) -> Any:
     """Score token ids by the edited graph of a task; see `CachedCausalLM.score`."""
     _check_arguments(scoring_mode, layer_intercept_fn, target_ids)
@@ -70,6 +72,9 @@ def score(
     mask = _read_padding(padding_mask, ids)
     tensors = {n: t for n, t in lm.interceptable.input.items() if n not in _OWN}
     values = read_inputs("score", tensors, controls, ids.shape[0])
+    if prompt_lengths is not None:
+        lengths = _read_lengths(prompt_lengths, *ids.shape)
+        values = {**_defaults(lm.opened, tensors, lengths), **values}
     with intercepting(layer_intercept_fn):
         hidden_states = lm.interceptable({**values, "token_ids": ids, "padding_mask": mask})
     logits = head(hidden_states, reverse=True)
@@ -163,6 +168,26 @@ def _read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
             f"{shown(value)}. Pass what `generate` returned, say."
         )
     return ids
+
+
+def _read_lengths(value: Any, batch: int, time: int) -> np.ndarray:
+    """Read how many tokens of each row are its prompt: int32[batch]."""
+    lengths = read_int32(value, 0, time)
+    if lengths is None or lengths.shape not in ((), (batch,)):
+        raise SurgeryError(
+            f"score at 'prompt_lengths': expected an int from 0 to {time}, or int[{batch}], one "
+            f"for each row. Received {shown(value)}. Pass how many tokens the prompts have."
+        )
+    return np.broadcast_to(lengths, batch)
+
+
+def _defaults(
+    opened: EditedBackbone, inputs: Iterable[str], prompt_lengths: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the defaults of the inputs that have one, as generation binds them to prompts."""
+    others = dict.fromkeys(set(inputs) - set(opened.defaults), 0)
+    bound = bind_controls(opened, others, prompt_lengths)
+    return {name: array for name, array in bound.items() if name in opened.defaults}
 
 
 def _read_padding(value: Any, token_ids: Any) -> Any:

@@ -1,6 +1,6 @@
 """Rebuild nested models: lift outer tensors, prune unused inputs, carry emitted tensors out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,10 +148,19 @@ def _call(model: Functional, inputs: Any, kwargs: dict[str, Any]) -> Any:
     return connect(model, inputs) if plain else model(inputs, **kwargs)
 
 
-def unique(name: str, taken: set[str], suffix: str = "_") -> str:
-    """Return the name, numbered if it is among `taken`, and add it to them."""
+def unique(
+    name: str, taken: set[str], suffix: str = "_", reserved: Container[str] = frozenset()
+) -> str:
+    """Return the name, numbered if it is among `taken`, and add it to them.
+
+    Args:
+        name: the name.
+        taken: names that were given.
+        suffix: what stands before the number.
+        reserved: names that no numbered name may be, since something may keep its own.
+    """
     unique, count = name, 0
-    while unique in taken:
+    while unique in taken or (count and unique in reserved):
         count += 1
         unique = f"{name}{suffix}{count}"
     taken.add(unique)

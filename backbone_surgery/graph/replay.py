@@ -192,6 +192,7 @@ class _Replay:
         self.rebuilt: dict[int, Rebuilt] = {}
         self.visited: dict[int, _Visited] = {}
         self.names: set[str] = set()
+        self.reserved: set[str] = set()
         self.roots: set[int] = set()
         self.way: list[Node] = []
         self.nested_inputs: dict[int, tuple[str, keras.KerasTensor]] = {}
@@ -202,7 +203,9 @@ class _Replay:
         self.roots.update(mapping)
         elsewhere: dict[int, Any] = {}
         nodes = topological_nodes(outputs, mapping)
-        reserve_names(node.operation.name for node in nodes)
+        names = {node.operation.name for node in nodes}
+        self.reserved |= names
+        reserve_names(names)
         for node in nodes:
             share(node.operation)
             if node.is_input:
@@ -272,7 +275,9 @@ class _Replay:
             inputs = [input_like(t, node_of(t).operation.name) for t in inputs]
         self.nested_inputs.update((id(t), (layer.name, t)) for t in inputs)
         mapping = {id(old): new for old, new in zip(nested.inputs, inputs, strict=True)}
-        name = unique(layer.name, self.names, "_use_") if self.per_use else layer.name
+        name = layer.name
+        if self.per_use:
+            name = unique(name, self.names, "_use_", self.reserved)
         lifting = Lifting(name, inputs)
         with emitting() as emitted:
             outputs = self.run(nested.outputs, mapping, lifting)

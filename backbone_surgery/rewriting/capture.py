@@ -17,9 +17,10 @@ class Capture(SiteRewrite):
     """Capture the activations at some sites.
 
     The edited model then returns `{"hidden_states": ..., "captures": {site path: tensor}}`, and so
-    does its `backbone_with_cache`. A capture holds what stands at the site after the rewrites that
-    come before it in the list: it contains the effect of an earlier `Steer`, and not of a later
-    one. The hidden states stay as they are.
+    does its `backbone_with_cache`. A capture holds what stands at the site after the rewrites of
+    that site that come before it in the list, and not after those that come later. What is done at
+    sites that run earlier, such as at earlier blocks, has its effect on it wherever it stands in
+    the list. The hidden states stay as they are.
 
     A tensor is float[batch, time, ...], except at `attention_pattern`: a pattern is float[batch,
     heads, time, keys], where the keys are the tokens of the pass, or the slots of the cache. In

@@ -80,13 +80,16 @@ class Schedule:
 class Control:
     """What a call may change of a `Steer`; `None` leaves it as the rewrite was built.
 
+    Of a `Reft` it may change the strength and the tokens.
+
     Attributes:
         strength: a number, [batch], [batch, blocks], a `Schedule`, or a list of a number or a
             `Schedule` for each row.
         directions: a vector for all rows (a `ControlVector` or `{block: array}`), a list of one
             for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
             steered; blocks that the rewrite does not steer are an error.
-        tokens: as of `Steer`, for all rows, or a list of one for each row.
+        tokens: as of `Steer`, for all rows, or a list of one for each row. A list of two integers,
+            such as `[0, 12]`, is one range for all rows.
 
     Examples:
         >>> import backbone_surgery as bs
@@ -126,6 +129,16 @@ def read_tokens(tokens: Any, where: str) -> Tokens:
         f"{where}: expected tokens 'all', 'prompt', 'generated' or (start, stop) with 0 <= start < "
         f"stop <= {LAST}. Received {shown(tokens)}. Choose one of them."
     )
+
+
+def check_trained_tokens(tokens: Tokens, where: str) -> None:
+    """Refuse tokens that are in no pass of `fit`, for what has yet to learn."""
+    if tokens == "generated":
+        raise SurgeryError(
+            f"{where}: expected tokens that `fit` runs. Received 'generated': in training all "
+            "tokens count as the prompt, so nothing would be learned. Train with tokens='all', and "
+            "pass `Control(tokens='generated')` to `generate`."
+        )
 
 
 def default_tokens(tokens: Tokens) -> np.ndarray:
@@ -193,11 +206,15 @@ def _range(tokens: Tokens, prompt_length: int) -> tuple[int, int]:
 
 
 def _is_pair(tokens: Any) -> bool:
-    """Tell whether two integers were passed, either of which may be open."""
+    """Tell whether two integers were passed, either of which may be open.
+
+    A list of two `None` is none: it may be meant as one for each of two rows.
+    """
     if isinstance(tokens, np.ndarray):
         return tokens.shape == (2,) and tokens.dtype.kind in "iu"
     listed = isinstance(tokens, tuple | list) and len(tokens) == 2
-    return listed and all(x is None or is_int(x) for x in tokens)
+    rows = isinstance(tokens, list) and all(x is None for x in tokens)
+    return listed and not rows and all(x is None or is_int(x) for x in tokens)
 
 
 def _listed(tokens: Any, batch: int) -> list[Any]:

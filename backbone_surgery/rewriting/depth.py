@@ -9,7 +9,7 @@ leaves the graph as long as it is, and takes a block out of it at run time.
 
 import abc
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,9 @@ class Reorder(Depth):
             blocks = tuple(itertools.islice(self.blocks, _MOST + 1))
         except Exception:  # whatever an object that is no list runs into
             blocks = (None,)
-        if isinstance(self.blocks, Mapping) or not all(map(is_int, blocks)):
+        # A mapping and a set have no order that was meant, and bytes are text.
+        meant = not isinstance(self.blocks, Mapping | Set | bytes | bytearray)
+        if not meant or not all(map(is_int, blocks)):
             raise SurgeryError(
                 "Reorder at 'blocks.*': expected numbers of blocks, each an integer. Received "
                 f"{shown(self.blocks)}. List the blocks in the order in which they are to run."

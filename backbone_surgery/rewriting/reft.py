@@ -12,7 +12,14 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.amounts import bind_amounts
-from backbone_surgery.rewriting.control import Tokens, default_tokens, read_tokens, token_rows
+from backbone_surgery.rewriting.control import (
+    Control,
+    Tokens,
+    check_trained_tokens,
+    default_tokens,
+    read_tokens,
+    token_rows,
+)
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer
@@ -35,10 +42,12 @@ class Reft(ControlledRewrite):
     Source: LoReFT, Wu et al. 2024, arXiv:2404.03592, which starts W at random.
 
     Attributes:
-        name: name of the control: a strength, for all rows or one for each.
+        name: name of the control: a strength, for all rows or one for each, or a `Control` of
+            strength and tokens.
         rank: how many directions each site has, fewer than `hidden_dim`.
         at: selector of sites of hidden states.
-        tokens: which tokens are edited, as of `Steer`.
+        tokens: which tokens are edited, as of `Steer`. To edit generated tokens alone, train with
+            `"all"`, and pass `Control(tokens="generated")` to `generate`.
         strength: the default of the control. `fit` trains at it: at 0 there is no gradient.
         seed: of R at first.
         interventions: `{site path: layer}` to use instead of new ones.
@@ -74,6 +83,8 @@ class Reft(ControlledRewrite):
                 self.interventions,
                 "Take those of `edited.rewrites[i].interventions`, or leave them out.",
             )
+        if not self.interventions:
+            check_trained_tokens(self.tokens, fields.where)
 
     @property
     def _where(self) -> str:
@@ -119,12 +130,20 @@ class Reft(ControlledRewrite):
         return replace(self, interventions=surgery.once("interventions", dict))
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind a strength, for all rows or one for each. `None` takes that of the rewrite."""
+        """Bind a strength, or a `Control`. `None` takes the fields of the rewrite."""
         where = f"controls at '{self.name}'"
-        strength = self.strength if value is None else value
+        control = value if isinstance(value, Control) else Control()
+        if control.directions is not None:
+            raise SurgeryError(
+                f"{where}: expected no directions for a Reft, which learns its own. Received some. "
+                "Leave them out."
+            )
+        strength = control.strength if isinstance(value, Control) else value
+        strength = self.strength if strength is None else strength
+        tokens = self.tokens if control.tokens is None else control.tokens
         return {
             f"{self.name}_strength": bind_amounts(strength, where, rows.batch),
-            f"{self.name}_tokens": token_rows(self.tokens, rows.prompt_lengths, where),
+            f"{self.name}_tokens": token_rows(tokens, rows.prompt_lengths, where),
         }
 
 

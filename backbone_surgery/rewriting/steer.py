@@ -15,6 +15,7 @@ from backbone_surgery.rewriting.control import (
     SCHEDULE_STEPS,
     Control,
     Tokens,
+    check_trained_tokens,
     default_tokens,
     read_tokens,
     strength_rows,
@@ -41,13 +42,15 @@ class Steer(ControlledRewrite):
             not among the sites of `at` is an error.
         at: site selector; the sites with a direction are steered.
         tokens: which tokens: `"all"`, `"prompt"`, `"generated"`, or positions `(start, stop)`
-            counted from the first token of the row.
+            counted from the first token of the row. In one pass over a text, as in `fit`, in a call
+            of the model and in `score` without `prompt_lengths`, all tokens count as the prompt.
         mode: `"add"` gives h + s·v, `"ablate"` gives h - s·v̂(v̂·h) with v̂ of unit norm.
         renormalize: whether to scale the result back to the norm of h, computed in float32.
         strength: the default of the control, one number.
         when: name of a `Condition` before it in the list. A row is steered from the token at which
             its condition is met.
-        trainable: whether the directions are learned.
+        trainable: whether the directions are learned. To steer generated tokens alone, train with
+            `tokens="all"`, and pass `Control(tokens="generated")` to `generate`.
         max_norm: how long a learned direction may become; not limited by default.
         learned: the layer that holds learned directions, to continue with instead of starting at
             `vector`.
@@ -217,6 +220,8 @@ class Steer(ControlledRewrite):
                 f"{where}: expected a start that has a gradient: a strength other than 0, and in "
                 f"mode 'ablate' directions other than zero. Received {received}. Start elsewhere."
             )
+        if self.trainable and self.learned is None:
+            check_trained_tokens(self.tokens, where)
 
     def _scale(self, surgery: Surgery) -> keras.KerasTensor:
         tokens, schedule = (surgery.inputs[f"{self.name}_{p}"] for p in ("tokens", "schedule"))

@@ -9,7 +9,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.scoring import interceptable
-from tests.helpers import ragged, relative
+from tests.helpers import make_gpt2, ragged, relative
 
 
 @pytest.fixture
@@ -79,6 +79,46 @@ def test_blocks_count_in_the_edited_graph(backbone, ids):
     assert seen == [-1, *range(backbone.num_layers + 1)]
 
 
+@pytest.mark.parametrize("tokens", ["generated", "prompt"])
+def test_lengths_of_prompts_score_a_text_as_it_was_generated(tokens, rng):
+    """The likeliest next tokens are those that greedy search chose, row by row."""
+    steer = bs.Steer("mood", {0: 3 * rng.normal(size=32)}, tokens=tokens)
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(num_layers=1), [steer]))
+    lm.compile(sampler="greedy")
+    lengths, new = np.array([4, 7]), 8
+    text = lm.generate(ragged(rng, lengths, 7), max_new_tokens=new, stop_token_ids=None)
+    chosen = lengths[:, None] + np.arange(new)
+    wanted = np.take_along_axis(text["token_ids"], chosen, 1)
+
+    def likeliest(ids, **options):
+        best = scored(lm, ids, **options).argmax(-1)
+        return np.take_along_axis(best, chosen - 1, 1)
+
+    assert np.array_equal(likeliest(text, prompt_lengths=lengths), wanted)
+    assert not np.array_equal(likeliest(text), wanted)
+    row = {name: x[1:] for name, x in text.items()}
+    whole = scored(lm, text, prompt_lengths=lengths.tolist())[1:]
+    assert relative(scored(lm, row, prompt_lengths=7), whole) < 2e-6
+    # What is passed as an array goes before what the lengths say.
+    controls = {"mood_tokens": np.array([[0, 15, 15]] * 2)}
+    steered = scored(lm, text, prompt_lengths=0, controls=controls)
+    everywhere = bs.CachedCausalLM(bs.operate(lm.opened.owner, [replace(steer, tokens="all")]))
+    assert relative(steered, scored(everywhere, text), text["padding_mask"]) < 2e-6
+
+
+def test_inputs_put_in_by_hand_keep_their_values_beside_lengths(rng):
+    backbone = make_gpt2(num_layers=1)
+    scale = keras.Input((1,), name="scale")
+    output = backbone.output * scale[:, None]
+    model = keras.Model({**backbone.input, "scale": scale}, output)
+    vector = {0: rng.normal(size=32)}
+    lm = bs.CachedCausalLM(bs.operate(model, [bs.Steer("mood", vector, tokens="generated")]))
+    ids, controls = {"token_ids": [[1, 2, 3]]}, {"scale": np.array([[2.0]], "float32")}
+    whole = np.asarray(lm.score(**ids, controls=controls))
+    assert relative(lm.score(**ids, controls=controls, prompt_lengths=3), whole) == 0
+    assert relative(lm.score(**ids, controls=controls, prompt_lengths=1), whole) > 1e-2
+
+
 @pytest.mark.slow
 def test_gradients_of_the_embeddings(backbone, ids):
     """As in KerasHub's own example: how the loss depends on the embeddings."""
@@ -114,6 +154,11 @@ def test_gradients_of_the_embeddings(backbone, ids):
         ({"layer_intercept_fn": "double"}, "'layer_intercept_fn': expected a function"),
         ({"layer_intercept_fn": lambda x, i: None}, r"expected activations \[1, 3, 32\] for index"),
         ({"layer_intercept_fn": lambda x, i: x[:, :1]}, r"index -1.* float32\[1, 1, 32\]"),
+        ({"prompt_lengths": 4}, "'prompt_lengths': expected an int from 0 to 3, .* Received 4"),
+        ({"prompt_lengths": -1}, "'prompt_lengths': expected an int from 0 to 3"),
+        ({"prompt_lengths": [1, 2]}, r"'prompt_lengths': .* int\[1\], one for each row. Received"),
+        ({"prompt_lengths": 1.5}, "'prompt_lengths': expected an int"),
+        ({"prompt_lengths": "all"}, "'prompt_lengths': expected an int"),
         ({"controls": {"mood": [[1.0]]}}, "score at control 'mood': expected a control of this"),
         ({"controls": {"mood_strength": [1.0]}}, r"'mood_strength': expected float32\[1, 1\]"),
         ({"controls": {"mood_strength": "x"}}, r"'mood_strength': expected float32\[1, 1\]"),
@@ -128,8 +173,6 @@ def test_bad_input(refusing, arguments, words):
 
 @pytest.fixture(scope="module")
 def refusing():
-    from tests.families import make_gpt2
-
     return bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Steer("mood", {1: np.ones(32)})]))
 
 

@@ -64,6 +64,16 @@ def test_stream_joins_to_what_generate_returns(lm, strip_prompt, stop):
     assert joined == lm.generate(PROMPTS, **options)
 
 
+@pytest.mark.parametrize("one", [np.array("Once"), np.array(b"Once", object)], ids=["str", "bytes"])
+def test_an_array_of_no_axes_is_one_string(one):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    wanted = lm.generate("Once", max_new_tokens=1)
+    assert lm.generate(one, max_new_tokens=1) == wanted
+    assert "".join(lm.stream(one, max_new_tokens=1)) == wanted
+    assert lm.generate(one.reshape(1), max_new_tokens=1) == [wanted]
+
+
 @pytest.mark.parametrize("inputs", [PROMPTS[0], PROMPTS], ids=["one", "two"])
 def test_the_first_token_is_shown_before_the_next_are_compiled(inputs):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")

@@ -1179,6 +1179,17 @@ def test_replay_can_enter_a_model_anew_at_each_use():
     assert_same(cloned(values(VECTOR)[0]), v, 1e-5)
 
 
+def test_replay_gives_no_use_the_name_of_a_model_that_stays():
+    shared, other = nested("part", dense("a")), nested("part_use_1", dense("b"))
+    x = vector()
+    y = other(shared(shared(x)))
+    new, _ = graph.replay(y, {id(x): x}, lambda *args, **kwargs: KEEP, per_use=True)
+    cloned = keras.Model(x, new)
+    assert [f.name for f in functionals(cloned)] == ["part", "part_use_2", "part_use_1"]
+    v = values(VECTOR)[0]
+    assert_same(cloned(v), keras.Model(x, y)(v))
+
+
 def test_replay_can_put_other_tensors_for_the_inputs():
     x, y, twin = lifting_model(1)
     other = vector("other")

@@ -75,6 +75,21 @@ def test_order_of_the_list_decides_what_is_captured(rng):
         bs.operate(backbone, [*rewrites, bs.Capture("blocks.1")])
 
 
+def test_a_later_edit_of_an_earlier_block_is_captured(rng):
+    """The order of the list counts at one site; from site to site it is that of the graph."""
+    backbone = make_deep_gpt2()
+    steer = bs.Steer("mood", {1: rng.normal(0, 5, 32)})
+    capture = bs.Capture("blocks.0", "blocks.2", "final_norm")
+    inputs = left_padded(rng, [6], 6)
+    plain = captured(bs.operate(backbone, [capture]), inputs)
+    before = captured(bs.operate(backbone, [capture, steer]), inputs)
+    after = captured(bs.operate(backbone, [steer, capture]), inputs)
+    assert np.array_equal(before["blocks.0"], plain["blocks.0"])
+    for path in ("blocks.2", "final_norm"):
+        assert relative(before[path], plain[path]) > 0.1
+        assert relative(before[path], after[path]) <= EXACT
+
+
 def assert_captures_of(backbone, finished, captures, site_paths):
     """Compare with an uncached pass over each row's finished text, the last token left out."""
     for i, ids in enumerate(finished):

@@ -52,6 +52,44 @@ def test_a_new_order_is_that_chain_of_blocks(gpt2, rng, name):
         assert relative(run_chunks(cached, inputs, chunks)[0], wanted) <= EXACT
 
 
+AGAIN = {
+    "repeat a block": ([bs.Repeat("blocks.0")] * 2, [0, 0, 0, 1, 2]),
+    "repeat a group": ([bs.Repeat("blocks.0:2")] * 2, [0, 1, 0, 1, 0, 1, 2]),
+    "reorder": ([bs.Reorder([0, 0, 1]), bs.Reorder([0, 0, 1, 2])], [0, 0, 0, 1]),
+    "three times": ([bs.Repeat("blocks.2")] * 3, [0, 1, 2, 2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", list(AGAIN))
+def test_what_was_repeated_is_repeated_again(gpt2, rng, name):
+    """At once or by one call after another: the same chain of blocks, over a cache too."""
+    rewrites, order = AGAIN[name]
+    edited, one_by_one = bs.operate(gpt2, rewrites), gpt2
+    for rewrite in rewrites:
+        one_by_one = bs.operate(one_by_one, [rewrite])
+    inputs = tokens(rng)
+    wanted = np.asarray(by_hand(gpt2, chain(order))(inputs))
+    for model in (edited, one_by_one):
+        assert relative(model(inputs), wanted) <= EXACT
+    cached = bs.rewire(edited)
+    assert len(cached.output["cache"]) == len(order)
+    assert relative(run_chunks(cached, inputs, [4, 5], compiled=False)[0], wanted) <= EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(AGAIN))
+def test_what_was_repeated_again_generates_as_that_chain_of_blocks(gpt2, rng, name):
+    rewrites, order = AGAIN[name]
+    lm = bs.CachedCausalLM(bs.operate(gpt2, rewrites))
+    lm.compile(sampler="greedy")
+    ids = tokens(rng, 2, 5)["token_ids"]
+    prompts = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    got = lm.generate(prompts, max_new_tokens=10, stop_token_ids=None)["token_ids"]
+    whole = {"token_ids": got[:, :-1], "padding_mask": np.ones_like(got[:, :-1])}
+    logits = run(by_hand(gpt2, chain(order)), whole) @ np.asarray(gpt2.token_embedding.embeddings).T
+    assert np.array_equal(logits[:, 4:].argmax(-1), got[:, 5:])
+
+
 @pytest.mark.slow
 def test_each_use_of_a_repeated_block_is_a_site_of_its_own(gpt2, rng):
     steer = bs.Steer("mood", {2: np.ones(32)}, strength=3.0)
@@ -199,6 +237,9 @@ def test_errors(gpt2, rewrites, words):
         (lambda: bs.Repeat("blocks.1", times=2.0), "`times` to be an integer of 2 or more"),
         (lambda: bs.Reorder(1), "expected numbers of blocks, each an integer. Received 1"),
         (lambda: bs.Reorder([True]), r"each an integer. Received \[True\]"),
+        (lambda: bs.Reorder({2, 0}), r"each an integer. Received \{0, 2\}"),
+        (lambda: bs.Reorder({2: 0, 0: 1}.keys()), "each an integer. Received dict_keys"),
+        (lambda: bs.Reorder(b"\x01\x00"), r"each an integer. Received b'\\x01\\x00'"),
         (lambda: bs.Reorder(iter(int, 1)), "expected at most 1000 blocks"),
         (lambda: bs.Remove(1), "Remove at 1: expected a site selector"),
         (lambda: bs.Skip("blocks.1", amount=np.nan), "`amount` to be a finite number"),

@@ -1,5 +1,7 @@
 """A steering direction declared trainable: learned by gradient, then a vector like any other."""
 
+from dataclasses import replace
+
 import jax
 import keras
 import numpy as np
@@ -104,6 +106,30 @@ def test_what_was_learned_goes_on(rng, tmp_path):
     np.testing.assert_array_equal(loaded.rewrites[0].directions[2], rewrite.directions[2])
 
 
+@pytest.mark.slow
+def test_what_was_learned_on_all_tokens_steers_generated_ones(rng, tmp_path):
+    """As the error of `tokens="generated"` advises: by a `Control`, or by the rewrite itself."""
+    backbone = make_deep_gpt2()
+    lm = learner(backbone, {1: ZERO}, keras.optimizers.Adam(0.3))
+    x, y = batch(rng)
+    lm.fit(x, y, epochs=5, batch_size=4, shuffle=False, verbose=0)
+    rewrite = lm.opened.rewrites[0]
+    generated = bs.Steer("mood", rewrite.directions, tokens="generated")
+    learned = bs.operate(backbone, [replace(rewrite, tokens="generated")])
+    bs.save_recipe(learned, tmp_path / "r")
+    loaded = bs.load_recipe(tmp_path / "r", backbone)
+    prompts, options = ragged(rng, (4, 2), 4), {"max_new_tokens": 8, "stop_token_ids": None}
+    control = bs.Control(3.0, tokens="generated")
+    got = lm.generate(prompts, controls={"mood": control}, **options)["token_ids"]
+    assert (got != lm.generate(prompts, controls={"mood": 3.0}, **options)["token_ids"]).any()
+    for edited in (bs.operate(backbone, [generated]), learned, loaded):
+        other = bs.CachedCausalLM(edited)
+        other.compile(sampler="greedy")
+        assert np.array_equal(
+            other.generate(prompts, controls={"mood": 3.0}, **options)["token_ids"], got
+        )
+
+
 def test_merge_folds_what_was_learned(rng):
     backbone = make_deep_gpt2()
     edited = bs.operate(backbone, [bs.Steer("mood", {1: ZERO}, trainable=True)])
@@ -128,6 +154,8 @@ def test_errors(rng):
     message = "expected a start that has a gradient: .* Received strength 0"
     with pytest.raises(bs.SurgeryError, match=message):
         bs.Steer("mood", {1: ZERO}, strength=0, trainable=True)
+    with pytest.raises(bs.SurgeryError, match=r"Received 'generated': .* Train with tokens='all'"):
+        bs.Steer("mood", {1: ZERO}, tokens="generated", trainable=True)
     with pytest.raises(bs.SurgeryError, match=r"Received zeros at blocks \[1\]"):
         bs.Steer("mood", {0: ZERO + 1, 1: ZERO}, mode="ablate", trainable=True)
     lm = learner(make_deep_gpt2(), {1: ZERO})

@@ -1,10 +1,13 @@
 """An intervention that is learned: none at first, orthonormal all along, and what `fit` trains."""
 
+from dataclasses import replace
+
 import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.controls import bind_controls
 from tests.helpers import make_deep_gpt2, make_gpt2, ragged
 from tests.reference import run, tokens
 
@@ -43,18 +46,32 @@ def test_fit_trains_it_alone_and_keeps_rows_orthonormal(rng):
 
 
 def test_strengths_and_tokens_of_each_row(rng):
-    edited = bs.operate(make_gpt2(), [bs.Reft("tone", 3, "blocks.1", tokens="generated")])
+    """Trained on all tokens, say, and then used on generated ones alone."""
+    edited = bs.operate(make_gpt2(), [bs.Reft("tone", 3, "blocks.1")])
     for variable in edited.trainable_variables:
         variable.assign(rng.normal(size=variable.shape))
     lm = bs.CachedCausalLM(edited)
     lm.compile(sampler="greedy")
     prompts = ragged(rng, (4, 7), 7)
     options = {"max_new_tokens": 12, "stop_token_ids": None}
-    both = lm.generate(prompts, controls={"tone": [2.0, 0.0]}, **options)["token_ids"]
+
+    def generate(lm, control, prompts=prompts):
+        return lm.generate(prompts, controls={"tone": control}, **options)["token_ids"]
+
+    both = generate(lm, bs.Control([2.0, 0.0], tokens="generated"))
     for row, strength in enumerate((2.0, 0.0)):
         one = {name: x[row : row + 1] for name, x in prompts.items()}
-        alone = lm.generate(one, controls={"tone": strength}, **options)["token_ids"][0]
+        alone = generate(lm, bs.Control(strength, tokens="generated"), one)[0]
         np.testing.assert_array_equal(both[row, : len(alone)], alone)
+    trained = replace(edited.rewrites[0], tokens="generated")
+    other = bs.CachedCausalLM(bs.operate(lm.opened.owner, [trained]))
+    other.compile(sampler="greedy")
+    np.testing.assert_array_equal(generate(other, [2.0, 0.0]), both)
+    mixed = generate(lm, bs.Control(2.0, tokens=["all", "generated"]))
+    np.testing.assert_array_equal(mixed[0], generate(lm, 2.0)[0])
+    np.testing.assert_array_equal(mixed[1], generate(other, 2.0)[1])
+    assert (mixed[0] != both[0]).any()
+    assert lm.programs.compilations == {"prefill": 2, "decode": 2}
     plain = bs.CachedCausalLM(lm.opened.owner)
     plain.compile(sampler="greedy")
     unedited = plain.generate(prompts, **options)["token_ids"]
@@ -81,6 +98,10 @@ def test_another_graph_gets_what_was_learned(rng, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: bs.Reft("tone", 2, "blocks.0", tokens="generated"),
+            "Reft at 'tone': .* Received 'generated': .* Train with tokens='all', and pass",
+        ),
         (lambda: bs.Reft("tone", 0, "blocks.0"), "`rank` to be an integer of 1 or more"),
         (lambda: bs.Reft("a b", 2, "blocks.0"), "a name of letters, digits and underscores"),
         (lambda: bs.Reft("tone", 32, "blocks.0"), r"more than 32 numbers.*'blocks.0' with \[32\]"),
@@ -116,3 +137,17 @@ def test_another_graph_gets_what_was_learned(rng, tmp_path):
 def test_what_does_not_fit_is_refused(make, message):
     with pytest.raises(bs.SurgeryError, match=message):
         bs.operate(make_gpt2(), [make()])
+
+
+@pytest.mark.parametrize(
+    ("control", "message"),
+    [
+        (bs.Control(directions={1: np.ones(32)}), "'tone': expected no directions for a Reft"),
+        (bs.Control(bs.Schedule([1.0, 0.0])), "'tone': expected finite numbers"),
+        (bs.Control(tokens=["all"] * 3), "'tone': expected tokens for 2 rows"),
+    ],
+)
+def test_controls_that_do_not_fit_are_refused(control, message):
+    edited = bs.operate(make_gpt2(), [bs.Reft("tone", 2, "blocks.1")])
+    with pytest.raises(bs.SurgeryError, match=message):
+        bind_controls(edited, {"tone": control}, np.array([3, 4]))

@@ -223,6 +223,7 @@ BAD_CONTROLS = {
     "tokens": (lambda: bs.Control(tokens="sometimes"), "expected tokens 'all', 'prompt'"),
     "empty range": (lambda: bs.Control(tokens=(4, 4)), "0 <= start < stop"),
     "range of int64": (lambda: bs.Control(tokens=(0, 2**32)), r"stop <= 2147483647. Received \(0"),
+    "rows or a range": (lambda: bs.Control(tokens=[None, None]), r"\(start, stop\).*Received None"),
     "tokens of three rows": (lambda: bs.Control(tokens=["all"] * 3), "expected tokens for 2 rows"),
     "other blocks": (
         lambda: bs.Control(directions={7: np.ones(32)}),
@@ -272,6 +273,7 @@ def test_a_list_of_two_positions_is_the_range_that_the_tuple_is(rng):
         ({"tokens": (0, 2**32)}, r"Received \(0, 4294967296\)"),
         ({"tokens": (False, 3)}, r"Received \(False, 3\)"),
         ({"tokens": ["all", "prompt"]}, "expected tokens 'all'"),
+        ({"tokens": [None, None]}, r"Received \[None, None\]"),
         ({"mode": "sub"}, "mode 'add' or 'ablate'. Received 'sub'"),
         ({"renormalize": "no"}, "`renormalize` to be True or False"),
         ({"at": 3}, "expected a site selector .* Received 3 of type int"),
