@@ -25,6 +25,8 @@ def score_text(operation: str, name: str, function: Score, text: str) -> float:
     """Return the score of a text."""
     value = function(text)
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text is no number, whatever it spells")
         return float(value)
     except Exception as error:  # whatever the conversion of an object runs into
         raise SurgeryError(

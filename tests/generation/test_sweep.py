@@ -27,7 +27,12 @@ WITHOUT_TEXT = SimpleNamespace(preprocessor=None, programs="any", generate=echo)
             lambda: bs.sweep(LM, "x", "mood", [1.0], lambda text: None),
             "at score 'score': expected a function that returns a number. Received None",
         ),
+        (
+            lambda: bs.sweep(LM, "x", "mood", [1.0], lambda text: "1"),
+            "at score 'score': expected a function that returns a number. Received '1'",
+        ),
         (lambda: Sweep("mood", (), (), ()).plot(), "plot of a sweep: expected scores"),
+        (lambda: Sweep("mood", (), (), ()).plot("x"), "plot of a sweep at 'x': expected a file"),
         (lambda: Sweep("mood", (), (), ("a",)).mean("b"), r"at score 'b': expected one of \['a'\]"),
     ],
 )
