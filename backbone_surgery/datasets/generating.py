@@ -30,7 +30,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import check_count, read_request
-from backbone_surgery.generation.scores import Score, read_scores
+from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.rewriting import Control
 from backbone_surgery.vectors.vector import ControlVector
@@ -285,14 +285,13 @@ class _Work:
         for row, text in enumerate(texts):
             where = place(_OPERATION, shard, row)
             for name, function in self.scores.items():
-                value = function(text)
-                number = _finite(value)
-                if number is None:
+                value = score_text(where, name, function, text)
+                if not math.isfinite(value):
                     raise SurgeryError(
-                        f"{where}, score '{name}': expected a finite number. Received "
-                        f"{shown(value)} for the text {shown(text)}. Return a number for it."
+                        f"{where} at score '{name}': expected a finite number. Received {value} "
+                        f"for the text {shown(text)}. Return another number for such a text."
                     )
-                columns[name].append(number)
+                columns[name].append(value)
         return columns
 
     def _texts(self, shard: Shard, table: Rows) -> dict[int, Any]:
@@ -363,14 +362,6 @@ class _Work:
             ids = [repr(value) for value in values]
         digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
         return [int.from_bytes(digest[:4], "big") for digest in digests]
-
-
-def _finite(value: Any) -> float | None:
-    """Read a score, if it is a finite number: text is none, whatever it spells."""
-    try:
-        return float(value) if math.isfinite(value) else None
-    except Exception:  # whatever the conversion of an object runs into
-        return None
 
 
 def _listed(generated: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from backbone_surgery.generation.samplers import NO_TOKEN, Strategy
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.target import least_rows
 
-SHORTEST_PROMPT = 16
+_SHORTEST_PROMPT = 16
 _STOP_IDS = 8
 _GROWS_FROM = 256
 """Slots of a cache that will have to grow: shorter ones are not worth a program of their own."""
@@ -79,6 +79,20 @@ class Row(NamedTuple):
     captures: dict[str, np.ndarray]
 
 
+def filled_up(rows: int, prompt: int, new: int, platform: str) -> tuple[int, int, int]:
+    """Return with how many rows, tokens of a prompt, and slots of the cache a batch is run.
+
+    Args:
+        rows: how many prompts there are.
+        prompt: tokens of the longest one.
+        new: tokens that are added, at most.
+        platform: that it runs on.
+    """
+    prompt = bucket(prompt, _SHORTEST_PROMPT)
+    length = bucket(prompt + max(new, 1), 2 * _SHORTEST_PROMPT)
+    return bucket(rows, least_rows(platform)), prompt, length
+
+
 def run_batch(
     programs: Programs,
     strategy: Strategy,
@@ -97,10 +111,9 @@ def run_batch(
             only then to compile what chooses the next ones. Captures are not read then.
     """
     count = len(batch.rows)
-    padded = programs.padded(bucket(count, least_rows(programs.platform)))
-    prompt = bucket(max(len(r) for r in batch.rows), SHORTEST_PROMPT)
-    last = prompt + int(batch.budget.max())
-    length = bucket(max(last, prompt + 1), 2 * SHORTEST_PROMPT)
+    longest, most = max(len(r) for r in batch.rows), int(batch.budget.max())
+    rows, prompt, length = filled_up(count, longest, most, programs.platform)
+    padded, last = programs.padded(rows), prompt + most
     arguments = make_arguments(strategy, batch, padded, prompt)
     _agree(programs, strategy, batch, arguments, [length, chunk, batch.captures])
     if last == prompt and not batch.captures:

@@ -12,15 +12,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.generation.buckets import bucket
-from backbone_surgery.generation.engine import SHORTEST_PROMPT, Batch, make_arguments
+from backbone_surgery.generation.engine import Batch, filled_up, make_arguments
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.meshes.layout_map import Split
 from backbone_surgery.opening.placement import Placement
-from backbone_surgery.target import least_rows
 
 # What is exported is compiled at once, by the same JAX.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
@@ -58,9 +56,8 @@ class Traced(NamedTuple):
 
 def sizes_of_run(asked: Sizes, platform: str, placement: Placement | None) -> Sizes:
     """Return the sizes that a generation is run with: what is asked for, filled up."""
-    rows = bucket(asked.rows, least_rows(platform))
-    prompt = bucket(asked.prompt, SHORTEST_PROMPT)
-    length = bucket(prompt + asked.length - asked.prompt, 2 * SHORTEST_PROMPT)
+    new = asked.length - asked.prompt
+    rows, prompt, length = filled_up(asked.rows, asked.prompt, new, platform)
     return Sizes(rows if placement is None else placement.padded(rows), prompt, length)
 
 

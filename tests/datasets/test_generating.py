@@ -15,6 +15,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.datasets.shards import Shard
+from backbone_surgery.errors import shown
 from tests.datasets.conftest import OPTIONS, ROWS, make_lm, read_lines
 
 CONTROLS = {"mood": "strength"}
@@ -305,8 +306,9 @@ def test_a_score_that_is_no_finite_number_is_refused_by_row(lm, lines, tmp_path,
         return value if len(CALLS) == 3 else 1.0
 
     CALLS.clear()
-    place = f"at row 2 of '{lines / 'a.jsonl'}', score 'own'"
-    words = re.escape(f"{place}: expected a finite number. Received {value!r} for the text")
+    place = f"at row 2 of '{lines / 'a.jsonl'}' at score 'own'"
+    wanted = "a finite number" if isinstance(value, float) else "a function that returns a number"
+    words = re.escape(f"{place}: expected {wanted}. Received {shown(value)} for the text")
     with pytest.raises(bs.SurgeryError, match=words):
         bs.generate_dataset(lm, lines, tmp_path / "out", score={"own": score}, **OPTIONS)
     assert not list((tmp_path / "out").glob("*.jsonl"))
