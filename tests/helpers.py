@@ -1,10 +1,12 @@
 """Fixtures and small helpers that the tests share."""
 
 import gc
+import io
 
 import keras
 import numpy as np
 import pytest
+import sentencepiece
 
 from tests.families import (  # noqa: F401 - tests take them from here
     FAMILIES,
@@ -68,3 +70,17 @@ def relative(a, b, mask=None):
     if mask is not None:
         a, b = a[mask], b[mask]
     return np.abs(a - b).max() / np.abs(b).max()
+
+
+def train_pieces(symbols, **settings):
+    """Return a small SentencePiece model with these symbols."""
+    proto = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 9),
+        model_writer=proto,
+        model_type="bpe",
+        user_defined_symbols=symbols,
+        minloglevel=2,
+        **settings,
+    )
+    return proto.getvalue()

@@ -112,8 +112,8 @@ def run_batch(
     """
     count = len(batch.rows)
     longest, most = max(len(r) for r in batch.rows), int(batch.budget.max())
-    rows, prompt, length = filled_up(count, longest, most, programs.platform)
-    padded, last = programs.padded(rows), prompt + most
+    filled, prompt, length = filled_up(count, longest, most, programs.platform)
+    padded, last = programs.padded(filled), prompt + most
     arguments = make_arguments(strategy, batch, padded, prompt)
     _agree(programs, strategy, batch, arguments, [length, chunk, batch.captures])
     if last == prompt and not batch.captures:

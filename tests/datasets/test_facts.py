@@ -1,6 +1,5 @@
 """The digest of a tokenizer tells apart what makes other tokens, and nothing else."""
 
-import io
 import json
 import os
 import subprocess
@@ -9,11 +8,11 @@ import sys
 import keras
 import keras_hub
 import pytest
-import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 import backbone_surgery as bs
 from backbone_surgery.datasets.facts import tokenizer_digest
+from tests.helpers import train_pieces
 
 models = keras_hub.models
 BYTE_PAIR = ["GPT2", "OPT", "Bloom", "Falcon", "GPTNeoX", "Llama3", "Qwen", "Qwen3", "SmolLM3"]
@@ -23,18 +22,8 @@ SENTENCE_PIECE = ["Llama", "Mistral", "Mixtral", "Phi3", "Gemma", "Gemma3", "Gem
 
 def train(special, **settings):
     """Return a small SentencePiece model with these tokens."""
-    proto = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 9),
-        model_writer=proto,
-        vocab_size=60,
-        model_type="bpe",
-        hard_vocab_limit=False,
-        user_defined_symbols=sorted(set(special) - {"<s>", "</s>"}),
-        minloglevel=2,
-        **settings,
-    )
-    return proto.getvalue()
+    symbols = sorted(set(special) - {"<s>", "</s>"})
+    return train_pieces(symbols, vocab_size=60, hard_vocab_limit=False, **settings)
 
 
 def byte_pair(name="GPT2", merges=("a b", "b a"), first="ab", **options):

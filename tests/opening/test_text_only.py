@@ -1,19 +1,16 @@
 """The text-only view of a backbone that takes images too."""
 
-import io
-
 import keras
 import keras_hub
 import numpy as np
 import pytest
-import sentencepiece
 from keras_hub.src.models.gemma3.gemma3_vision_encoder import Gemma3VisionEncoder
 
 import backbone_surgery as bs
 from backbone_surgery.generation.request import resolve_stop_ids
 from backbone_surgery.opening.open import find_family
 from tests.families import ROWS
-from tests.helpers import ragged, relative
+from tests.helpers import ragged, relative, train_pieces
 
 SIZE = 8
 
@@ -79,20 +76,13 @@ def test_a_backbone_with_images_opens_for_text_alone(name, make, rng):
 
 def make_tokenizer(special):
     """Train a tokenizer with these tokens, and the usual ones of Gemma."""
-    proto = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 9),
-        model_writer=proto,
+    proto = train_pieces(
+        special,
         vocab_size=56,
-        model_type="bpe",
-        user_defined_symbols=special,
-        minloglevel=2,
         **{f"{name}_id": i for i, name in enumerate(("pad", "eos", "bos", "unk"))},
         **{f"{name}_piece": f"<{name}>" for name in ("pad", "eos", "bos", "unk")},
     )
-    return keras_hub.models.Gemma3Tokenizer(
-        proto=proto.getvalue(), has_vision_tokens="<img>" in special
-    )
+    return keras_hub.models.Gemma3Tokenizer(proto=proto, has_vision_tokens="<img>" in special)
 
 
 @pytest.fixture
