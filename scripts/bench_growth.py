@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 import backbone_surgery as bs
-from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.generation.engine import Batch, make_arguments, run_batch
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
@@ -54,7 +53,7 @@ class Decoder:
         prompt = np.arange(PROMPT, dtype=np.int32)
         batch = Batch([prompt], budget, np.zeros((1, 2), np.uint32), {}, Stops([]))
         self.arguments = jax.device_put(make_arguments(self.strategy, batch, 1, PROMPT))
-        cache = new_packed_cache(lm.backbone_with_cache, 1, length)
+        cache = self.programs.packing.new_cache(1, length)
         self.state = self.programs.prefill(self.strategy, cache, self.arguments, length)
         self.slot = PROMPT + 1
         self.seconds = float("inf")

@@ -38,35 +38,21 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
                 f"new_cache: expected `{name}` to be an int from 1 to {2**31 - 1}. Received "
                 f"{shown(size)}. Pass the number of rows and of slots."
             )
-    return _empty(backbone_with_cache, batch_size, length, packed=False)
+    placement = placement_of(backbone_with_cache.variables)
+    return [
+        {name: new_array(spec, batch_size, length, placement) for name, spec in specs.items()}
+        for specs in states_of(backbone_with_cache)
+    ]
 
 
-def new_packed_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) -> Cache:
-    """Make an empty cache as a loop carries it, array by array; see `StateSpec.pack`."""
-    return _empty(backbone_with_cache, batch_size, length, packed=True)
+def new_array(spec: StateSpec, rows: int, slots: int, placement: Placement | None) -> Any:
+    """Make one array of an empty cache; on a mesh each shard on its device."""
+    if placement is None:
+        return spec.initial_array(rows, slots)
+    import jax
 
-
-def _empty(model: keras.Model, rows: int, slots: int, packed: bool) -> Cache:
-    states = states_of(model)
-    placement = placement_of(model.variables)
-
-    def make(spec: StateSpec) -> Any:
-        if placement is None:
-            return spec.initial_array(rows, slots, packed)
-        array = _on_mesh(spec, rows, slots, placement)
-        return spec.pack(array) if packed else array
-
-    return [{name: make(spec) for name, spec in specs.items()} for specs in states]
-
-
-def pack_cache(cache: Cache, backbone_with_cache: keras.Model) -> Cache:
-    """Drop the dimensions of size one of each array; see `StateSpec.pack`."""
-    return map_cache(StateSpec.pack, cache, backbone_with_cache)
-
-
-def unpack_cache(cache: Cache, backbone_with_cache: keras.Model, batch_size: int) -> Cache:
-    """Give the arrays of a packed cache their dimensions back."""
-    return map_cache(lambda spec, x: spec.unpack(x, batch_size), cache, backbone_with_cache)
+    sharding = placement.of_state(spec, rows)
+    return jax.jit(lambda: spec.initial_array(rows, slots), out_shardings=sharding)()
 
 
 def map_cache(
@@ -95,11 +81,3 @@ def bytes_per_token(backbone_with_cache: keras.Model) -> int:
     """Return how many bytes of cache one token of one row takes."""
     specs = [spec for entry in states_of(backbone_with_cache) for spec in entry.values()]
     return sum(spec.nbytes(1, 1) for spec in specs if spec.slot_axis is not None)
-
-
-def _on_mesh(spec: StateSpec, rows: int, slots: int, placement: Placement) -> Any:
-    import jax
-
-    # Each shard is made on its device: nowhere is the whole array.
-    sharding = placement.of_state(spec, rows)
-    return jax.jit(lambda: spec.initial_array(rows, slots), out_shardings=sharding)()

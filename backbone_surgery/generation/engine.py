@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from backbone_surgery import hosts
-from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
@@ -124,7 +123,7 @@ def run_batch(
     first = length if batch.captures else min(length, bucket(prompt + 1, _GROWS_FROM))
     # Nothing here holds on to the empty cache, which beams cannot take over.
     state = programs.prefill(
-        strategy, new_packed_cache(programs.model, padded, first), arguments, first, batch.captures
+        strategy, programs.packing.new_cache(padded, first), arguments, first, batch.captures
     )
 
     one_of = programs.one_of(count, padded)

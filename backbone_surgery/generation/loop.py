@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import keras
 
 from backbone_surgery import target
-from backbone_surgery.caching.cache import map_cache, pack_cache, unpack_cache
+from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import Strategy
@@ -38,6 +39,7 @@ class Forward:
         platform: what the programs are for; by default where the weights lie.
         placement: where arrays lie on a mesh; by default on that of the weights, if there is one.
         precision: of products of float32, see `target.precision`.
+        packing: how the loop carries the cache.
     """
 
     model: BackboneWithCache
@@ -50,6 +52,7 @@ class Forward:
         target.check_precision(self.precision)
         self.platform = self.platform or target.platform_of(self.model.variables)
         self.placement = self.placement or placement_of(self.model.variables)
+        self.packing = Packing(self.model, self.platform, self.placement)
 
     def padded(self, rows: int) -> int:
         """Return how many rows to run, so that the devices of a mesh share them evenly."""
@@ -75,7 +78,7 @@ class Forward:
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
             mapping = zip(self.model.variables, weights, strict=True)
-            cache = unpack_cache(inputs["cache"], self.model, inputs["token_ids"].shape[0])
+            cache = self.packing.unpack(inputs["cache"], inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
             made_for = target.made_for(self.platform, self.placement is not None, whole_prompts)
             scope = keras.StatelessScope(state_mapping=mapping)
@@ -90,7 +93,7 @@ class Forward:
                 elif not every:
                     states = jax.lax.dynamic_slice_in_dim(states, token, 1, axis=1)
                 logits = self.head(states, reverse=True)
-            cache = pack_cache(self.pin_cache(outputs["cache"]), self.model)
+            cache = self.packing.pack(self.pin_cache(outputs["cache"]))
             logits = logits if every else logits[:, 0]
             return logits, cache, outputs.get("captures", {})
 
@@ -157,11 +160,11 @@ def prefill(
     if captures:
         state["captures"] = {k: pad(x, length, 0, time_axis(k)) for k, x in captured.items()}
     if strategy.width > 1:
-        state["cache"] = unpack_cache(cache, model.model, rows)
+        state["cache"] = model.packing.unpack(cache, rows)
         logits, state = jax.tree.map(
             lambda x: jnp.repeat(x, strategy.width, axis=0), (logits, state)
         )
-        state["cache"] = pack_cache(state["cache"], model.model)
+        state["cache"] = model.packing.pack(state["cache"])
     state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
     return model.pin_state(_choose(strategy, logits, state, arguments))
 

@@ -170,7 +170,7 @@ class Programs(Forward):
         rows = state["tokens"].shape[0]
         for specs, arrays in zip(self.model.states, state["cache"], strict=True):
             for name, spec in specs.items():
-                axis = spec.packed_slot_axis(rows)
+                axis = self.packing.slot_axis(spec, rows)
                 if axis is not None:
                     arrays[name] = _grow(arrays.pop(name), length, spec.initial, axis)
         return state

@@ -84,37 +84,14 @@ class StateSpec:
             for i, size in enumerate(self.shape)
         )
 
-    def initial_array(self, rows: int, slots: int, packed: bool = False) -> Any:
-        """Make the array as it is before the first token, or what `pack` makes of that."""
-        sizes = list(self.sizes(rows, slots))
-        if packed:
-            sizes = [sizes[i] for i in _kept(sizes, self.slot_axis)]
-        return ops.full(sizes, self.initial, self.dtype)
+    def initial_array(self, rows: int, slots: int) -> Any:
+        """Make the array as it is before the first token."""
+        return ops.full(self.sizes(rows, slots), self.initial, self.dtype)
 
     def nbytes(self, rows: int, slots: int) -> int:
         """Return how much memory the array takes, in bytes."""
         itemsize = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
         return math.prod(self.sizes(rows, slots)) * itemsize
-
-    def pack(self, array: Any) -> Any:
-        """Drop the dimensions of size one, but for the one that counts slots.
-
-        With them, XLA on a CPU writes a token into two copies of a cache: one for the products,
-        which it computes without these dimensions, and one for the state of the loop.
-        """
-        return pack(array, self.slot_axis)
-
-    def unpack(self, array: Any, rows: int) -> Any:
-        """Give a packed array its dimensions back."""
-        axis = self.packed_slot_axis(rows)
-        slots = None if axis is None else ops.shape(array)[axis]
-        return ops.reshape(array, self.sizes(rows, slots))
-
-    def packed_slot_axis(self, rows: int) -> int | None:
-        """Return which dimension of a packed array counts the slots, if any."""
-        if self.slot_axis is None:
-            return None
-        return sum(size != 1 for size in self.sizes(rows, None)[: self.slot_axis])
 
     def _refuse(self, rule: str, received: str) -> SurgeryError:
         return SurgeryError(
@@ -210,23 +187,21 @@ def wanted_inputs(
     return wanted
 
 
-def pack(array: Any, slot_axis: int | None = 1) -> Any:
-    """Drop the dimensions of size one, but for `slot_axis`; see `StateSpec.pack`."""
-    kept = _kept(array.shape, slot_axis)
-    if len(kept) == len(array.shape):
-        return array
-    shape = ops.shape(array)
-    return ops.reshape(array, [shape[i] for i in kept])
-
-
-def _kept(shape: Sequence[int | None], slot_axis: int | None) -> list[int]:
-    """Return the axes that `pack` keeps."""
+def kept_axes(shape: Sequence[int | None], slot_axis: int | None) -> list[int]:
+    """Return the axes of an array of state that are not of size one; and that of the slots."""
     return [i for i, size in enumerate(shape) if i == slot_axis or size != 1]
 
 
 def write_slots(array: Any, cache_update_index: Any, update: Any) -> Any:
     """Write the entries of new tokens into an array whose axis 1 counts slots, from a slot on."""
     index = ops.cast(cache_update_index, "int32")
-    start = [index if i == 1 else 0 for i, size in enumerate(array.shape) if i == 1 or size != 1]
-    written = ops.slice_update(pack(array), start, pack(ops.cast(update, array.dtype)))
+    start = [index if i == 1 else 0 for i in kept_axes(array.shape, 1)]
+    update = ops.cast(update, array.dtype)
+    written = ops.slice_update(_without_ones(array), start, _without_ones(update))
     return ops.reshape(written, ops.shape(array))
+
+
+def _without_ones(array: Any) -> Any:
+    """Drop the dimensions of size one, but for axis 1; see `caching.packing.Packing`."""
+    kept, shape = kept_axes(array.shape, 1), ops.shape(array)
+    return array if len(kept) == len(shape) else ops.reshape(array, [shape[i] for i in kept])

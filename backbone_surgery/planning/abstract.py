@@ -10,8 +10,8 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.engine import Batch, filled_up, make_arguments
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.programs import Programs
@@ -85,13 +85,13 @@ def trace(
     model, placement = programs.model, programs.placement
     weights = [_weight(variable, splits, placement) for variable in model.variables]
     arguments = jax.tree.map(_everywhere(placement), _arguments(model, strategy, sizes))
-    cache = _cache(model, placement, sizes)
+    cache = _cache(programs.packing, sizes)
     captures = "captures" in model.output
     prefill, donated = programs.prefill_program(strategy, sizes.length, captures)
     state = jax.eval_shape(prefill, weights, cache, arguments)
     # Beams are rows of their own.
     beams = sizes._replace(rows=sizes.rows * strategy.width)
-    state = {**_by_rows(state, placement), "cache": _cache(model, placement, beams)}
+    state = {**_by_rows(state, placement), "cache": _cache(programs.packing, beams)}
     decode, taken = programs.decode_program(strategy, programs.one_of(count, sizes.rows))
     until = _everywhere(placement)(np.int32(0))
     platform = {"gpu": "cuda"}.get(programs.platform, programs.platform)
@@ -146,22 +146,21 @@ def _weight(
     return _struct(value, placement, *axes)
 
 
-def _cache(model: BackboneWithCache, placement: Placement | None, sizes: Sizes) -> Any:
+def _cache(packing: Packing, sizes: Sizes) -> Any:
     """Return the packed cache, laid out as `Placement.of_state` has it."""
-    packed = jax.eval_shape(lambda: new_packed_cache(model, sizes.rows, sizes.length))
+    packed = jax.eval_shape(lambda: packing.new_cache(sizes.rows, sizes.length))
+    placement = packing.placement
 
     def laid_out(spec: Any, x: Any) -> Any:
         if placement is None:
             return _struct(x, None)
         axes = list(placement.of_state(spec, sizes.rows).spec)
-        shape = spec.sizes(sizes.rows, sizes.length)
-        axes += [None] * (len(shape) - len(axes))
-        kept = [i for i, size in enumerate(shape) if i == spec.slot_axis or size != 1]
-        return _struct(x, placement, *(axes[i] for i in kept))
+        axes += [None] * (len(spec.shape) - len(axes))
+        return _struct(x, placement, *(axes[i] for i in packing.axes(spec, sizes.rows)))
 
     return [
         {name: laid_out(specs[name], x) for name, x in entry.items()}
-        for specs, entry in zip(model.states, packed, strict=True)
+        for specs, entry in zip(packing.model.states, packed, strict=True)
     ]
 
 

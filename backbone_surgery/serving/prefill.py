@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backbone_surgery.caching.cache import map_cache, new_packed_cache
+from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.loop import State
 from backbone_surgery.opening.site import is_pattern
@@ -53,7 +53,7 @@ class Prefill:
         self.key: Key = b""
         self.length = self._length(0)
         self.controls = jax.device_put(job.controls)
-        self.staging: State = {"cache": new_packed_cache(programs.model, 1, self.length)}
+        self.staging: State = {"cache": programs.packing.new_cache(1, self.length)}
         if specs:
             self.staging["captures"] = programs.new_captures(1, self.length)
 
@@ -125,16 +125,16 @@ class Prefill:
     def _lengthen(self, length: int) -> None:
         if length == self.length:
             return
-        model = self.programs.model
+        packing = self.programs.packing
 
         def lengthened(spec: Any, x: jax.Array) -> jax.Array:
-            axis = spec.packed_slot_axis(1)
+            axis = packing.slot_axis(spec, 1)
             if axis is None:
                 return x
             widths = [(0, length - size if i == axis else 0) for i, size in enumerate(x.shape)]
             return jnp.pad(x, widths, constant_values=spec.initial)
 
-        self.staging["cache"] = map_cache(lengthened, self.staging["cache"], model)
+        self.staging["cache"] = map_cache(lengthened, self.staging["cache"], packing.model)
         if "captures" in self.staging:
             self.staging["captures"] = lengthen_captures(self.staging["captures"], length)
         self.length = length

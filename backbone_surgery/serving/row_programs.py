@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backbone_surgery.caching.cache import map_cache, new_packed_cache, pack_cache, unpack_cache
+from backbone_surgery.caching.cache import map_cache
+from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.programs import Programs
@@ -32,7 +33,7 @@ class RowPrograms:
 
     def __init__(self, programs: Programs, strategy: RecordedSampling, rows: int) -> None:
         self.programs, self.strategy, self.rows = programs, strategy, rows
-        self.model = programs.model
+        self.model, self.packing = programs.model, programs.packing
         self.capture_specs = self.model.output.get("captures", {})
 
     def new_state(self, length: int) -> State:
@@ -47,7 +48,7 @@ class RowPrograms:
             "draws": self.strategy.start(np.zeros((rows, 2), np.uint32)),
             "slot": jnp.int32(1),
         }
-        return {**self.lay_out(state), "cache": new_packed_cache(self.model, rows, length)}
+        return {**self.lay_out(state), "cache": self.packing.new_cache(rows, length)}
 
     def new_captures(self, rows: int, length: int) -> State:
         """Make an empty buffer for each capture of the graph, with an entry for each slot."""
@@ -125,7 +126,7 @@ class RowPrograms:
         def run(staging: State, first: jax.Array) -> State:
             part = _map_slots(
                 lambda x, axis: jax.lax.dynamic_slice_in_dim(x, first, count, axis),
-                self.model,
+                self.packing,
                 staging,
             )
             return self._pin(part, 1)
@@ -139,7 +140,7 @@ class RowPrograms:
         def run(staging: State, chunk: State, first: jax.Array) -> State:
             whole = _map_slots(
                 lambda x, axis, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis),
-                self.model,
+                self.packing,
                 staging,
                 chunk,
             )
@@ -203,8 +204,8 @@ class RowPrograms:
         """Hold a state, its cache packed, where the devices of a mesh have it."""
         if self.programs.placement is None:
             return state
-        cache = unpack_cache(state["cache"], self.model, rows)
-        cache = pack_cache(self.programs.pin_cache(cache), self.model)
+        cache = self.packing.unpack(state["cache"], rows)
+        cache = self.packing.pack(self.programs.pin_cache(cache))
         return {**self.programs.pin_state(state), "cache": cache}
 
     def _insert(
@@ -259,13 +260,12 @@ class RowPrograms:
                 entry = aligned(entry, spec.slot_axis, spec.initial)
             return put(table, entry)
 
-        tables = unpack_cache(cache, self.model, rows)
-        entries = unpack_cache(staged, self.model, 1)
+        tables, entries = self.packing.unpack(cache, rows), self.packing.unpack(staged, 1)
         pairs = [
             {name: (table[name], entry[name]) for name in table}
             for table, entry in zip(tables, entries, strict=True)
         ]
-        return pack_cache(map_cache(put_state, pairs, self.model), self.model)
+        return self.packing.pack(map_cache(put_state, pairs, self.model))
 
     def _shift(self, state: State, slots: jax.Array, length: int) -> State:
         rows = state["tokens"].shape[0]
@@ -277,7 +277,7 @@ class RowPrograms:
         start = state["start"] - slots
         state = {
             **state,
-            **_map_slots(move, self.model, moved, rows=rows),
+            **_map_slots(move, self.packing, moved, rows=rows),
             "tokens": move(state["tokens"], 1),
             "cache_mask": jnp.arange(length)[None] >= (start - state["lengths"])[:, None],
             "start": start,
@@ -287,7 +287,7 @@ class RowPrograms:
 
 
 def _map_slots(
-    function: Callable[..., jax.Array], model: Any, *states: State, rows: int = 1
+    function: Callable[..., jax.Array], packing: Packing, *states: State, rows: int = 1
 ) -> State:
     """Return `function(array, axis, ...)` for each array with slots, once for each such axis.
 
@@ -295,19 +295,19 @@ def _map_slots(
 
     Args:
         function: what to do along one axis.
-        model: the cached graph.
+        packing: of their caches.
         *states: `cache`, packed, and perhaps `captures`.
         rows: how many rows they have.
     """
     first, *others = states
 
     def of_state(spec: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        axis = spec.packed_slot_axis(rows)
+        axis = packing.slot_axis(spec, rows)
         return arrays[-1] if axis is None else function(arrays[0], axis, *arrays[1:])
 
     caches = zip(*(state["cache"] for state in states), strict=True)
     pairs = [{name: tuple(x[name] for x in entry) for name in entry[0]} for entry in caches]
-    result: State = {"cache": map_cache(of_state, pairs, model)}
+    result: State = {"cache": map_cache(of_state, pairs, packing.model)}
     if "captures" in first:
         result["captures"] = {}
         for name, x in first["captures"].items():

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 
-from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.generation.loop import State
 from backbone_surgery.serving.prefill import tail_size
 from backbone_surgery.serving.row_programs import RowPrograms
@@ -97,7 +96,7 @@ def _new_row(programs: RowPrograms, controls: State, stop_ids: int, logits: jax.
 
 
 def _staging(programs: RowPrograms, length: int, captures: bool) -> State:
-    staging: State = {"cache": new_packed_cache(programs.model, 1, length)}
+    staging: State = {"cache": programs.packing.new_cache(1, length)}
     if captures:
         staging["captures"] = programs.new_captures(1, length)
     return staging

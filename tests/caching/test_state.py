@@ -7,7 +7,7 @@ import pytest
 from keras import ops
 
 import backbone_surgery as bs
-from backbone_surgery.caching.cache import bytes_per_token, new_packed_cache
+from backbone_surgery.caching.cache import bytes_per_token
 from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.generation import engine
 from tests.helpers import make_deep_gpt2, make_gemma2, make_gpt2, ragged, relative
@@ -125,7 +125,8 @@ def test_states_are_listed_in_the_order_in_which_the_layers_run(lm):
     assert (cache[3]["total"].shape, cache[3]["count"].shape) == ((2, 32), (2,))
     assert np.array_equal(cache[3]["count"], [1, 1])
     assert bytes_per_token(model) == 3 * 2 * 32 * 4  # of what grows
-    shapes = [[x.shape for x in entry.values()] for entry in new_packed_cache(model, 1, 11)]
+    packed = lm.programs.packing.new_cache(1, 11)
+    shapes = [[x.shape for x in entry.values()] for entry in packed]
     assert shapes[1] + shapes[3] == [(3, 32), (32,), ()]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.caching.cache import new_packed_cache
 from backbone_surgery.generation.engine import Batch, make_arguments
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
@@ -35,7 +34,7 @@ def lowered(backbone):
     strategy, rows = make_strategy(keras_hub.samplers.get("greedy")), [np.arange(1, 9)]
     batch = Batch(rows, np.array([100], np.int32), np.zeros((1, 2), np.uint32), {}, Stops([]))
     arguments = make_arguments(strategy, batch, 1, PROMPT)
-    cache = new_packed_cache(made.model, 1, SLOTS)
+    cache = made.packing.new_cache(1, SLOTS)
     weights = made.weights()
     prefill, donated = made.prefill_program(strategy, SLOTS, False)
     decode, taken = made.decode_program(strategy)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.caching.cache import new_packed_cache
 from tests.helpers import make_gemma, make_gpt2, ragged
 
 SLOTS = 256
@@ -30,7 +29,7 @@ def compiled(request):
     lm.generate(inputs, max_length=SLOTS - 16, stop_token_ids=None)
     programs = {kind: lm.programs.compiled(kind)[-1] for kind in ("prefill", "decode")}
     weights = sum(np.asarray(w).nbytes for w in lm.programs.weights())
-    caches = new_packed_cache(lm.backbone_with_cache, 2, SLOTS)
+    caches = lm.programs.packing.new_cache(2, SLOTS)
     leaves = [np.asarray(x) for pair in caches for x in pair.values()]
     return programs, weights, leaves
 

@@ -8,10 +8,13 @@ from unittest import mock
 
 import jax
 import keras
+import keras_hub
 import numpy as np
 
 import backbone_surgery as bs
+from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation import engine
+from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.predict import predict
 from tests.helpers import relative
 from tests.meshes.on_devices import OPTIONS, make_divisible, make_edited, on, prompts, texts
@@ -39,7 +42,7 @@ def check_rows():
     """Rows are filled up to the batch axis, so that each device has its part of the cache."""
     alone = greedy(make_divisible())
     wanted = {rows: ids(alone, rows) for rows in (1, 3, 9)}
-    shares, make = [], engine.new_packed_cache
+    shares, make = [], Packing.new_cache
 
     def watched(*arguments):
         cache = make(*arguments)
@@ -49,7 +52,7 @@ def check_rows():
     for mesh in ((2, 4), (8, 1)):
         with on(mesh, make_divisible()):
             lm = greedy(make_divisible())
-        with mock.patch.object(engine, "new_packed_cache", watched):
+        with mock.patch.object(Packing, "new_cache", watched):
             for rows, own in wanted.items():
                 np.testing.assert_array_equal(ids(lm, rows), own)
         paper = bs.plan(lm.backbone, dict(zip(("batch", "model"), mesh, strict=True)), 3, 16)
@@ -163,6 +166,31 @@ def check_inserted():
         np.testing.assert_array_equal(ids(greedy(edited), 4), wanted)
 
 
+def check_heads_first():
+    """Programs of a mesh of TPUs, run here: they carry caches heads first, and give the same."""
+    for sampler in ("greedy", keras_hub.samplers.BeamSampler(num_beams=3)):
+        alone = greedy(make_divisible())
+        alone.compile(sampler=sampler)
+        wanted = ids(alone, 5, max_new_tokens=20)
+        with on((2, 4), make_divisible()):
+            lm = greedy(make_divisible())
+        lm.compile(sampler=sampler)
+        made = Programs(lm.backbone_with_cache, lm.programs.head, "tpu")
+        object.__setattr__(lm, "programs", made)
+        with mock.patch.object(engine, "_GROWS_FROM", 16):
+            np.testing.assert_array_equal(ids(lm, 5, max_new_tokens=20), wanted)
+        key = made.packing.new_cache(4, 16)[0]["key"]
+        assert key.shape[:3] == (4, 8, 16)
+        assert tuple(key.sharding.spec)[:2] == ("batch", "model"), key.sharding
+    lm.compile(sampler="greedy")
+    served = bs.Engine(lm, rows=3, length=48, prefill_chunk=4, chunk_size=4)
+    alone.compile(sampler="greedy")
+    for _ in range(2):  # the second time out of the prefix cache
+        texts = served.generate(prompts(7), **OPTIONS)
+        for text, row in zip(texts, ids(alone, 7), strict=True):
+            np.testing.assert_array_equal(text, row[: len(text)])
+
+
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
     for check in (
@@ -172,6 +200,7 @@ if __name__ == "__main__":
         check_predict,
         check_growing,
         check_inserted,
+        check_heads_first,
     ):
         keras.utils.clear_session(free_memory=False)
         check()
