@@ -8,7 +8,7 @@ asks how well a method detects a concept, by AUROC, and how well it steers towar
 its own. `detect` finds a direction for each concept in its training file by AxBench's DiffMean, the
 mean state of the tokens of texts with the concept, less that of texts without. It writes
 
-* `out/vectors/ID.gguf`, a direction of length 1 at one block for each concept;
+* `out/vectors/ID.safetensors`, a direction of length 1 at one block for each concept;
 * `out/latent_data.parquet`, the rows of the second file with `BackboneSurgery_max_act`, how far a
   text goes along the direction of its concept at most, the first token left out;
 * `out/detection.jsonl`, the AUROC of each concept, the hard negatives counted as negatives.
@@ -155,7 +155,10 @@ def detect(
     sides = {concept: sides_of(concepts, categories, concept) for concept in wanted}
     lm = bs.CachedCausalLM.from_preset(model)
     known, rows = (read_texts(lm, t, "detect", most=lm.max_positions) for t in (texts, new))
-    (output / "vectors").mkdir(parents=True)
+    short = [i for i, row in enumerate(rows) if len(row) < 2]
+    if short:
+        raise typer.BadParameter(f"{evaluation}: the texts of the rows {short} have no token.")
+    vectors: dict[Any, bs.ControlVector] = {}
     activations, blocks, lines = np.zeros(len(new), "float32"), np.zeros(len(new), "int64"), []
     for concept in track(wanted, "concepts", console=console):
         vector = find_direction(lm, [[known[i] for i in side] for side in sides[concept]], block)
@@ -165,7 +168,10 @@ def detect(
         activations[own], blocks[own] = along, at
         result = {NAME: {"roc_auc": auroc(along, kinds[own] == "positive")}}
         lines.append({"concept_id": concept, "block": at, "results": {"AUCROCEvaluator": result}})
-        vector.save(output / "vectors" / f"{concept}.gguf")
+        vectors[concept] = vector
+    (output / "vectors").mkdir(parents=True)
+    for concept, vector in vectors.items():
+        vector.save(output / "vectors" / f"{concept}.safetensors")
     table = unseen.append_column(f"{NAME}_max_act", pa.array(activations))
     pq.write_table(
         table.append_column(f"{NAME}_block", pa.array(blocks)), output / "latent_data.parquet"
@@ -200,7 +206,7 @@ def steer(
     refuse_to_overwrite(written)
     concepts, prompts = (np.array(table[name].to_pylist()) for name in ("concept_id", "input"))
     wanted = sorted(set(concepts.tolist()))
-    files = {concept: output / "vectors" / f"{concept}.gguf" for concept in wanted}
+    files = {concept: output / "vectors" / f"{concept}.safetensors" for concept in wanted}
     unknown = [concept for concept, file in files.items() if not file.is_file()]
     if unknown:
         raise typer.BadParameter(f"{factors}: `detect` found no vectors of the concepts {unknown}.")

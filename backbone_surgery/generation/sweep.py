@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from backbone_surgery.files import picture_path
 from backbone_surgery.generation.controls import check_names
 from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import read_finite
+from backbone_surgery.rewriting.control import Control
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Sweep:
         order = sorted(self.strengths)
         for name in self.names:
             groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]
-            errors = [np.std(g) / np.sqrt(len(g)) for g in groups]
+            errors = [np.std(g, ddof=1) / np.sqrt(len(g)) if len(g) > 1 else 0.0 for g in groups]
             axes.errorbar(order, [np.mean(g) for g in groups], errors, marker="o", label=name)
         axes.set_xlabel(f"strength of {self.control}")
         axes.set_ylabel("mean score" if len(self.names) > 1 else self.names[0])
@@ -142,7 +143,8 @@ def sweep(
         control: name of the control.
         strengths: numbers.
         score: function of a generated text (without its prompt), or `{name: function}`.
-        **options: for `generate`, such as `max_new_tokens`, `seed` and `batch_size`.
+        **options: for `generate`, such as `max_new_tokens`, `seed` and `batch_size`. `controls` may
+            set the directions and tokens of this control by a `Control`.
 
     Returns:
         A `Sweep`.
@@ -173,10 +175,11 @@ def sweep(
             )
     floats = [float(strength) for strength in np.atleast_1d(strengths)]
     pairs = [(text, strength) for text in texts for strength in floats]
-    others = check_names("sweep", options.pop("controls", None))
+    controls = check_names("sweep", options.pop("controls", None))
+    swept = _at(control, controls.get(control), [strength for _, strength in pairs])
     written = lm.generate(
         [text for text, _ in pairs],
-        controls={**others, control: [strength for _, strength in pairs]},
+        controls={**controls, control: swept},
         strip_prompt=True,
         **options,
     )
@@ -187,6 +190,18 @@ def sweep(
         }
         rows.append(SweepRow(prompt, strength, text, values))
     return Sweep(control, tuple(floats), tuple(rows), tuple(scores))
+
+
+def _at(name: str, value: Any, strengths: list[float]) -> Any:
+    """Return what is passed for the control: strengths, and what else was set of it."""
+    if value is None:
+        return strengths
+    if not isinstance(value, Control) or value.strength is not None:
+        raise SurgeryError(
+            f"sweep at control '{name}': expected a Control without a strength, since `strengths` "
+            f"has them. Received {shown(value)}. Pass such as Control(tokens='generated')."
+        )
+    return replace(value, strength=strengths)
 
 
 def _listed(prompts: Any) -> list[str]:

@@ -22,7 +22,7 @@ from backbone_surgery.rewriting.steering import in_range
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Condition(ControlledRewrite):
     """Decide for each row, while it runs, whether a `Steer(when=name)` applies to it.
 

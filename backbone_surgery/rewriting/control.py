@@ -76,7 +76,7 @@ class Schedule:
         return np.array([prompt, *self.values], "float32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Control:
     """What a call may change of a `Steer`; `None` leaves it as the rewrite was built.
 

@@ -176,8 +176,10 @@ class Adapter(keras.layers.Layer):
         self.shapes = (tuple(x_shape[2:]), tuple(y_shape[2:]))
         inputs, outputs = (int(np.prod(shape)) for shape in self.shapes)
         normal = keras.initializers.RandomNormal(stddev=inputs**-0.5)
-        self.down = self.add_weight(shape=(inputs, self.rank), initializer=normal, name="down")
-        self.up = self.add_weight(shape=(self.rank, outputs), initializer="zeros", name="up")
+        # An optimizer's small steps are lost in half precision.
+        whole = {"dtype": "float32"}
+        self.down = self.add_weight((inputs, self.rank), normal, name="down", **whole)
+        self.up = self.add_weight((self.rank, outputs), "zeros", name="up", **whole)
 
     def call(self, x, y, strength=None):
         """Return y + strength · scale · (x A) B; y itself where the strength is zero."""

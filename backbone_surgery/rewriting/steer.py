@@ -28,7 +28,7 @@ from backbone_surgery.rewriting.steering import Steering, SteeringDirections, St
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Steer(ControlledRewrite):
     """Add a control vector at some sites.
 
@@ -186,7 +186,8 @@ class Steer(ControlledRewrite):
         )
         if not layer.built:
             layer.build(None)
-            layer.directions.assign(start)
+            limit = layer.directions.constraint
+            layer.directions.assign(start if limit is None else limit(start))
         surgery.train(layer)
         return layer
 

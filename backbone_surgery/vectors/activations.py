@@ -199,7 +199,20 @@ def measure(
     joined = {path: np.concatenate([p[path] for p in parts])[:count] for path in parts[0]}
     if tokens is not None:
         joined = {path: values[runs.run, runs.place] for path, values in joined.items()}
-    return {path: np.asarray(values, np.float32) for path, values in joined.items()}
+    measured = {path: np.asarray(values, np.float32) for path, values in joined.items()}
+    _check_finite(measured, lm.opened.compute_dtype)
+    return measured
+
+
+def _check_finite(measured: Mapping[str, np.ndarray], dtype: str) -> None:
+    for path, values in measured.items():
+        finite = np.isfinite(values).reshape(len(values), -1).all(axis=1)
+        if not finite.all():
+            raise SurgeryError(
+                f"measuring at '{path}': expected finite activations. Received NaN or Inf for text "
+                f"{finite.argmin()}, of a model that computes in {dtype}. If that is float16, "
+                "which ends at 65,504, load the model in bfloat16 or float32."
+            )
 
 
 def _measuring(

@@ -8,9 +8,8 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.opening.site import places
 from backbone_surgery.vectors.activations import check_batch_size, measure, read_texts
-from backbone_surgery.vectors.vector import ControlVector
+from backbone_surgery.vectors.vector import ControlVector, check_fits
 
 
 class LargestProjections(keras.layers.Layer):
@@ -112,23 +111,12 @@ def largest_projections(
             "score_detection: expected texts of at least two tokens, since the first is not "
             "counted. Received a shorter one. Pass longer texts."
         )
-    _check_fits(lm, vector)
+    check_fits(lm, vector, "score_detection")
     directions = np.stack(list(vector.directions.values()))
     measured = measure(
         lm, rows, lambda: LargestProjections(directions), batch_size=batch_size, controls=controls
     )
     return {block: measured[f"blocks.{block}"][:, i] for i, block in enumerate(vector.directions)}
-
-
-def _check_fits(lm: Any, vector: ControlVector) -> None:
-    blocks = len({place.block for place in places(lm.opened)} - {None})
-    size = lm.opened.token_embedding.output_dim
-    if vector.hidden_dim != size or not set(vector.directions) <= set(range(blocks)):
-        raise SurgeryError(
-            f"score_detection: expected a vector of size {size} for blocks 0 to {blocks - 1}. "
-            f"Received one of size {vector.hidden_dim} for blocks {list(vector.directions)}. Use "
-            "the model that it was made for."
-        )
 
 
 def auroc(positive: np.ndarray, negative: np.ndarray) -> float:

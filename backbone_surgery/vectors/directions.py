@@ -62,7 +62,9 @@ def _pca_center(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
 
 
 def _mean_diff(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:
-    return (positive - negative).mean(axis=0)
+    mean = (positive - negative).mean(axis=0)
+    _unit(mean)  # refuses zeros
+    return mean
 
 
 def _logistic(positive: np.ndarray, negative: np.ndarray) -> np.ndarray:

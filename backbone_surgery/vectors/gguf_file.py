@@ -18,7 +18,7 @@ from backbone_surgery.errors import SurgeryError
 _ARCHITECTURE = "controlvector"
 _OTHERS = ("layer_count", "format", "format_version")
 """Fields that are no info of the vector: what the file says of itself."""
-_NAME = re.compile(r"direction\.([1-9][0-9]{0,5})")
+_NAME = re.compile(r"direction\.(0|[1-9][0-9]{0,5})")
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 0
 _MOST_ENTRIES, _MOST_ELEMENTS = 4096, 65536
@@ -61,9 +61,7 @@ def read(path: Path) -> tuple[dict[int, np.ndarray], dict[str, str], str | None]
 def _block(tensor: Any) -> int:
     match = _NAME.fullmatch(tensor.name)
     if match is None:
-        raise SurgeryError(
-            f"a tensor named {tensor.name!r}, not direction.<block> with a block from 1"
-        )
+        raise SurgeryError(f"a tensor named {tensor.name!r}, not direction.<block>")
     if tensor.tensor_type != gguf.GGMLQuantizationType.F32 or len(tensor.shape) != 1:
         raise SurgeryError(
             f"{tensor.tensor_type.name} of shape {list(map(int, tensor.shape))} at '{tensor.name}'"

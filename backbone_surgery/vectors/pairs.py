@@ -1,5 +1,6 @@
 """Contrast pairs: texts that differ in one thing only, to find the direction of that thing."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -68,9 +69,8 @@ def contrast_pairs(
 
 def _fill(template: str, persona: str, suffix: str) -> str:
     # Not `str.format`: prompts of chat models are full of braces.
-    before, _, after = template.partition("{persona}")
-    parts = (part.replace("{suffix}", suffix) for part in (before, after))
-    return persona.join(parts)
+    texts = {"{persona}": persona, "{suffix}": suffix}
+    return re.sub(r"\{persona\}|\{suffix\}", lambda found: texts[found[0]], template)
 
 
 def listable(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -147,7 +148,8 @@ class ControlVector:
             for block, values in _by_block(states, at).items()
         }
         normalization = "none" if method == "mean_diff" else "unit"
-        return cls(directions, describe(lm, method=method, normalization=normalization))
+        info = describe(lm, at, method=method, normalization=normalization)
+        return cls(directions, info)
 
     @classmethod
     def load(cls, path: str | Path, shift: int = 0, lm: Any = None) -> ControlVector:
@@ -176,7 +178,8 @@ class ControlVector:
             check_task(lm, f"load at '{path}'")
             strict = path.suffix == ".safetensors"
             types = lm.opened.family.model_types_of(lm.opened.owner)
-            files.check_made_for(path, info, describe(lm), types, directions, strict)
+            model = describe(lm, info.get("at", "blocks.*"))
+            files.check_made_for(path, info, model, types, directions, strict)
         return cls(directions, info)
 
     @classmethod
@@ -250,9 +253,10 @@ class ControlVector:
                     f"direction for block {block}. Received {shown(others[fits.index(False)])}. "
                     "Train them all on one model, at the same blocks."
                 )
-            shared = np.array([o.directions[block] for o in others], "float64")
-            _, sizes, rows = np.linalg.svd(shared.reshape(len(others), -1), full_matrices=False)
-            basis = rows[sizes > 1e-6 * max(sizes, default=0)]  # of dependent ones, what they span
+            shared = [np.asarray(o.directions[block], "float64") for o in others]
+            units = [x / norm for x in shared if (norm := np.linalg.norm(x)) > 0]
+            _, sizes, rows = np.linalg.svd(np.array(units or [0 * own]), full_matrices=False)
+            basis = rows[sizes > 1e-6]  # of dependent ones, what they span
             left = own - basis.T @ (basis @ own)
             if np.linalg.norm(left) <= 1e-6 * np.linalg.norm(own):
                 raise SurgeryError(
@@ -276,14 +280,10 @@ class ControlVector:
                 without a preprocessor, by default.
             batch_size: how many texts to run at once.
         """
+        check_task(lm, "relative_to")
+        check_fits(lm, self, "relative_to")
         sizes = residual_norms(lm, texts, batch_size)
         unit = self.normalized()
-        missing = sorted(set(unit.directions) - set(sizes))
-        if missing:
-            raise SurgeryError(
-                f"relative_to: expected a vector for blocks {sorted(sizes)}. Received directions "
-                f"for blocks {missing} too. Use the model that it was made for."
-            )
         scaled = {block: sizes[block] * d for block, d in unit.directions.items()}
         return ControlVector(scaled, {**self.info, "normalization": "residual norm"})
 
@@ -319,6 +319,9 @@ class ControlVector:
             )
         return self * (1 / divisor)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ControlVector, (dict(self.directions), dict(self.info))
+
     def __neg__(self) -> ControlVector:
         return ControlVector({block: -d for block, d in self.directions.items()}, self.info)
 
@@ -352,6 +355,18 @@ class ControlVector:
         return ControlVector(combined, {**shared, "normalization": "none"})
 
 
+def check_fits(lm: Any, vector: ControlVector, operation: str) -> None:
+    """Refuse a vector that has not the size or the blocks of a model; the error names both."""
+    blocks = len({place.block for place in site.places(lm.opened)} - {None})
+    size = lm.opened.token_embedding.output_dim
+    if vector.hidden_dim != size or not set(vector.directions) <= set(range(blocks)):
+        raise SurgeryError(
+            f"{operation}: expected a vector of size {size} for blocks 0 to {blocks - 1}. "
+            f"Received one of size {vector.hidden_dim} for blocks {list(vector.directions)}. Use "
+            "the model that it was made for."
+        )
+
+
 def residual_norms(
     lm: Any, texts: Iterable[Any] | None = None, batch_size: int = 32
 ) -> dict[int, float]:
@@ -375,15 +390,19 @@ def _is_factor(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
-def describe(lm: Any, **facts: str) -> dict[str, str]:
-    """Say what model a vector is for."""
+def describe(lm: Any, at: str = "blocks.*", **facts: str) -> dict[str, str]:
+    """Say what model a vector is for; and at which sites, if not at the outputs of blocks."""
     opened = lm.opened
-    blocks = {place.block for place in site.places(opened)} - {None}
+    places = {place.path: place for place in site.places(opened)}
+    blocks = {place.block for place in places.values()} - {None}
+    first = places[site.select(at, list(places))[0]]
+    is_output = first.path == f"blocks.{first.block}"
     return {
+        **({} if is_output else {"at": at}),
         **facts,
         "family": opened.family.name,
         "model_hint": opened.family.model_types_of(opened.owner)[0],
-        "hidden_dim": str(opened.token_embedding.output_dim),
+        "hidden_dim": str(math.prod(first.tensor.shape[2:])),
         "num_blocks": str(len(blocks)),
         "source_digest": weights_digest(opened.owner),
     }

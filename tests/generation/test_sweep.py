@@ -24,6 +24,10 @@ WITHOUT_TEXT = SimpleNamespace(preprocessor=None, programs="any", generate=echo)
         (lambda: bs.sweep(LM, "x", "mood", [float("nan")]), "at least one finite strength"),
         (lambda: bs.sweep(LM, "x", "mood", [1.0], 3), "at 'score': expected a function of a text"),
         (
+            lambda: bs.sweep(LM, "x", "mood", [1.0], controls={"mood": 2.0}),
+            "at control 'mood': expected a Control without a strength",
+        ),
+        (
             lambda: bs.sweep(LM, "x", "mood", [1.0], lambda text: None),
             "at score 'score': expected a function that returns a number. Received None",
         ),
@@ -39,6 +43,19 @@ WITHOUT_TEXT = SimpleNamespace(preprocessor=None, programs="any", generate=echo)
 def test_refusals(call, words):
     with pytest.raises(bs.SurgeryError, match=words):
         call()
+
+
+def test_the_control_keeps_what_else_is_set_of_it():
+    seen = []
+    model = SimpleNamespace(
+        preprocessor="any", programs="any", generate=lambda t, **o: seen.append(o) or t
+    )
+    control = bs.Control(tokens="generated")
+    bs.sweep(model, ["a", "b"], "mood", [0, 2], controls={"mood": control, "other": 1.0})
+    (options,) = seen
+    assert options["controls"]["other"] == 1.0
+    assert options["controls"]["mood"].tokens == "generated"
+    assert options["controls"]["mood"].strength == [0.0, 2.0, 0.0, 2.0]
 
 
 def test_scores_are_taken_of_each_text():

@@ -141,6 +141,13 @@ def test_merge_folds_what_was_learned(rng):
 
 
 @pytest.mark.slow
+def test_a_start_that_is_too_long_is_cut():
+    start = {1: ZERO + 1, 2: ZERO + 0.01}
+    edited = bs.operate(make_deep_gpt2(), [bs.Steer("mood", start, trainable=True, max_norm=0.5)])
+    lengths = [np.linalg.norm(x) for x in edited.rewrites[0].directions.values()]
+    assert lengths == pytest.approx([0.5, 0.01 * 32**0.5], rel=1e-4)
+
+
 def test_directions_stay_float32_in_bfloat16(rng):
     backbone = make_gpt2(dtype="bfloat16")
     edited = bs.operate(backbone, [bs.Steer("mood", {1: ZERO + 0.001}, trainable=True)])

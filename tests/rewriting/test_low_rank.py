@@ -148,8 +148,22 @@ def test_low_rank_beside_lora_and_in_bfloat16(rng):
     inputs = tokens(rng)
     assert np.array_equal(run(edited, inputs), run(bs.open_backbone(backbone), inputs))
     edited.trainable_variables[1].assign(rng.normal(0, 1, (2, 32)))
+    assert {v.dtype for v in edited.trainable_variables} == {"float32"}
     assert edited.output.dtype == "bfloat16"
     assert relative(run_chunks(bs.rewire(edited), inputs, [4, 5])[0], run(edited, inputs)) <= 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_small_steps_of_an_optimizer_are_not_lost_in_half_precision(dtype, rng):
+    edited = bs.operate(make_gpt2(dtype=dtype), [bs.LowRank("blocks.*.mlp_output", rank=2)])
+    lm = bs.CachedCausalLM(edited)
+    lm.compile(sampler="greedy", optimizer=keras.optimizers.Adam(1e-3))
+    before = [np.asarray(v) for v in edited.trainable_variables]
+    x, y = batch(rng)
+    lm.fit(x, y, epochs=2, batch_size=4, shuffle=False, verbose=0)
+    for variable, value in zip(edited.trainable_variables, before, strict=True):
+        assert np.abs(np.asarray(variable) - value).max() > 1e-4, variable.path
 
 
 def test_errors():

@@ -87,6 +87,15 @@ def detected(axbench, folder):
 
 
 @pytest.mark.slow
+def test_block_0_may_be_chosen(axbench, folder, tmp_path):
+    args = ("detect", folder / "train.parquet", folder / "latent.parquet", tmp_path / "out")
+    result = run(axbench, *args, "--model", "tiny_gpt2", "--block", "0")
+    assert result.exit_code == 0, result.output
+    vector = bs.ControlVector.load(tmp_path / "out" / "vectors" / "0.safetensors")
+    assert list(vector.directions) == [0]
+
+
+@pytest.mark.slow
 def test_detection_is_that_of_plain_numpy_and_scikit_learn(folder, detected):
     table = pq.read_table(detected / "latent_data.parquet").to_pandas()
     lines = [json.loads(line) for line in (detected / "detection.jsonl").read_text().splitlines()]
@@ -94,7 +103,7 @@ def test_detection_is_that_of_plain_numpy_and_scikit_learn(folder, detected):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     for line in lines:
         rows = table[table["concept_id"] == line["concept_id"]]
-        vector = bs.ControlVector.load(detected / "vectors" / f"{line['concept_id']}.gguf")
+        vector = bs.ControlVector.load(detected / "vectors" / f"{line['concept_id']}.safetensors")
         [(block, direction)] = vector.directions.items()
         assert np.linalg.norm(direction) == pytest.approx(1, abs=1e-5)
         capturing = bs.operate(lm.backbone, [bs.Capture(f"blocks.{block}")])
@@ -123,7 +132,7 @@ def test_each_factor_is_steered_as_a_row_of_its_own(axbench, folder, detected):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm.compile(sampler="greedy")
     for concept in (0, 1):
-        vector = bs.ControlVector.load(detected / "vectors" / f"{concept}.gguf")
+        vector = bs.ControlVector.load(detected / "vectors" / f"{concept}.safetensors")
         edited = bs.CachedCausalLM(
             bs.operate(lm.backbone, [bs.Steer("x", vector)]), lm.preprocessor
         )

@@ -111,7 +111,7 @@ VECTOR = bs.ControlVector({1: np.ones(8)})
         (lambda lm: VECTOR.relative_to(lm, []), "relative_to: expected a list of texts"),
         (
             lambda lm: bs.ControlVector({5: np.ones(8)}).relative_to(lm, [[1, 2]]),
-            r"relative_to: expected a vector for blocks \[0, 1\]. Received directions for .*5",
+            r"relative_to: expected a vector of size 8 for blocks 0 to 1. Received .*5",
         ),
         (lambda lm: bs.ControlVector.load("v.gguf", 0.5), "expected `shift` to be an integer"),
         (lambda lm: VECTOR.save("missing/v.gguf"), "expected a file in a folder that exists"),

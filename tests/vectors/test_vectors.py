@@ -1,5 +1,8 @@
 """Training control vectors, against activations recorded from KerasHub's blocks and NumPy."""
 
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -197,7 +200,7 @@ def test_other_rewrites_are_measured_too(rng):
         assert relative(off.directions[block], direction) <= 1e-5
 
 
-def test_other_sites(rng):
+def test_other_sites(rng, tmp_path):
     backbone = make_deep_gpt2()
     lm = bs.CachedCausalLM(backbone)
     vector = bs.ControlVector.train(
@@ -205,6 +208,13 @@ def test_other_sites(rng):
     )
     assert list(vector.directions) == [1, 2]
     bs.operate(backbone, [bs.Steer("s", vector, at="blocks.*.mlp_output")])
+    inner = bs.ControlVector.train(
+        lm, random_pairs(rng), "mean_diff", verbose=0, at="blocks.1:.mlp_hidden"
+    )
+    assert inner.hidden_dim == 64
+    assert (inner.info["at"], inner.info["hidden_dim"]) == ("blocks.1:.mlp_hidden", "64")
+    inner.save(tmp_path / "inner.safetensors")
+    assert bs.ControlVector.load(tmp_path / "inner.safetensors", lm=lm) == inner
     with pytest.raises(bs.SurgeryError, match="one site in each block"):
         bs.ControlVector.train(lm, random_pairs(rng), verbose=0, at="blocks.0.*_output")
     with pytest.raises(bs.SurgeryError, match="expected a site of hidden states"):
@@ -236,6 +246,23 @@ def test_arithmetic(rng):
         a * "2"
 
 
+def test_a_vector_can_be_copied_and_sent_to_another_process(rng):
+    vector = bs.ControlVector({1: rng.normal(size=4)}, {"family": "gpt2"})
+    for copied in (copy.deepcopy(vector), pickle.loads(pickle.dumps(vector))):
+        assert copied == vector
+        assert copied.info == vector.info
+    steer = bs.Steer("mood", vector)
+    assert [bs.Steer("mood", {1: np.ones(4)}), steer].index(steer) == 1
+
+
+def test_what_is_at_right_angles_to_long_and_short_vectors(rng):
+    rows = rng.normal(size=(3, 8))
+    vector, *others = (bs.ControlVector({1: x}) for x in rows * [[1], [1e4], [1e-4]])
+    left = vector.orthogonal_to(*others).directions[1]
+    assert np.abs(rows[1:] @ left).max() <= 1e-5
+    assert vector.orthogonal_to() == vector
+
+
 @pytest.mark.slow
 def test_relative_to_measures_the_residual_norm(trained):
     lm, _, _, vectors = trained
@@ -251,12 +278,16 @@ def test_relative_to_measures_the_residual_norm(trained):
     assert vectors["pca_diff"].relative_to(lm).hidden_dim == 32
     with pytest.raises(bs.SurgeryError, match="at least two tokens"):
         vectors["pca_diff"].relative_to(lm, [[5]])
+    with pytest.raises(bs.SurgeryError, match="relative_to: expected a vector of size 32 for"):
+        bs.ControlVector({1: np.ones(48)}).relative_to(lm, rows)
 
 
 def test_contrast_pairs():
     pairs = bs.contrast_pairs("[{x} {persona}] {suffix}", ["a", "b"], ["c", "d"], ["one", "two"])
     assert pairs[:2] == [("[{x} a] one", "[{x} c] one"), ("[{x} b] one", "[{x} d] one")]
     assert len(pairs) == 4
+    (pair,) = bs.contrast_pairs("{suffix}: {persona}, {persona}", ["{suffix}"], ["b"], ["c"])
+    assert pair == ("c: {suffix}, {suffix}", "c: b, b")
     bad = [
         (("{persona}", ["a"], ["b"], ["c"]), "without {suffix}"),
         (("{persona}{suffix}", ["a", "b"], ["b"], ["c"]), "as many negatives"),
@@ -281,9 +312,19 @@ def test_bad_training(trained):
         ([([1, 99], [1, 2])], {}, "expected token ids from 0 to 59"),
         ([("happy", "sad")], {}, "has no preprocessor"),
         (pairs[:1], {}, "Add pairs that differ"),
+        ([([1, 2], [1, 3])], {"token": 0, "method": "mean_diff"}, "two sides that are the same"),
     ]:
         with pytest.raises(bs.SurgeryError, match=words):
             bs.ControlVector.train(lm, given, verbose=0, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_beyond_float16_are_refused(method):
+    backbone = make_deep_gpt2(dtype="float16")
+    backbone.token_embedding.embeddings.assign(backbone.token_embedding.embeddings * 1e6)
+    lm = bs.CachedCausalLM(backbone)
+    with pytest.raises(bs.SurgeryError, match="Received NaN or Inf for text 0, of a model that"):
+        bs.ControlVector.train(lm, [([1, 2], [3, 4])], method, verbose=0)
 
 
 def test_bad_vectors():
