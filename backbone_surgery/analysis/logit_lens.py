@@ -13,7 +13,7 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.predict import predict
-from backbone_surgery.opening.site import is_block
+from backbone_surgery.opening.site import is_block, is_stream
 from backbone_surgery.rewriting import Capture
 
 _NAME = "lens"
@@ -54,11 +54,12 @@ def logit_lens(
     Args:
         lm: the model, edited or not.
         text: a string (without a preprocessor, token ids).
-        at: selector of sites of the residual stream.
+        at: selector of sites of the residual stream: `embeddings`, whole blocks, or their
+            `residual_mid`.
         controls: for the controls of `lm`'s own rewrites.
 
     Raises:
-        SurgeryError: a site of another shape than the residual stream.
+        SurgeryError: a site that is not of the residual stream.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -69,15 +70,14 @@ def logit_lens(
     question = read_text(lm, text, "logit_lens")
     capturing = derived(lm, Capture(at, name=_NAME))
     sites = list(capturing.report[-1].sites)
-    reader = _reader(lm)
-    stream = reader.input[_STREAM].shape[1:]
     for site in sites:
-        if capturing.captures[f"{_NAME}/{site}"].shape[1:] != stream:
+        if not is_stream(site):
             raise SurgeryError(
-                f"logit_lens at '{site}': expected a site of the residual stream, "
-                f"{stream}. Received one of "
-                f"{capturing.captures[f'{_NAME}/{site}'].shape[1:]}. Use `at='blocks.*'`."
+                f"logit_lens at '{site}': expected a site of the residual stream, such as "
+                "'embeddings', 'blocks.3' or 'blocks.3.residual_mid'. Received another one. Use "
+                "`at='blocks.*'`."
             )
+    reader = _reader(lm)
     inputs = lm.opened.with_defaults({**question.inputs(), **bind_rows(lm, controls, question, 1)})
     captured = predict(capturing, inputs)["captures"]
     streams = [captured[f"{_NAME}/{site}"] for site in sites]

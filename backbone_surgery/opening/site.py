@@ -34,6 +34,7 @@ _NUMBER = r"-?\d{1,9}"
 _SELECTOR = re.compile(
     rf"blocks\.(?P<blocks>\*|{_NUMBER}|({_NUMBER})?:({_NUMBER})?)(?:\.(?P<role>[a-z_*]+))?"
 )
+_STREAM = re.compile(r"embeddings|blocks\.\d+(\.residual_mid)?")
 
 
 class Identity(DirectLayer):
@@ -128,6 +129,11 @@ def block_of(path: str) -> int | None:
 def is_pattern(path: str) -> bool:
     """Tell whether a path, or the name of a capture, is that of an attention pattern."""
     return re.split("[./]", path)[-1] == PATTERN
+
+
+def is_stream(path: str) -> bool:
+    """Tell whether a path is that of the residual stream itself, and not of what is added to it."""
+    return _STREAM.fullmatch(path) is not None
 
 
 def places(model: keras.Model) -> list[Place]:

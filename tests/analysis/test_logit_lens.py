@@ -32,3 +32,21 @@ def test_a_graph_without_blocks_is_refused():
     lm = bs.CachedCausalLM(bs.operate(make_gpt2(num_layers=1), rewrites))
     with pytest.raises(bs.SurgeryError, match=r"logit_lens at .*: expected decoder blocks"):
         bs.logit_lens(lm, [1, 2], at="embeddings")
+
+
+@pytest.mark.parametrize("at", ["final_norm", "blocks.*.mlp_output", "blocks.0.*"])
+def test_only_the_residual_stream_is_read(at):
+    """The final norm would be taken twice, or of a part of the stream: numbers of no meaning."""
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    with pytest.raises(bs.SurgeryError, match=r"expected a site of the residual stream"):
+        bs.logit_lens(lm, [1, 2], at=at)
+
+
+def test_every_site_of_the_residual_stream_is_read():
+    lm = bs.CachedCausalLM(make_deep_gpt2())
+    for at, sites in {
+        "embeddings": ["embeddings"],
+        "blocks.-1": ["blocks.2"],
+        "blocks.:2.residual_mid": ["blocks.0.residual_mid", "blocks.1.residual_mid"],
+    }.items():
+        assert bs.logit_lens(lm, [1, 2], at=at).sites == sites
