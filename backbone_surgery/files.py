@@ -21,7 +21,7 @@ INTEGERS = frozenset(
 STORABLE = FLOATS | INTEGERS | {np.dtype(bool)}
 """The dtypes that `.safetensors` files and NumPy both know."""
 
-_PICTURES = (".png", ".svg", ".pdf", ".jpg")
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
 
 
 @contextlib.contextmanager
@@ -67,10 +67,15 @@ def as_path(path: Any, operation: str) -> Path:
 def picture_path(path: Any, operation: str) -> Path:
     """Return the path of a picture to be drawn; `operation` is named in the error."""
     found = as_path(path, operation)
-    if found.suffix not in _PICTURES or not found.parent.is_dir():
+    if found.suffix.lower() not in _PICTURES:
         raise SurgeryError(
-            f"{operation} at '{path}': expected a file in a folder that exists, ending in one of "
-            f"{', '.join(_PICTURES)}. Received another. Choose such a name."
+            f"{operation} at '{path}': expected a file that ends in one of {', '.join(_PICTURES)}. "
+            f"Received the ending {shown(found.suffix)}. Choose such a name."
+        )
+    if not found.parent.is_dir():
+        raise SurgeryError(
+            f"{operation} at '{path}': expected a file in a folder that exists. Received the "
+            f"folder '{found.parent}'. Make it first, or choose another."
         )
     return found
 

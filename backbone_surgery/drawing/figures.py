@@ -10,10 +10,13 @@ from backbone_surgery.analysis.patch_grid import PatchGrid
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.captures import GeneratedActivations
+from backbone_surgery.numbers import is_int
 from backbone_surgery.opening.site import is_pattern
 
 _CELL = 0.42
 """Inches for one row or column of a grid."""
+_LOWEST = 3.6
+"""Inches, so that the label of the colour bar has room."""
 
 
 def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
@@ -33,7 +36,7 @@ def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
         SurgeryError: matplotlib is missing, or the result is none of these.
     """
     if isinstance(grid, PatchGrid):
-        values, label = grid.recovered, "share of the clean text's metric recovered"
+        values, label = grid.recovered, "share of the metric recovered"
     elif isinstance(grid, Attribution):
         values, label = grid.values, "gradient times activation"
     else:
@@ -108,7 +111,7 @@ def plot_attention(
             row or head.
     """
     rows = len(captures[site])
-    if row not in range(rows):
+    if not is_int(row) or row not in range(rows):
         raise SurgeryError(
             f"plot_attention at '{site}': expected a row from 0 to {rows - 1}. Received {row!r}. "
             "Count the rows of the batch from 0."
@@ -117,12 +120,12 @@ def plot_attention(
     labels = [str(i) for i in captures.token_ids[row]] if tokens is None else tokens
     labels = labels[: len(pattern[0])]
     heads = pattern.shape[0]
-    right = is_pattern(site) and (head is None or 0 <= head < heads)
+    right = is_pattern(site) and (head is None or (is_int(head) and 0 <= head < heads))
     if not right or len(labels) != pattern.shape[-1]:
         raise SurgeryError(
             f"plot_attention at '{site}': expected a captured attention pattern, a head from 0 to "
-            f"{heads - 1} and a label for each of {pattern.shape[-1]} tokens. Received head {head} "
-            f"and {len(labels)} labels. Capture `blocks.0.attention_pattern`, say."
+            f"{heads - 1} and a label for each of {pattern.shape[-1]} tokens. Received head "
+            f"{head!r} and {len(labels)} labels. Capture `blocks.0.attention_pattern`, say."
         )
     shown = pattern.mean(axis=0) if head is None else pattern[head]
     ax = _axes(ax, "plot_attention", shown.shape, extra=1.2)
@@ -138,7 +141,7 @@ def _axes(ax: Any, operation: str, shape: tuple[int, ...], extra: float, wide: f
     if ax is not None:
         return ax
     pyplot = import_extra(operation, "matplotlib.pyplot")
-    size = (_CELL * wide * shape[1] + 2 + extra, _CELL * shape[0] + 1.5)
+    size = (_CELL * wide * shape[1] + 2 + extra, max(_CELL * shape[0] + 1.5, _LOWEST))
     return pyplot.subplots(figsize=size, layout="constrained")[1]
 
 

@@ -74,11 +74,16 @@ def lay_out(picture: Picture, sizes: list[Size], titles: list[Size], rankdir: st
         placed = json.loads(graph.draw(format="json0", prog="dot"))
     parts = {part["name"]: part for part in placed["objects"]}
     names = {part["_gvid"]: part["name"] for part in placed["objects"]}
-    arrows = [
-        _arrow(edge["pos"], routes.pieces[names[edge["tail"]], names[edge["head"]]].is_side)
-        for edge in placed.get("edges", [])
-        if edge.get("style") != "invis"
-    ]
+    junctions = {name: _numbers(parts[name]["pos"]) for name in routes.junctions}
+    arrows = []
+    for edge in placed.get("edges", []):
+        if edge.get("style") != "invis":
+            tail, head = names[edge["tail"]], names[edge["head"]]
+            arrow = _arrow(edge["pos"], routes.pieces[tail, head].is_side)
+            # Graphviz ends a piece before the junction, small as that is.
+            arrow.curve[0] = junctions.get(tail, arrow.curve[0])
+            arrow.curve[-1] = junctions.get(head, arrow.curve[-1])
+            arrows.append(arrow)
     return Layout(
         size=_numbers(placed["bb"])[2:],
         centers=[_numbers(parts[f"n{i}"]["pos"]) for i in range(len(picture.nodes))],

@@ -19,8 +19,6 @@ from backbone_surgery.opening.state import Stateful
 KINDS = ("input", "output", "cache", "stateful", "block", "inserted", "layer")
 """What a node can be. It decides the colour."""
 
-_OWN = ("keras.src", "keras_hub", "backbone_surgery")
-
 
 @dataclass(frozen=True)
 class Node:
@@ -71,20 +69,22 @@ class Picture:
 
 def make_picture(model: keras.Model, expand_nested: bool) -> Picture:
     """Read the picture of a Functional model, with nested models framed or as one node each."""
-    return _Reader(expand_nested).read(model)
+    edited = getattr(model, "source", model)  # of a cached graph
+    return _Reader(expand_nested, getattr(edited, "added_layers", frozenset())).read(model)
 
 
 class _Reader:
     """One walk over a graph. `sources` says which node gives each tensor, by its id."""
 
-    def __init__(self, expand_nested: bool) -> None:
-        self.expand_nested = expand_nested
+    def __init__(self, expand_nested: bool, added_layers: frozenset[str]) -> None:
+        self.expand_nested, self.added_layers = expand_nested, added_layers
         self.picture = Picture()
         self.sources: dict[int, int] = {}
         self.entries: dict[int, Node] = {}
 
     def read(self, model: keras.Model) -> Picture:
         nodes = graph.graph_nodes(model)  # refuses what is no graph
+        model = graph.as_functional(model) or model  # of a Sequential
         inputs = model.input if isinstance(model.input, dict) else {}
         outputs = model.output if isinstance(model.output, dict) else {"": model.output}
         for i, entry in enumerate(inputs.get("cache", [])):
@@ -108,9 +108,19 @@ class _Reader:
             elif nested is not None and self.expand_nested:
                 self._enter(node, nested, frame)
             else:
-                kind = _kind(node.operation)
+                kind = self._kind(node.operation)
                 self._add(_node(node.operation, kind, node.outputs, frame), node.input_tensors)
                 self._give(node.outputs)
+
+    def _kind(self, layer: Any) -> str:
+        if graph.as_functional(layer) is not None:
+            return "block"
+        layer = _without_state(layer)
+        module = type(layer).__module__
+        is_own = module.startswith("backbone_surgery.") and ".rewriting" not in module
+        if ".rewriting" in module or (layer.name in self.added_layers and not is_own):
+            return "inserted"
+        return "stateful" if isinstance(layer, Stateful) else "layer"
 
     def _enter(self, node: Any, nested: keras.Model, frame: int | None) -> None:
         call = node.arguments
@@ -163,16 +173,6 @@ def _without_state(layer: Any) -> Any:
 
 def _cache_node(name: str, entry: dict[str, Any]) -> Node:
     return Node(name, ", ".join(entry), "cache", _shapes(entry.values()))
-
-
-def _kind(layer: Any) -> str:
-    if graph.as_functional(layer) is not None:
-        return "block"
-    layer = _without_state(layer)
-    module = type(layer).__module__
-    if not module.startswith(_OWN) or ".rewriting" in module:
-        return "inserted"
-    return "stateful" if isinstance(layer, Stateful) else "layer"
 
 
 def _shapes(tensors: Any) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Pictures of a model in a file: placed by `layout`, drawn by matplotlib."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from backbone_surgery.drawing.layout import (
     lay_out,
 )
 from backbone_surgery.drawing.picture import Node, Picture, make_picture
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.files import picture_path
+from backbone_surgery.numbers import is_int
 
 _RANKDIRS = ("TB", "LR")
+_MOST_DPI = 2400
 
 Font = dict[str, Any]
 Label = list[tuple[str, Font]]
@@ -34,6 +37,8 @@ _LINE = 13.0
 _PADDING = (9.0, 3.0)
 _MARGIN = 8.0
 
+_FRAME = "#f6f8fa"
+
 
 def plot_model(
     model: keras.Model,
@@ -45,12 +50,12 @@ def plot_model(
 ) -> Any:
     """Draw a model, such as a backbone with its caches, into a file.
 
-    Caches are blue, attention is orange, and layers that came in by surgery are green. The
-    residual stream is straight.
+    Caches are blue, attention is orange, and layers that came into an edited backbone by surgery
+    are green. The residual stream is straight.
 
     Args:
         model: a backbone, an edited backbone, a backbone with cache, or any Functional model.
-        to_file: the file; its ending says the format: .png, .svg, .pdf or .jpg.
+        to_file: the file; its ending says the format: .png, .svg, .pdf, .jpg or .jpeg.
         expand_nested: whether to draw what is inside each block, in a frame of its own, or one
             node for each block.
         show_shapes: whether to write into each node the dtypes and shapes that it gives.
@@ -69,6 +74,11 @@ def plot_model(
         raise SurgeryError(
             f"plot_model: expected rankdir to be one of {', '.join(_RANKDIRS)}. Received "
             f"{rankdir!r}. Pass 'TB' to draw from top to bottom."
+        )
+    if not is_int(dpi) or not 1 <= dpi <= _MOST_DPI:
+        raise SurgeryError(
+            f"plot_model: expected dpi to be an integer from 1 to {_MOST_DPI}. Received "
+            f"{shown(dpi)}. 96 is that of a screen, 300 that of a print."
         )
     import_extra("plot_model", "matplotlib", WITHOUT_EXTRAS)
     picture = make_picture(model, expand_nested)
@@ -104,7 +114,8 @@ def _draw(
     sizes: list[Size],
     path: Path,
     dpi: int,
-) -> None:
+) -> Any:
+    """Draw into a file; returns the figure."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -113,22 +124,54 @@ def _draw(
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(-_MARGIN, width + _MARGIN), ylim=(-_MARGIN, height + _MARGIN))
     ax.axis("off")
-    for frame, box in zip(picture.frames, layout.frames, strict=True):
-        _draw_frame(ax, frame.name, box)
+    frames = list(zip(picture.frames, layout.frames, strict=True))
+    for _, box in frames:
+        _draw_frame(ax, box)
     for arrow in layout.arrows:
         _draw_arrow(ax, arrow)
+    for frame, box in frames:
+        _draw_title(ax, frame.name, box, layout.arrows)
     for node, label, center, size in zip(picture.nodes, labels, layout.centers, sizes, strict=True):
         _draw_node(ax, COLOURS[node.kind], label, center, size)
     # Text stays text, to be searched and selected.
     with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
         figure.savefig(path, dpi=dpi)
+    return figure
 
 
-def _draw_frame(ax: Any, title: str, box: Box) -> None:
+def _draw_frame(ax: Any, box: Box) -> None:
     left, bottom, right, top = box
     size = (right - left, top - bottom)
-    _draw_box(ax, (left, bottom), size, 6, facecolor="#f6f8fa", edgecolor="#8c959f")
-    ax.text(left + 10, top - 10, title, va="center", parse_math=False, **_NAME)
+    _draw_box(ax, (left, bottom), size, 6, facecolor=_FRAME, edgecolor="#8c959f")
+
+
+def _draw_title(ax: Any, title: str, box: Box, arrows: list[Arrow]) -> None:
+    """Write the title of a frame where the fewest arrows come in: to the left, or to the right."""
+    left, _, right, top = box
+    width = _width(title, _NAME)
+    points = [point for arrow in arrows for point in _along(arrow.curve)]
+
+    def crossings(start: float) -> int:
+        inside = (start - 2 <= x <= start + width + 2 and abs(y - top + 10) <= 8 for x, y in points)
+        return sum(inside)
+
+    start = min(left + 10, right - 10 - width, key=crossings)
+    patch = {"facecolor": _FRAME, "edgecolor": "none", "pad": 1}
+    ax.text(start, top - 10, title, va="center", parse_math=False, bbox=patch, **_NAME)
+
+
+def _along(curve: list[Point]) -> Iterator[Point]:
+    """Yield points of a chain of cubic Bézier curves, close to one another."""
+    for i in range(0, len(curve) - 1, 3):
+        a, b, c, d = curve[i : i + 4]
+        count = int(abs(d[0] - a[0]) + abs(d[1] - a[1])) // 4 + 2
+        for t in (n / count for n in range(count + 1)):
+            weights = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3)
+            points = (a, b, c, d)
+            yield (
+                sum(w * p[0] for w, p in zip(weights, points, strict=True)),
+                sum(w * p[1] for w, p in zip(weights, points, strict=True)),
+            )
 
 
 def _draw_node(ax: Any, colour: str, label: Label, center: Point, size: Size) -> None:
@@ -167,4 +210,4 @@ def _image(path: Path) -> Any:
         from IPython.display import Image
     except ImportError:
         return None
-    return Image(filename=str(path)) if get_ipython() and path.suffix == ".png" else None
+    return Image(filename=str(path)) if get_ipython() and path.suffix.lower() == ".png" else None

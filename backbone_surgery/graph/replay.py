@@ -28,7 +28,7 @@ from keras import tree
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.emission import Emitted, emit, emitting, hand_on, hand_over
 from backbone_surgery.graph.keras_private import reserve_names
@@ -110,6 +110,11 @@ def clone_layer_graph(
                 "`model = keras.Model(tensors, outputs)`, which makes inputs of them, and pass "
                 "`model.input` and `model.output`."
             )
+    if clone_fn is not None and (not callable(clone_fn) or isinstance(clone_fn, keras.Layer)):
+        raise SurgeryError(
+            "clone_layer_graph: expected a `clone_fn(layer, *args, **kwargs)`. Received "
+            f"{shown(clone_fn)}. Pass a function."
+        )
     mapping = {id(t): t for t in flat_inputs}
     if clone_fn is None:
         clone_fn, enter_nested = operator.call, False

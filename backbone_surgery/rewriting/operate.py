@@ -68,15 +68,20 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     before = backbone if isinstance(backbone, EditedBackbone) else None
     applied: list[Any] = []
     report: list[Fired] = []
+    added = set(before.added_layers if before else ())
     for group in _groups(_listed(rewrites)):
         if not isinstance(group[0], Rewrite):
+            names = _layer_names(model)
             model, fired = _apply_clone_fn(model, group[0])
+            added |= _layer_names(model) - names
             applied.append(group[0])
             report.append(Fired(group[0], tuple(fired)))
             continue
         for i, rewrite in enumerate(group):
             _check_name(rewrite, [*(before.rewrites if before else ()), *applied, *group[:i]])
-        model, surgeries = _apply(open_backbone(model), group)
+        opened = open_backbone(model)
+        model, surgeries = _apply(opened, group)
+        added |= _layer_names(model) - _layer_names(opened)
         for rewrite, surgery in zip(group, surgeries, strict=True):
             applied.append(rewrite.applied(surgery))
             report.append(Fired(applied[-1], tuple(surgery.fired)))
@@ -92,8 +97,13 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
         defaults=opened.defaults,
         trained_layers=opened.trained_layers,
         signals=opened.signals,
+        added_layers=frozenset(added),
         made_under=tuple(dict.fromkeys((*(before.made_under if before else ()), *policies))),
     )
+
+
+def _layer_names(model: keras.Model) -> set[str]:
+    return {node.operation.name for node in graph.all_nodes(model)}
 
 
 def _listed(rewrites: Iterable[Any]) -> list[Any]:

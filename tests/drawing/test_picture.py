@@ -7,6 +7,12 @@ import backbone_surgery as bs
 from backbone_surgery import graph
 from backbone_surgery.drawing.picture import make_picture
 from tests.drawing.conftest import MODELS
+from tests.helpers import make_gpt2
+
+
+class Own(keras.layers.Layer):
+    def call(self, x):
+        return x
 
 
 def arrows(picture, *names):
@@ -80,6 +86,34 @@ def test_arrows_go_past_sites_and_the_inputs_of_blocks(models):
     assert kinds["cached_self_attention"] == "stateful"
     assert "SelfAttention" in {n.description for n in picture.nodes}
     assert kinds["cache_1"] == kinds["cache_1_updated"] == "cache"
+
+
+def inserted(model):
+    return [n.name for n in make_picture(model, True).nodes if n.kind == "inserted"]
+
+
+def test_layers_that_surgery_added_are_told_from_the_others():
+    def drop(layer, *args, **kwargs):
+        result = layer(*args, **kwargs)
+        if layer.name == "layer_norm":
+            return keras.layers.Dropout(0.1, name="dropped")(result)
+        return result
+
+    backbone = make_gpt2()
+    dense = keras.layers.Dense(32, name="adapter")
+    edited = bs.operate(backbone, [drop, bs.Insert("blocks.0.mlp_output", dense)])
+    again = bs.operate(edited, [bs.Capture("blocks.*")])
+    for model in (edited, again, bs.rewire(again)):
+        assert inserted(model) == ["adapter", "dropped"]
+    assert not inserted(backbone)
+    assert not inserted(bs.rewire(backbone))
+    x = keras.Input((4,))
+    assert not inserted(keras.Model(x, Own()(x)))
+
+
+def test_a_sequential_model_is_drawn():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")])
+    assert [n.name for n in make_picture(model, False).nodes][1] == "dense"
 
 
 def test_the_two_uses_of_a_repeated_block_have_arrows_of_their_own(models):

@@ -3,13 +3,26 @@
 import re
 import sys
 
+import numpy as np
 import pytest
 from matplotlib import image
 
 import backbone_surgery as bs
+from backbone_surgery.analysis.logit_lens import LogitLens
+from backbone_surgery.analysis.patch_grid import PatchGrid
+from backbone_surgery.drawing.layout import lay_out
 from backbone_surgery.drawing.picture import make_picture
+from backbone_surgery.drawing.plotting import _NAME, _along, _draw, _label, _size, _width
+from tests.helpers import make_deep_gpt2
 
-SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".jpg": b"\xff\xd8\xff", ".svg": b"<?xml"}
+SIGNATURES = {
+    ".PNG": b"\x89PNG",
+    ".jpeg": b"\xff\xd8\xff",
+    ".png": b"\x89PNG",
+    ".pdf": b"%PDF",
+    ".jpg": b"\xff\xd8\xff",
+    ".svg": b"<?xml",
+}
 
 
 @pytest.mark.parametrize("ending", list(SIGNATURES))
@@ -55,6 +68,20 @@ def test_rankdir_and_dpi_choose_the_size(models, tmp_path):
     assert size(dpi=192) == pytest.approx((2 * height, 2 * width), abs=1)
 
 
+@pytest.mark.parametrize("sites", [1, 2, 9])
+def test_the_label_of_the_colours_is_inside_the_figure(sites):
+    values, tokens = np.linspace(0, 1, 3 * sites).reshape(sites, 3), ["a", "b", "c"]
+    names = [f"blocks.{i}" for i in range(sites)]
+    results = [
+        bs.plot_grid(PatchGrid(values, 1.0, 0.0, names, tokens)),
+        bs.plot_lens(LogitLens(values, values, values, [["x"] * 3] * sites, names, tokens)),
+    ]
+    for ax in results:
+        ax.figure.canvas.draw()
+        box = ax.figure.axes[1].yaxis.label.get_window_extent()
+        assert 0 <= box.y0 <= box.y1 <= ax.figure.bbox.height
+
+
 def test_dollar_signs_are_text(tmp_path):
     import keras
 
@@ -71,10 +98,49 @@ def test_a_missing_package_says_how_to_get_it(models, tmp_path, monkeypatch, pac
         bs.plot_model(models("nested"), str(tmp_path / "model.png"))
 
 
-@pytest.mark.parametrize("name", ["model.xyz", "model", "missing/model.png"])
-def test_bad_files_are_refused(models, tmp_path, name):
-    with pytest.raises(bs.SurgeryError, match="expected a file in a folder that exists"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.xyz", "ends in one of .png, .*Received the ending '.xyz'"),
+        ("model", "Received the ending ''"),
+        ("missing/model.png", "expected a file in a folder that exists"),
+    ],
+)
+def test_bad_files_are_refused(models, tmp_path, name, words):
+    with pytest.raises(bs.SurgeryError, match=words):
         bs.plot_model(models("nested"), str(tmp_path / name))
+
+
+@pytest.mark.parametrize("dpi", [0, "a", True, 10**9])
+def test_a_bad_dpi_is_refused(models, tmp_path, dpi):
+    with pytest.raises(bs.SurgeryError, match="expected dpi to be an integer from 1 to 2400"):
+        bs.plot_model(models("nested"), str(tmp_path / "model.png"), dpi=dpi)
+
+
+def test_lines_meet_at_junctions(models):
+    picture = make_picture(models("steered"), True)
+    sizes = [(80.0, 30.0)] * len(picture.nodes)
+    layout = lay_out(picture, sizes, [(80.0, 13.0)] * len(picture.frames), "TB")
+    ends = [arrow.curve[-1] for arrow in layout.arrows if arrow.tip is None]
+    starts = {arrow.curve[0] for arrow in layout.arrows}
+    assert ends
+    assert set(ends) <= starts
+
+
+def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path):
+    edited = bs.operate(make_deep_gpt2(), [bs.Skip("blocks.1")])
+    picture = make_picture(edited, True)
+    labels = [_label(node, False) for node in picture.nodes]
+    titles = [(_width(frame.name, _NAME), 13.0) for frame in picture.frames]
+    layout = lay_out(picture, [_size(label) for label in labels], titles, "TB")
+    figure = _draw(picture, layout, labels, [_size(x) for x in labels], tmp_path / "x.png", 96)
+    texts = {x.get_text(): x for x in figure.axes[0].texts}
+    points = [p for arrow in layout.arrows for p in _along(arrow.curve)]
+    for frame in picture.frames:
+        text = texts[frame.name]
+        (left, y), width = text.get_position(), _width(frame.name, _NAME)
+        inside = [p for p in points if left <= p[0] <= left + width and abs(p[1] - y) <= 6]
+        assert not inside, frame.name
 
 
 def test_a_bad_rankdir_is_refused(models, tmp_path):
