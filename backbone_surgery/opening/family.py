@@ -15,6 +15,7 @@ from keras import tree
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.twin import Twin
+from backbone_surgery.numbers import is_int
 from backbone_surgery.opening.site import BlockInput, Site
 
 OpenBlock = Callable[..., Any]
@@ -88,6 +89,12 @@ class Family:
         for name in (*functions, *(["model_type"] if self.model_type is not None else [])):
             if not callable(getattr(self, name)):
                 raise self._wrong(f"`{name}` to be a function", repr(getattr(self, name)))
+        for name in ("position_layers", "pointwise_layers"):
+            classes = getattr(self, name)
+            classes = tuple(classes) if isinstance(classes, list | tuple) else (classes,)
+            if not all(isinstance(x, type) and issubclass(x, keras.layers.Layer) for x in classes):
+                raise self._wrong(f"`{name}` to be classes of Keras layers", repr(classes))
+            object.__setattr__(self, name, classes)
         parameters = list(inspect.signature(self.block.call).parameters)
         for name in (self.hidden_states, self.padding_mask):
             if name not in parameters:
@@ -195,10 +202,17 @@ class Family:
             owner: what it was opened from, whose blocks may set a limit too.
         """
         layers = (node.operation for node in graph.all_nodes(opened))
-        learned = [x.sequence_length for x in layers if isinstance(x, self.position_layers)]
+        positions = [x for x in layers if isinstance(x, self.position_layers)]
         blocks = (node.operation for node in graph.all_nodes(owner))
-        limits = [self.most_positions(x) for x in blocks if self.owns(x)]
-        return min([*learned, *(limit for limit in limits if limit is not None)], default=None)
+        # A layer that computes positions, such as `SinePositionEncoding`, has no last one.
+        limits = [
+            *(getattr(x, "sequence_length", None) for x in positions),
+            *(self.most_positions(x) for x in blocks if self.owns(x)),
+        ]
+        wrong = [limit for limit in limits if limit is not None and not is_int(limit)]
+        if wrong:
+            raise self._wrong("`most_positions` to return an int or None", repr(wrong[0]))
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _embeddings(model: keras.Model) -> list[keras.layers.Layer]:

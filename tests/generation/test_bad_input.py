@@ -267,7 +267,7 @@ def test_layer_that_mixes_positions_is_found(rng):
 
 def test_check_reports_what_it_measured(family, backbone):
     report = bs.check(backbone)
-    ways = {"one pass", "token by token", "uneven chunks", "a row alone"}
+    ways = {"opened", "one pass", "token by token", "uneven chunks", "a row alone"}
     assert set(report.errors) == ways
     assert max(report.errors.values()) <= 5e-6
     assert report.caches == backbone.num_layers

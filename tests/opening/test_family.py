@@ -48,7 +48,7 @@ class OwnBlock(layers.Layer):
         return x * self.gate(self.norm(x))
 
 
-def open_own(block, hidden_states, padding_mask, positions):
+def attend(block, hidden_states, padding_mask, positions):
     query, key, value = (
         bs.Site(n)(block.project[n](hidden_states)) for n in ("query", "key", "value")
     )
@@ -56,7 +56,11 @@ def open_own(block, hidden_states, padding_mask, positions):
     x = layers.Add(name="attention_residual")(
         [hidden_states, block.mix(bs.Site("head_outputs")(x))]
     )
-    x = bs.Site("residual_mid")(x)
+    return bs.Site("residual_mid")(x)
+
+
+def open_own(block, hidden_states, padding_mask, positions):
+    x = attend(block, hidden_states, padding_mask, positions)
     return layers.Multiply(name="gated")([x, block.gate(block.norm(x))])
 
 
@@ -96,6 +100,40 @@ def test_a_family_from_outside_works_as_those_of_the_package(rng):
     ]
     assert max(bs.check(bs.operate(backbone, edits[:2])).errors.values()) <= 5e-6
     assert len(bs.rewire(bs.operate(backbone, edits[2:])).output["cache"]) == 3
+
+
+def test_check_finds_a_family_that_leaves_something_out():
+    class Gated(OwnBlock):
+        pass
+
+    bs.register_family(bs.Family("gated", Gated, attend, "stream", "keep"))  # without its gate
+    with pytest.raises(bs.CacheMismatchError, match="The family 'gated' leaves something of the"):
+        bs.check(make_own(Gated))
+
+
+def test_layers_of_positions_are_a_list_or_have_no_last_one():
+    class Sine(OwnBlock):
+        pass
+
+    listed = [keras_hub.layers.SinePositionEncoding]
+    bs.register_family(bs.Family("sine", Sine, open_own, "stream", "keep", position_layers=listed))
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    mask = keras.Input((None,), dtype="int32", name="padding_mask")
+    x = layers.ReversibleEmbedding(60, 16, name="token_embedding")(ids)
+    x = layers.Add()([x, listed[0]()(x)])
+    backbone = keras.Model({"token_ids": ids, "padding_mask": mask}, Sine(name="block_0")(x, mask))
+    assert bs.open_backbone(backbone).max_positions is None
+    assert "opened" in bs.check(backbone).errors
+
+
+def test_a_limit_of_positions_that_is_no_number_is_refused():
+    class Limited(OwnBlock):
+        pass
+
+    limits = {"most_positions": lambda block: "many"}
+    bs.register_family(bs.Family("limited", Limited, open_own, "stream", "keep", **limits))
+    with pytest.raises(bs.SurgeryError, match="`most_positions` to return an int or None"):
+        bs.open_backbone(make_own(Limited))
 
 
 @pytest.mark.slow
@@ -179,6 +217,8 @@ def test_what_cannot_be_registered():
         ({"name": "my family"}, "a name that is an identifier"),
         ({"block": OwnBlock()}, "`block` to be a class of Keras layers"),
         ({"block": int}, "`block` to be a class of Keras layers"),
+        ({"position_layers": ["PositionEmbedding"]}, "`position_layers` to be classes of Keras"),
+        ({"pointwise_layers": (3,)}, "`pointwise_layers` to be classes of Keras layers"),
         ({"open_block": None}, "`open_block` to be a function"),
         ({"claims": True}, "`claims` to be a function"),
         ({"hidden_states": "x"}, "arguments of the block. Received 'x', where `call` takes stream"),
