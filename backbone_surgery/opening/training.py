@@ -13,6 +13,14 @@ class TrainsOwnLayers:
 
     trained_layers: tuple = ()
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; refuses a rewrite that acts on no token of a pass in training."""
+        for rewrite in getattr(getattr(self, "opened", self), "rewrites", ()):
+            check = getattr(rewrite, "check_fit", None)
+            if check is not None:
+                check()
+        return super().fit(*args, **kwargs)  # type: ignore[misc]
+
     @property
     def trainable_variables(self) -> list[Any]:
         """The variables that `fit` changes: those of `trained_layers`, or all, as upstream."""

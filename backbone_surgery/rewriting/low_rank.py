@@ -67,6 +67,8 @@ class LowRank(SiteRewrite):
         fields.number("strength", optional=True)
         if not isinstance(self.name, str) or "/" in self.name:
             raise fields.refuse("`name` to be a name of layers, without '/'", self.name, "Rename.")
+        if self.strength is not None:
+            fields.name()
         kinds = self.adapters.values() if isinstance(self.adapters, Mapping) else [None]
         if not all(isinstance(adapter, Adapter) for adapter in kinds):
             raise fields.refuse(

@@ -103,6 +103,10 @@ class Reft(ControlledRewrite):
         surgery.control(f"{self.name}_tokens", default_tokens(self.tokens))
         return super().visitor(surgery)
 
+    def check_fit(self) -> None:
+        """Refuse to train what acts on generated tokens alone."""
+        check_trained_tokens(self.tokens, self._where)
+
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an intervention at the site."""
         size = x.shape[-1]

@@ -224,6 +224,11 @@ class Steer(ControlledRewrite):
         if self.trainable and self.learned is None:
             check_trained_tokens(self.tokens, where)
 
+    def check_fit(self) -> None:
+        """Refuse to train what acts on generated tokens alone."""
+        if self.trainable:
+            check_trained_tokens(self.tokens, self._where)
+
     def _scale(self, surgery: Surgery) -> keras.KerasTensor:
         tokens, schedule = (surgery.inputs[f"{self.name}_{p}"] for p in ("tokens", "schedule"))
         scale = SteeringScale(name=f"scale_{self.name}")

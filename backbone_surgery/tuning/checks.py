@@ -86,7 +86,9 @@ def check_vectors(lm: CachedCausalLM, vectors: Any) -> dict[str, ControlVector]:
     return own
 
 
-def check_methods(methods: Any, orthogonal_to: Any, has_vectors: bool) -> list[ControlVector]:
+def check_methods(
+    methods: Any, orthogonal_to: Any, has_vectors: bool, pairs: int
+) -> list[ControlVector]:
     """Check the names of methods, and return the vectors to stay apart from."""
     listed = list(methods) if isinstance(methods, list | tuple) else []
     is_empty = not listed and not (has_vectors and isinstance(methods, list | tuple))
@@ -103,6 +105,11 @@ def check_methods(methods: Any, orthogonal_to: Any, has_vectors: bool) -> list[C
             )
         if method in METHODS:
             check_method(method)
+    if pairs == 1 and "pca_diff" in listed:
+        raise SurgeryError(
+            "tune at 'methods': expected more than one pair for 'pca_diff', which looks at how "
+            "differences vary. Received one. Add pairs, or leave the method out."
+        )
     others: list[Any] = list(orthogonal_to) if isinstance(orthogonal_to, list | tuple) else [None]
     if not all(isinstance(vector, ControlVector) for vector in others):
         raise SurgeryError(

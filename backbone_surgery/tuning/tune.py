@@ -115,7 +115,7 @@ def tune(
     check_task(lm, "tune")
     listed, texts = check_pairs(pairs), check_prompts(lm, prompts)
     given = check_vectors(lm, vectors)
-    others = check_methods(methods, orthogonal_to, bool(given))
+    others = check_methods(methods, orthogonal_to, bool(given), len(listed))
     encoders = check_autoencoders(lm, autoencoders, "sae" in methods)
     check_batch_size(batch_size, "tune")
     numbers = {"budget": budget, "rank": rank, "steps": steps, "max_new_tokens": max_new_tokens}

@@ -128,6 +128,9 @@ def test_what_was_learned_on_all_tokens_steers_generated_ones(rng, tmp_path):
         assert np.array_equal(
             other.generate(prompts, controls={"mood": 3.0}, **options)["token_ids"], got
         )
+    for model in (learned, bs.CachedCausalLM(learned)):
+        with pytest.raises(bs.SurgeryError, match="expected tokens that `fit` runs"):
+            model.fit(*batch(rng))
 
 
 def test_merge_folds_what_was_learned(rng):
@@ -140,7 +143,6 @@ def test_merge_folds_what_was_learned(rng):
     assert relative(run(bs.merge(edited), inputs), wanted) <= 1e-5
 
 
-@pytest.mark.slow
 def test_a_start_that_is_too_long_is_cut():
     start = {1: ZERO + 1, 2: ZERO + 0.01}
     edited = bs.operate(make_deep_gpt2(), [bs.Steer("mood", start, trainable=True, max_norm=0.5)])
@@ -148,6 +150,7 @@ def test_a_start_that_is_too_long_is_cut():
     assert lengths == pytest.approx([0.5, 0.01 * 32**0.5], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_directions_stay_float32_in_bfloat16(rng):
     backbone = make_gpt2(dtype="bfloat16")
     edited = bs.operate(backbone, [bs.Steer("mood", {1: ZERO + 0.001}, trainable=True)])

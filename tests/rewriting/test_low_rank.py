@@ -176,6 +176,8 @@ def test_errors():
         bs.LowRank("blocks.0.query", 2, adapters={"blocks.0.query": keras.layers.Dense(3)})
     with pytest.raises(bs.SurgeryError, match="`name` to be a name of layers, without '/'"):
         bs.LowRank("blocks.0.query", 2, name="a/b")
+    with pytest.raises(bs.SurgeryError, match="`name` to be a name of letters, digits and"):
+        bs.LowRank("blocks.0.query", 2, name="my lora", strength=1.0)
     with pytest.raises(
         bs.SurgeryError, match=r"LowRank at 'blocks.0.head_outputs': expected a site"
     ):

@@ -219,6 +219,7 @@ def test_directions_apart_from_others(lm):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"pairs": [("a", "b")], "methods": ("pca_diff",)}, "more than one pair for 'pca_diff'"),
         ({"methods": ("mean",)}, "expected names of methods.*Did you mean|expected names"),
         ({"methods": ()}, "a list with each method once"),
         ({"methods": "reft"}, "a list with each method once"),
