@@ -9,7 +9,7 @@ import numpy as np
 
 from backbone_surgery import graph, hosts
 from backbone_surgery.analysis.question import (
-    bind_rows,
+    bind_row,
     derived,
     make_metric,
     next_token_logits,
@@ -80,7 +80,7 @@ def attribution(
     measure = make_metric(lm, target, "attribution")
     model = derived(lm, Capture(at, name=_NAME), _Nudge(at))
     sites = list(model.report[-1].sites)
-    inputs = {**question.inputs(), **bind_rows(lm, controls, question, 1)}
+    inputs = {**question.inputs(), **bind_row(lm, controls, question, "attribution")}
     variables = [*model.variables]
 
     def run(nudges: list[Any], values: list[Any], inputs: Any) -> tuple[Any, list[Any]]:

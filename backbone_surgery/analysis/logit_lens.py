@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from backbone_surgery import graph
-from backbone_surgery.analysis.question import bind_rows, derived, read_text, token_label
+from backbone_surgery.analysis.question import bind_row, derived, read_text, token_label
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
@@ -78,7 +78,8 @@ def logit_lens(
                 "`at='blocks.*'`."
             )
     reader = _reader(lm)
-    inputs = lm.opened.with_defaults({**question.inputs(), **bind_rows(lm, controls, question, 1)})
+    bound = bind_row(lm, controls, question, "logit_lens")
+    inputs = lm.opened.with_defaults({**question.inputs(), **bound})
     captured = predict(capturing, inputs)["captures"]
     streams = [captured[f"{_NAME}/{site}"] for site in sites]
     logits = [predict(reader, {**inputs, _STREAM: x})[0] for x in streams]

@@ -56,7 +56,7 @@ def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
         texts = [text] if ids is None or ids.ndim != 2 else list(ids)
         rows = [read_ids(one, vocabulary, operation) for one in texts]
     else:
-        rows = read_prompts(text, lm.preprocessor, vocabulary).rows
+        rows = read_prompts(text, lm.preprocessor, vocabulary, operation).rows
     if len(rows) != 1:
         raise SurgeryError(
             f"{operation}: expected one text. Received {len(rows)}. Call it once for each."
@@ -156,9 +156,11 @@ def _head_of(opened: EditedBackbone) -> keras.Model:
     return keras.Model(states, embedding(states, reverse=True))
 
 
-def bind_rows(lm: CachedCausalLM, controls: Any, text: Text, rows: int) -> dict[str, np.ndarray]:
-    """Bind the model's own controls for rows that are all one text."""
-    return bind_controls(lm.opened, controls, np.full(rows, len(text.token_ids)))
+def bind_row(
+    lm: CachedCausalLM, controls: Any, text: Text, operation: str
+) -> dict[str, np.ndarray]:
+    """Bind the model's own controls for one row, that of a text."""
+    return bind_controls(lm.opened, controls, np.array([len(text.token_ids)]), operation)
 
 
 def next_token_logits(lm: CachedCausalLM, hidden_states: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from keras import tree
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.analysis.question import Text, bind_rows, derived, rewired
+from backbone_surgery.analysis.question import Text, bind_row, derived, rewired
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -68,7 +68,7 @@ class Runs:
 
     def __init__(self, lm: CachedCausalLM, at: str, text: Text, controls: Any) -> None:
         self.length = len(text.token_ids)
-        self.controls = bind_rows(lm, controls, text, 1)
+        self.controls = bind_row(lm, controls, text, "patch_grid")
         cut = derived(lm, CutAt(at))
         self.sites = list(cut.report[-1].sites)
         self.model = rewired(cut)

@@ -15,7 +15,10 @@ from backbone_surgery.rewriting import Rewrite, Rows
 
 
 def bind_controls(
-    model: EditedBackbone, controls: Mapping[str, Any] | None, prompt_lengths: np.ndarray
+    model: EditedBackbone,
+    controls: Mapping[str, Any] | None,
+    prompt_lengths: np.ndarray,
+    operation: str = "generate",
 ) -> dict[str, np.ndarray]:
     """Return an array `[batch, ...]` for each input of the graph that is a control.
 
@@ -26,6 +29,7 @@ def bind_controls(
         model: the opened graph.
         controls: `{name: value}`; a control that is left out takes its default.
         prompt_lengths: int[batch].
+        operation: whose controls they are, for errors.
     """
     inputs = {t.name: t for t in model.inputs if t.name not in ("token_ids", "padding_mask")}
     shapes = {name: t.shape[1:] for name, t in inputs.items()}
@@ -33,12 +37,12 @@ def bind_controls(
     fired = {id(f.rewrite): f.sites for f in model.report}
     rewrites = {r.control: r for r in model.rewrites if isinstance(r, Rewrite) and r.control}
     by_hand = {name: t for name, t in inputs.items() if name not in model.defaults}
-    values = check_names("generate", controls, [*rewrites, *by_hand])
+    values = check_names(operation, controls, [*rewrites, *by_hand])
     bound = {name: np.broadcast_to(d, (rows.batch, *d.shape)) for name, d in model.defaults.items()}
     for name, rewrite in rewrites.items():
         bound.update(rewrite.bind(values.get(name), replace(rows, sites=fired[id(rewrite)])))
     for name, tensor in by_hand.items():
-        bound[name] = _by_hand(name, tensor, values, rows.batch)
+        bound[name] = _by_hand(operation, name, tensor, values, rows.batch)
     return {name: np.asarray(value, inputs[name].dtype) for name, value in bound.items()}
 
 
@@ -86,11 +90,13 @@ def check_by_hand(inputs: Iterable[keras.KerasTensor]) -> None:
             )
 
 
-def _by_hand(name: str, tensor: Any, values: Mapping[str, Any], batch: int) -> np.ndarray:
+def _by_hand(
+    operation: str, name: str, tensor: Any, values: Mapping[str, Any], batch: int
+) -> np.ndarray:
     if name not in values:
         raise SurgeryError(
-            f"generate at control '{name}': expected a value, since the graph has an input of that "
-            f"name and no default for it. Received controls {sorted(values)}. Pass "
+            f"{operation} at control '{name}': expected a value, since the graph has an input of "
+            f"that name and no default for it. Received controls {sorted(values)}. Pass "
             f"`controls={{'{name}': ...}}`."
         )
     size = (batch, *tensor.shape[1:])
@@ -101,8 +107,8 @@ def _by_hand(name: str, tensor: Any, values: Mapping[str, Any], batch: int) -> n
     except ValueError:
         pass
     raise SurgeryError(
-        f"generate at control '{name}': expected {tensor.dtype} numbers that broadcast to {size}. "
-        f"Received {shown(values[name])}. Pass one row for each prompt."
+        f"{operation} at control '{name}': expected {tensor.dtype} numbers that broadcast to "
+        f"{size}. Received {shown(values[name])}. Pass one row for each prompt."
     )
 
 

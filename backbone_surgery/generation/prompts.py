@@ -31,8 +31,10 @@ class Prompts:
         return np.array([len(row) for row in self.rows], np.int32)
 
 
-def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompts:
-    """Read the prompts of a call to `generate`.
+def read_prompts(
+    inputs: Any, preprocessor: Any, vocabulary_size: int, operation: str = "generate"
+) -> Prompts:
+    """Read the prompts of a call to `generate`, or the texts of another operation.
 
     Args:
         inputs: with a preprocessor a string or a sequence of them; with or without one a dict of
@@ -40,27 +42,28 @@ def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int) -> Prompt
             side.
         preprocessor: a `keras_hub.models.CausalLMPreprocessor` or `None`.
         vocabulary_size: how many tokens the model knows.
+        operation: whose prompts they are, for errors.
     """
     if preprocessor is None:
-        prompts = _from_arrays(inputs)
+        prompts = _from_arrays(inputs, operation)
     elif isinstance(inputs, dict):
-        prompts = replace(_from_arrays(inputs), width=None)
+        prompts = replace(_from_arrays(inputs, operation), width=None)
     else:
-        prompts = _from_text(inputs, preprocessor)
+        prompts = _from_text(inputs, preprocessor, operation)
     if not prompts.rows:
         raise SurgeryError(
-            "generate: expected at least one prompt. Received an empty batch. Pass a prompt."
+            f"{operation}: expected at least one prompt. Received an empty batch. Pass a prompt."
         )
     for i, row in enumerate(prompts.rows):
         if not len(row):
             raise SurgeryError(
-                f"generate at row {i}: expected at least one token to start from. Received an "
+                f"{operation} at row {i}: expected at least one token to start from. Received an "
                 "empty prompt, and no start token is added to it. Pass a prompt with text, or a "
                 "preprocessor whose tokenizer has a start token."
             )
         if row.min() < 0 or row.max() >= vocabulary_size:
             raise SurgeryError(
-                f"generate at row {i}: expected token ids from 0 to {vocabulary_size - 1}. "
+                f"{operation} at row {i}: expected token ids from 0 to {vocabulary_size - 1}. "
                 f"Received ids from {row.min()} to {row.max()}. Use the tokenizer of the model."
             )
     return replace(prompts, rows=[row.astype(np.int32) for row in prompts.rows])
@@ -90,8 +93,8 @@ def text_alone(samples: Any, packed: Any, names: Iterable[str]) -> Any:
     return (x, *others) if others else x
 
 
-def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
-    texts, scalar = _texts(inputs)
+def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
+    texts, scalar = _texts(inputs, operation)
     if not texts:
         return Prompts([])
     try:
@@ -100,7 +103,7 @@ def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
         packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
     except Exception as error:
         raise SurgeryError(
-            "generate at 'inputs': expected text that the tokenizer can read. Received "
+            f"{operation} at 'inputs': expected text that the tokenizer can read. Received "
             f"{shown(texts)}: {type(error).__name__}, {error}. Pass other text."
         ) from error
     ids, masks = np.asarray(packed["token_ids"]), np.asarray(packed["padding_mask"], bool)
@@ -111,7 +114,7 @@ def _from_text(inputs: Any, preprocessor: Any) -> Prompts:
     return Prompts(rows, scalar)
 
 
-def _texts(inputs: Any) -> tuple[list[str], bool]:
+def _texts(inputs: Any, operation: str) -> tuple[list[str], bool]:
     """Return the texts, and whether one was passed that stands in no list."""
     try:
         texts = np.asarray(inputs).tolist() if hasattr(inputs, "shape") else inputs
@@ -123,37 +126,37 @@ def _texts(inputs: Any) -> tuple[list[str], bool]:
         listed, scalar, texts = False, False, []
     if not listed or not all(isinstance(t, str) for t in texts):
         raise SurgeryError(
-            "generate: expected a string or a list of strings, since a preprocessor is attached. "
-            f"Received {shown(inputs)}. Pass text, or token ids as a dict of `token_ids` and "
-            "`padding_mask`."
+            f"{operation}: expected a string or a list of strings, since a preprocessor is "
+            f"attached. Received {shown(inputs)}. Pass text, or token ids as a dict of `token_ids` "
+            "and `padding_mask`."
         )
     return [t if isinstance(t, ChatPrompt) else str(t) for t in texts], scalar
 
 
-def _from_arrays(inputs: Any) -> Prompts:
+def _from_arrays(inputs: Any, operation: str) -> Prompts:
     if not isinstance(inputs, dict) or not {"token_ids", "padding_mask"} <= set(inputs):
         received = shown(list(inputs) if isinstance(inputs, dict) else inputs)
         raise SurgeryError(
-            "generate: expected a dict of arrays `token_ids` and `padding_mask`, or text with a "
-            f"preprocessor attached. Received {received}. Pass one of these."
+            f"{operation}: expected a dict of arrays `token_ids` and `padding_mask`, or text with "
+            f"a preprocessor attached. Received {received}. Pass one of these."
         )
     ids, mask = read_array(inputs["token_ids"]), read_mask(inputs["padding_mask"])
     if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise SurgeryError(
-            "generate at 'token_ids': expected int[batch, length]. Received "
+            f"{operation} at 'token_ids': expected int[batch, length]. Received "
             f"{_described(inputs['token_ids'])}. Pass right-padded or left-padded arrays."
         )
     if mask is None or mask.shape != ids.shape:
         raise SurgeryError(
-            f"generate at 'padding_mask': expected bool{list(ids.shape)}, of the same shape as "
+            f"{operation} at 'padding_mask': expected bool{list(ids.shape)}, of the same shape as "
             f"`token_ids`. Received {_described(inputs['padding_mask'])}. Pass true, or 1, where "
             "there is a token."
         )
     changes = np.abs(np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)).sum(axis=1)
     if (changes > 2).any():
         raise SurgeryError(
-            f"generate at 'padding_mask': expected padding at the ends of rows. Received padding "
-            f"between tokens in row {int((changes > 2).argmax())}. Close the gaps."
+            f"{operation} at 'padding_mask': expected padding at the ends of rows. Received "
+            f"padding between tokens in row {int((changes > 2).argmax())}. Close the gaps."
         )
     rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
     return Prompts(rows, width=ids.shape[1])

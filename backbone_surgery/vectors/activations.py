@@ -122,7 +122,7 @@ def read_texts(lm: Any, texts: Any, operation: str, most: int | None = None) -> 
             f"{operation}: expected a list of texts. Received {shown(texts)}. Pass at least one."
         )
     if lm.preprocessor is not None:
-        rows = read_prompts(listed, lm.preprocessor, vocabulary).rows
+        rows = read_prompts(listed, lm.preprocessor, vocabulary, operation).rows
     else:
         rows = [read_ids(text, vocabulary, operation) for text in listed]
     rows = [row[:most] for row in rows]

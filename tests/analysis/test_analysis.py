@@ -256,6 +256,15 @@ def test_figures(tmp_path):
             lambda lm: bs.attribution(lm, [1], 7, at="blocks.0.attention_pattern"),
             "with a value for",
         ),
+        *(
+            (lambda lm, f=f: f(lm, {"x": 1}), f"{name} at control 'x': expected a control")
+            for name, f in {
+                "attribution": lambda lm, c: bs.attribution(lm, [1], 7, controls=c),
+                "logit_lens": lambda lm, c: bs.logit_lens(lm, [1], controls=c),
+                "patch_grid": lambda lm, c: bs.patch_grid(lm, [1, 2], [1, 3], 7, controls=c),
+            }.items()
+        ),
+        (lambda lm: bs.logit_lens(lm, {"token_ids": 1}), "^logit_lens: expected a dict"),
     ],
 )
 def test_errors(plain, call, words):
