@@ -41,6 +41,7 @@ from backbone_surgery.graph.replay import (
     KEEP,
     CloneFn,
     clone_layer_graph,
+    is_function,
     replay,
     visited_node,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "in_order",
     "infer",
     "is_auto_named",
+    "is_function",
     "is_input",
     "is_made_up",
     "is_plain_call",

@@ -54,6 +54,12 @@ KEEP = object()
 
 CloneFn = Callable[..., Any]
 
+
+def is_function(clone_fn: Any) -> bool:
+    """Tell whether something can be a `clone_fn`. A layer, or a class of layers, is none."""
+    return callable(clone_fn) and not isinstance(clone_fn, type | keras.layers.Layer)
+
+
 _way: contextvars.ContextVar[tuple[Node, ...]] = contextvars.ContextVar("way", default=())
 
 
@@ -89,7 +95,8 @@ def clone_layer_graph(
         New symbolic tensors in the structure of `outputs`.
 
     Raises:
-        ValueError: `inputs` are no `keras.Input`, or `outputs` depend on one that is not listed.
+        ValueError: `inputs` are no `keras.Input`, `outputs` depend on one that is not listed, or
+            `clone_fn` is no function.
         TypeError: `clone_fn` returned something else than as many tensors as the node had.
 
     Source: Keras pull request 19600.
@@ -101,6 +108,11 @@ def clone_layer_graph(
         >>> twice = lambda layer, *a, **k: layer(layer(*a, **k))
         >>> model = keras.Model(x, bs.clone_layer_graph(x, y, twice))
     """
+    if clone_fn is not None and not is_function(clone_fn):
+        raise SurgeryError(
+            "clone_layer_graph: expected a `clone_fn(layer, *args, **kwargs)`. Received "
+            f"{shown(clone_fn)} of type {type(clone_fn).__name__}. Pass a function."
+        )
     flat_inputs = tree.flatten(inputs)
     for tensor in flat_inputs:
         if not is_input(tensor):

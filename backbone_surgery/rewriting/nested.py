@@ -67,8 +67,7 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
         True
     """
     graph.graph_nodes(model)  # Refuses what has no graph.
-    is_function = callable(clone_fn) and not isinstance(clone_fn, type | keras.Layer)
-    if not isinstance(path, str) or not is_function:
+    if not isinstance(path, str) or not graph.is_function(clone_fn):
         raise SurgeryError(
             f"rewrite_nested at {shown(path)}: expected a path such as 'block.conv' and a "
             f"`clone_fn(layer, *args, **kwargs)`. Received {shown(clone_fn)}. Pass a string and a "
@@ -89,7 +88,12 @@ def rewrite_nested(model: keras.Model, path: str, clone_fn: graph.CloneFn) -> ke
         _trace_training(replacement, args, kwargs)
         return replacement(*args, **kwargs)
 
-    new = _clone(model, visit)
+    try:
+        new = _clone(model, visit)
+    except Exception:
+        if diversion.refusal is None:
+            raise
+        raise diversion.refusal from None  # without the words that Keras puts around it
     diversion.finish(new, _paths(model))
     if isinstance(new, EditedBackbone):
         known = {id(v) for v in model.variables}
@@ -129,6 +133,7 @@ class _Diversion:
         self.brought_in: list[keras.Layer] = []
         self.read: dict[int, keras.Variable] = {}
         self.fired, self.building = False, True
+        self.refusal: Exception | None = None
         self.twin = twin.divert(layer, self.run, self.brought_in)
 
     def run(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -167,19 +172,21 @@ class _Diversion:
                 result = self.clone_fn(layer, *args, **kwargs)
         created = [layer.name for key, layer in again.items() if key not in first]
         if created:
-            raise SurgeryError(
+            self.refusal = SurgeryError(
                 f"rewrite_nested at '{self.path}': expected a clone_fn that makes no layers, since "
                 f"it runs at every call. Received one that made {', '.join(created)}. Make layers "
                 "once, before the call of `rewrite_nested`, or use `keras.ops`."
             )
+            raise self.refusal
         count = 0 if result is None else len(tree.flatten(result))
         if count != expected:
-            raise TypeError(
+            self.refusal = TypeError(
                 f"clone_fn at '{self.path}' ({type(layer).__name__}): expected {expected} "
                 "tensor(s), as many as the layer call being replaced. Received "
                 f"{'None' if result is None else f'{count} value(s)'}. Return what takes the place "
                 "of `layer(*args, **kwargs)`."
             )
+            raise self.refusal
         known = {*own, *map(id, self.brought_in)}
         self.brought_in += [layer for key, layer in again.items() if key not in known]
         return result

@@ -115,9 +115,7 @@ def _listed(rewrites: Iterable[Any]) -> list[Any]:
         )
     listed = list(rewrites)
     for rewrite in listed:
-        if isinstance(rewrite, type | keras.layers.Layer) or not (
-            isinstance(rewrite, Rewrite) or callable(rewrite)
-        ):
+        if not isinstance(rewrite, Rewrite) and not graph.is_function(rewrite):
             raise SurgeryError(
                 f"operate: expected each rewrite to be a `backbone_surgery.Rewrite` or a "
                 f"`clone_fn(layer, *args, **kwargs)`. Received {shown(rewrite)} of type "

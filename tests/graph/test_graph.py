@@ -718,6 +718,13 @@ def test_outputs_that_no_layer_made_are_refused(bad):
         clone_layer_graph(vector(), bad, identity)
 
 
+@pytest.mark.parametrize("clone_fn", [3, layers.Dense, layers.Dense(4)])
+def test_what_is_no_function_is_refused(clone_fn):
+    x = vector()
+    with pytest.raises(SurgeryError, match=r"expected a `clone_fn\(layer, \*args, \*\*kwargs\)`"):
+        clone_layer_graph(x, layers.Dense(4)(x), clone_fn)
+
+
 def test_missing_input_is_named():
     x, y = vector("x"), vector("y")
     with pytest.raises(ValueError, match=r"also needs 'y'\. Add it to `inputs`"):
