@@ -15,7 +15,7 @@ from backbone_surgery.opening.site import is_pattern
 
 _CELL = 0.42
 """Inches for one row or column of a grid."""
-_LOWEST = 3.6
+_LOWEST = 4.0
 """Inches, so that the label of the colour bar has room."""
 
 

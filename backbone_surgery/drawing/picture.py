@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import keras_hub
 from keras import tree
 
 from backbone_surgery import graph
 from backbone_surgery.caching.stateful import WithState
+from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.site import Identity
 from backbone_surgery.opening.state import Stateful
 
@@ -70,7 +72,22 @@ class Picture:
 def make_picture(model: keras.Model, expand_nested: bool) -> Picture:
     """Read the picture of a Functional model, with nested models framed or as one node each."""
     edited = getattr(model, "source", model)  # of a cached graph
-    return _Reader(expand_nested, getattr(edited, "added_layers", frozenset())).read(model)
+    added = getattr(edited, "added_layers", frozenset()) | _put_in_by_hand(edited)
+    return _Reader(expand_nested, added).read(model)
+
+
+def _put_in_by_hand(edited: keras.Model) -> set[str]:
+    """Name the layers that are of no class of Keras, in a graph cloned from a KerasHub backbone."""
+    if not isinstance(edited, EditedBackbone) or not _is_upstream(edited.family.block):
+        return set()
+    if isinstance(edited.owner, keras_hub.models.Backbone):
+        return set()
+    layers = [node.operation for node in graph.all_nodes(edited.owner)]
+    return {layer.name for layer in layers if not _is_upstream(type(layer))}
+
+
+def _is_upstream(kind: type) -> bool:
+    return kind.__module__.startswith(("keras.", "keras_hub."))
 
 
 class _Reader:

@@ -50,8 +50,9 @@ def plot_model(
 ) -> Any:
     """Draw a model, such as a backbone with its caches, into a file.
 
-    Caches are blue, attention is orange, and layers that came into an edited backbone by surgery
-    are green. The residual stream is straight.
+    Caches are blue, attention is orange, and layers that came into a backbone by surgery are green:
+    those that `operate` put in, and in a graph that was cloned by hand and then opened or rewired,
+    those of classes that are not Keras's. The residual stream is straight.
 
     Args:
         model: a backbone, an edited backbone, a backbone with cache, or any Functional model.

@@ -122,11 +122,6 @@ def clone_layer_graph(
                 "`model = keras.Model(tensors, outputs)`, which makes inputs of them, and pass "
                 "`model.input` and `model.output`."
             )
-    if clone_fn is not None and (not callable(clone_fn) or isinstance(clone_fn, keras.Layer)):
-        raise SurgeryError(
-            "clone_layer_graph: expected a `clone_fn(layer, *args, **kwargs)`. Received "
-            f"{shown(clone_fn)}. Pass a function."
-        )
     mapping = {id(t): t for t in flat_inputs}
     if clone_fn is None:
         clone_fn, enter_nested = operator.call, False

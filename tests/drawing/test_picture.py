@@ -111,6 +111,20 @@ def test_layers_that_surgery_added_are_told_from_the_others():
     assert not inserted(keras.Model(x, Own()(x)))
 
 
+def test_layers_put_in_by_hand_are_told_by_their_class():
+    def clone_fn(layer, *args, **kwargs):
+        result = layer(*args, **kwargs)
+        return Own(name="own")(result) if layer.name == "layer_norm" else result
+
+    backbone = make_gpt2()
+    model = keras.Model(
+        backbone.input, bs.clone_layer_graph(backbone.input, backbone.output, clone_fn)
+    )
+    assert inserted(bs.rewire(model)) == ["own"]
+    steered = bs.operate(model, [bs.Insert("blocks.1", keras.layers.Dense(32, name="dense"))])
+    assert inserted(steered) == ["dense", "own"]
+
+
 def test_a_sequential_model_is_drawn():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")])
     assert [n.name for n in make_picture(model, False).nodes][1] == "dense"
