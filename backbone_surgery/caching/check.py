@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import tree
 
 from backbone_surgery import graph, target
 from backbone_surgery.caching.cache import new_cache
@@ -151,10 +152,11 @@ def _opening_error(
     inputs = {"token_ids": token_ids, "padding_mask": mask, **controls}
     numbers = np.repeat(np.arange(time, dtype=np.int32)[None], batch, 0)
     given = {**inputs, **dict.fromkeys(opened.family.position_inputs, numbers)}
-    names = [tensor.name for tensor in original.inputs]
-    if isinstance(original, EditedBackbone) or not set(names) <= set(given):
+    names = {tensor.name for tensor in original.inputs}
+    if isinstance(original, EditedBackbone) or not names <= set(given):
         return {}
-    wanted = predict(original, {name: given[name] for name in names})
+    wanted = predict(original, tree.map_structure(lambda t: given[t.name], original.input))
+    wanted = tree.flatten(wanted)[0]
     got = opened.hidden_states(predict(opened, inputs))
     return {"opened": _error({"": got[mask]}, {"": wanted[mask]})}
 

@@ -76,14 +76,14 @@ def make_picture(model: keras.Model, expand_nested: bool) -> Picture:
     return _Reader(expand_nested, added).read(model)
 
 
-def _put_in_by_hand(edited: keras.Model) -> set[str]:
-    """Name the layers that are of no class of Keras, in a graph cloned from a KerasHub backbone."""
+def _put_in_by_hand(edited: keras.Model) -> set[Any]:
+    """Return the layers of no class of Keras, in a graph cloned from a KerasHub backbone."""
     if not isinstance(edited, EditedBackbone) or not _is_upstream(edited.family.block):
         return set()
     if isinstance(edited.owner, keras_hub.models.Backbone):
         return set()
     layers = [node.operation for node in graph.all_nodes(edited.owner)]
-    return {layer.name for layer in layers if not _is_upstream(type(layer))}
+    return {layer for layer in layers if not _is_upstream(type(layer))}
 
 
 def _is_upstream(kind: type) -> bool:
@@ -93,7 +93,7 @@ def _is_upstream(kind: type) -> bool:
 class _Reader:
     """One walk over a graph. `sources` says which node gives each tensor, by its id."""
 
-    def __init__(self, expand_nested: bool, added_layers: frozenset[str]) -> None:
+    def __init__(self, expand_nested: bool, added_layers: frozenset) -> None:
         self.expand_nested, self.added_layers = expand_nested, added_layers
         self.picture = Picture()
         self.sources: dict[int, int] = {}
@@ -135,7 +135,7 @@ class _Reader:
         layer = _without_state(layer)
         module = type(layer).__module__
         is_own = module.startswith("backbone_surgery.") and ".rewriting" not in module
-        if ".rewriting" in module or (layer.name in self.added_layers and not is_own):
+        if ".rewriting" in module or (layer in self.added_layers and not is_own):
             return "inserted"
         return "stateful" if isinstance(layer, Stateful) else "layer"
 

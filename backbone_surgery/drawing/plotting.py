@@ -130,8 +130,9 @@ def _draw(
         _draw_frame(ax, box)
     for arrow in layout.arrows:
         _draw_arrow(ax, arrow)
+    points = [point for arrow in layout.arrows for point in _along(arrow.curve)]
     for frame, box in frames:
-        _draw_title(ax, frame.name, box, layout.arrows)
+        _draw_title(ax, frame.name, box, points)
     for node, label, center, size in zip(picture.nodes, labels, layout.centers, sizes, strict=True):
         _draw_node(ax, COLOURS[node.kind], label, center, size)
     # Text stays text, to be searched and selected.
@@ -146,15 +147,14 @@ def _draw_frame(ax: Any, box: Box) -> None:
     _draw_box(ax, (left, bottom), size, 6, facecolor=_FRAME, edgecolor="#8c959f")
 
 
-def _draw_title(ax: Any, title: str, box: Box, arrows: list[Arrow]) -> None:
+def _draw_title(ax: Any, title: str, box: Box, points: list[Point]) -> None:
     """Write the title of a frame where the fewest arrows come in: to the left, or to the right."""
     left, _, right, top = box
     width = _width(title, _NAME)
-    points = [point for arrow in arrows for point in _along(arrow.curve)]
+    beside = [x for x, y in points if abs(y - top + 10) <= 8]
 
     def crossings(start: float) -> int:
-        inside = (start - 2 <= x <= start + width + 2 and abs(y - top + 10) <= 8 for x, y in points)
-        return sum(inside)
+        return sum(start - 2 <= x <= start + width + 2 for x in beside)
 
     start = min(left + 10, right - 10 - width, key=crossings)
     patch = {"facecolor": _FRAME, "edgecolor": "none", "pad": 1}

@@ -80,7 +80,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             are trainable, the model's own trainable variables are those alone.
         signals: `{name: tensor}` of its graph that rewrites emitted for later ones, such as
             whether a `Condition` is met.
-        added_layers: names of the layers that edits brought along; pictures have them green.
+        added_layers: the layers that edits brought along; pictures have them green.
         max_positions: how many positions the model has learned; `None` if it is not limited.
         made_under: names of the dtype policies of the process that rewrites were applied under;
             layers that a rewrite makes take these, unless it says otherwise.
@@ -98,7 +98,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         defaults: Mapping[str, np.ndarray] | None = None,
         trained_layers: tuple = (),
         signals: Mapping[str, keras.KerasTensor] | None = None,
-        added_layers: frozenset[str] = frozenset(),
+        added_layers: frozenset = frozenset(),
         made_under: tuple[str, ...] = (),
         name: str = "edited_backbone",
     ) -> None:

@@ -71,9 +71,9 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     added = set(before.added_layers if before else ())
     for group in _groups(_listed(rewrites)):
         if not isinstance(group[0], Rewrite):
-            names = _layer_names(model)
+            known = _layers(model)
             model, fired = _apply_clone_fn(model, group[0])
-            added |= _layer_names(model) - names
+            added |= _layers(model) - known
             applied.append(group[0])
             report.append(Fired(group[0], tuple(fired)))
             continue
@@ -81,7 +81,7 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
             _check_name(rewrite, [*(before.rewrites if before else ()), *applied, *group[:i]])
         opened = open_backbone(model)
         model, surgeries = _apply(opened, group)
-        added |= _layer_names(model) - _layer_names(opened)
+        added |= _layers(model) - _layers(opened)
         for rewrite, surgery in zip(group, surgeries, strict=True):
             applied.append(rewrite.applied(surgery))
             report.append(Fired(applied[-1], tuple(surgery.fired)))
@@ -102,8 +102,8 @@ def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     )
 
 
-def _layer_names(model: keras.Model) -> set[str]:
-    return {node.operation.name for node in graph.all_nodes(model)}
+def _layers(model: keras.Model) -> set[Any]:
+    return {node.operation for node in graph.all_nodes(model)}
 
 
 def _listed(rewrites: Iterable[Any]) -> list[Any]:

@@ -105,7 +105,8 @@ class Reft(ControlledRewrite):
 
     def check_fit(self) -> None:
         """Refuse to train what acts on generated tokens alone."""
-        check_trained_tokens(self.tokens, self._where)
+        if any(layer.trainable for layer in self.interventions.values()):
+            check_trained_tokens(self.tokens, self._where)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an intervention at the site."""

@@ -226,7 +226,7 @@ class Steer(ControlledRewrite):
 
     def check_fit(self) -> None:
         """Refuse to train what acts on generated tokens alone."""
-        if self.trainable:
+        if self.learned is not None and self.learned.trainable:
             check_trained_tokens(self.tokens, self._where)
 
     def _scale(self, surgery: Surgery) -> keras.KerasTensor:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SelectorError, SurgeryError, shown
 from backbone_surgery.files import as_path
 from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.opening import site
@@ -178,7 +178,10 @@ class ControlVector:
             check_task(lm, f"load at '{path}'")
             strict = path.suffix == ".safetensors"
             types = lm.opened.family.model_types_of(lm.opened.owner)
-            model = describe(lm, info.get("at", "blocks.*"))
+            try:
+                model = describe(lm, info.get("at", "blocks.*"))
+            except SelectorError:  # a site of another model
+                model = describe(lm)
             files.check_made_for(path, info, model, types, directions, strict)
         return cls(directions, info)
 

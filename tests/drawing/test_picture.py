@@ -99,12 +99,17 @@ def test_layers_that_surgery_added_are_told_from_the_others():
             return keras.layers.Dropout(0.1, name="dropped")(result)
         return result
 
+    def swap(layer, *args, **kwargs):
+        return Own(name=layer.name)(*args) if layer.name == "layer_norm" else layer(*args, **kwargs)
+
     backbone = make_gpt2()
     dense = keras.layers.Dense(32, name="adapter")
     edited = bs.operate(backbone, [drop, bs.Insert("blocks.0.mlp_output", dense)])
     again = bs.operate(edited, [bs.Capture("blocks.*")])
     for model in (edited, again, bs.rewire(again)):
         assert inserted(model) == ["adapter", "dropped"]
+    swapped = bs.operate(backbone, [swap])
+    assert inserted(swapped) == inserted(bs.rewire(swapped)) == ["layer_norm"]
     assert not inserted(backbone)
     assert not inserted(bs.rewire(backbone))
     x = keras.Input((4,))

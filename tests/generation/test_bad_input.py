@@ -265,6 +265,15 @@ def test_layer_that_mixes_positions_is_found(rng):
         bs.check(bs.operate(backbone, [mix]))
 
 
+def test_check_takes_inputs_and_outputs_of_any_structure(backbone):
+    inputs, output = backbone.input, backbone.output
+    for model in (
+        keras.Model(inputs, {"sequence_output": output}),
+        keras.Model([inputs["padding_mask"], inputs["token_ids"]], [output]),
+    ):
+        assert bs.check(model).errors["opened"] <= 5e-6
+
+
 def test_check_reports_what_it_measured(family, backbone):
     report = bs.check(backbone)
     ways = {"opened", "one pass", "token by token", "uneven chunks", "a row alone"}

@@ -131,6 +131,8 @@ def test_what_was_learned_on_all_tokens_steers_generated_ones(rng, tmp_path):
     for model in (learned, bs.CachedCausalLM(learned)):
         with pytest.raises(bs.SurgeryError, match="expected tokens that `fit` runs"):
             model.fit(*batch(rng))
+    learned.rewrites[0].learned.trainable = False
+    learned.rewrites[0].check_fit()
 
 
 def test_merge_folds_what_was_learned(rng):

@@ -215,6 +215,9 @@ def test_other_sites(rng, tmp_path):
     assert (inner.info["at"], inner.info["hidden_dim"]) == ("blocks.1:.mlp_hidden", "64")
     inner.save(tmp_path / "inner.safetensors")
     assert bs.ControlVector.load(tmp_path / "inner.safetensors", lm=lm) == inner
+    bs.ControlVector({1: np.ones(9)}, {"at": "nowhere"}).save(tmp_path / "other.safetensors")
+    with pytest.raises(bs.SurgeryError, match="expected directions of size 32 for blocks 0 to 2"):
+        bs.ControlVector.load(tmp_path / "other.safetensors", lm=lm)
     with pytest.raises(bs.SurgeryError, match="one site in each block"):
         bs.ControlVector.train(lm, random_pairs(rng), verbose=0, at="blocks.0.*_output")
     with pytest.raises(bs.SurgeryError, match="expected a site of hidden states"):
