@@ -38,10 +38,11 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
                 f"new_cache: expected `{name}` to be an int from 1 to {2**31 - 1}. Received "
                 f"{shown(size)}. Pass the number of rows and of slots."
             )
+    states = states_of(backbone_with_cache)
     placement = placement_of(backbone_with_cache.variables)
     return [
         {name: new_array(spec, batch_size, length, placement) for name, spec in specs.items()}
-        for specs in states_of(backbone_with_cache)
+        for specs in states
     ]
 
 

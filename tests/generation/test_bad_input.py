@@ -265,6 +265,11 @@ def test_layer_that_mixes_positions_is_found(rng):
         bs.check(bs.operate(backbone, [mix]))
 
 
+def test_a_cache_is_made_for_a_cached_graph_alone():
+    with pytest.raises(bs.SurgeryError, match="expected a backbone_with_cache. Received 3"):
+        bs.new_cache(3, 1, 8)
+
+
 def test_check_takes_inputs_and_outputs_of_any_structure(backbone):
     inputs, output = backbone.input, backbone.output
     for model in (
