@@ -266,7 +266,7 @@ def test_layer_that_mixes_positions_is_found(rng):
 
 
 def test_a_cache_is_made_for_a_cached_graph_alone():
-    with pytest.raises(bs.SurgeryError, match="expected a backbone_with_cache. Received 3"):
+    with pytest.raises(bs.SurgeryError, match=r"a backbone_with_cache\. Received 3"):
         bs.new_cache(3, 1, 8)
 
 
