@@ -27,7 +27,8 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
         That of attention is `{"key", "value"}`, float[batch_size, length, num_key_value_heads,
         head_dim], zeros of the dtype that the graph computes in; `rewire` lists the others. If the
         weights lie on a mesh of devices, rows are split over its batch axis where they divide by
-        it, and heads over the others where they do.
+        it, and heads over the others where they do. Heads that are fewer than those devices come
+        several times, so that each device has one, where the numbers allow it.
 
     Raises:
         SurgeryError: the model has no cache inputs, or a size is not positive.

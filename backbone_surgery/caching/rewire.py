@@ -13,6 +13,11 @@ from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
+from backbone_surgery.caching.repeated_heads import (
+    over_repeated_heads,
+    repeat_heads,
+    times_of_heads,
+)
 from backbone_surgery.caching.stateful import WithState, is_own
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.emission import emit
@@ -20,6 +25,7 @@ from backbone_surgery.opening.experts import BalancedLoad, MixedExperts
 from backbone_surgery.opening.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.opening.site import BlockInput, Site
 from backbone_surgery.opening.state import Stateful, StateSpec, specs_by_name, wanted_inputs
 
@@ -53,7 +59,8 @@ def rewire(backbone: keras.Model, trust: Iterable[Any] = ()) -> BackboneWithCach
 
         The state of attention is `{"key", "value"}`, each float[batch, length,
         num_key_value_heads, head_dim]. Where a rewrite touches the attention pattern, it is
-        `{"key"}` and then `{"value"}`. That of a `Condition` is `{"is_met"}`, bool[batch, length].
+        `{"key"}` and then `{"value"}`. If the weights lie on a mesh, heads may come several times,
+        see `new_cache`. That of a `Condition` is `{"is_met"}`, bool[batch, length].
 
     Raises:
         SurgeryError: the graph cannot be opened, or holds no attention; or a layer in it mixes
@@ -65,16 +72,34 @@ def rewire(backbone: keras.Model, trust: Iterable[Any] = ()) -> BackboneWithCach
         >>> len(bs.rewire(backbone).output["cache"])
         2
     """
+    return rewire_for(backbone, trust)
+
+
+def rewire_for(
+    backbone: keras.Model, trust: Iterable[Any] = (), devices: int | None = None
+) -> BackboneWithCache:
+    """Derive the cached graph of a backbone, as `rewire` does.
+
+    Args:
+        backbone: see `rewire`.
+        trust: see `rewire`.
+        devices: how many share the heads; by default those on which the weights lie.
+    """
     opened = open_backbone(backbone)
     probe = Probe(opened.family, trust)
-    model = derive(opened, probe)
+    model = derive(opened, probe, devices)
     probe.finish()
     return model
 
 
-def derive(opened: EditedBackbone, probe: Probe | None = None) -> BackboneWithCache:
+def derive(
+    opened: EditedBackbone, probe: Probe | None = None, devices: int | None = None
+) -> BackboneWithCache:
     """Derive the cached graph of an opened one; without a probe, whatever its layers do."""
-    rewirer = _Rewirer(opened.compute_dtype, probe)
+    if devices is None:
+        placement = placement_of(opened.variables)
+        devices = 1 if placement is None else placement.shares_of_heads
+    rewirer = _Rewirer(opened.compute_dtype, probe, devices)
     inputs = rewirer.inputs
     controls = {
         t.name: t for t in tree.flatten(opened.input) if t.name not in ("token_ids", "padding_mask")
@@ -109,8 +134,8 @@ class _Rewirer:
         caches: for each of them, the inputs that take its state in.
     """
 
-    def __init__(self, compute_dtype: str, probe: Probe | None) -> None:
-        self.compute_dtype, self.probe = compute_dtype, probe
+    def __init__(self, compute_dtype: str, probe: Probe | None, devices: int) -> None:
+        self.compute_dtype, self.probe, self.devices = compute_dtype, probe, devices
         self.instead: dict[tuple[int, ...], keras.layers.Layer] = {}
         self.twins: dict[int, WithState] = {}
         self.inputs = {
@@ -132,6 +157,10 @@ class _Rewirer:
             return graph.KEEP
         if isinstance(layer, TokenPositions):
             return self.inputs["positions"]
+        times = times_of_heads(layer, self.devices)
+        if times > 1:
+            kwargs = repeat_heads(layer, args, kwargs, times)
+            layer, args = self._once(over_repeated_heads, layer, times), ()
         if isinstance(layer, Stateful):
             return self._with_state(layer, args, kwargs)
         if isinstance(layer, BalancedLoad):  # for training alone

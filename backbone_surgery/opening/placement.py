@@ -38,8 +38,7 @@ class Placement:
     def of_state(self, spec: StateSpec, rows: int) -> Any:
         """Return the sharding of an array of state, unpacked."""
         axes = self._rows(rows, len(spec.shape))
-        others = tuple(axis for axis in self.mesh.axis_names if axis != self.batch_axis)
-        shares = math.prod(self.mesh.shape[axis] for axis in others)
+        others, shares = self._axes_of_heads, self.shares_of_heads
         if spec.head_axis and others and spec.sizes(rows, 1)[spec.head_axis] % shares == 0:
             axes[spec.head_axis] = others
         return self._sharding(axes)
@@ -81,6 +80,15 @@ class Placement:
         import jax
 
         return jax.tree.map(lambda x: self._pin(x, self._sharding([])), values)
+
+    @property
+    def shares_of_heads(self) -> int:
+        """How many devices share the heads of a row."""
+        return math.prod(self.mesh.shape[axis] for axis in self._axes_of_heads)
+
+    @property
+    def _axes_of_heads(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh.axis_names if axis != self.batch_axis)
 
     @property
     def _shares(self) -> int:

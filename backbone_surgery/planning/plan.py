@@ -14,7 +14,7 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.caching.rewire import rewire
+from backbone_surgery.caching.rewire import rewire_for
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import FLOATS, as_path, read_json, reading
 from backbone_surgery.generation.programs import Programs
@@ -99,7 +99,7 @@ def plan(
         edits = [*edits] if isinstance(edits, Iterable) else edits
         edited = operate(backbone, edits) if edits != [] else backbone
         shared = {split.variable.path: split for split in splits(edited)}
-        cached = rewire(edited)
+        cached = rewire_for(edited, devices=mesh_sizes["model"])
         asked = _asked(batch, prompt, length, cached.source.max_positions)
         placement = abstract_placement(mesh_sizes)
         run = sizes_of_run(asked, platform, placement)

@@ -121,8 +121,8 @@ def check_texts(name):
     print("equal")
 
 
-def make_divisible(name="gpt2", dtype="float32"):
-    """Make a model of three blocks, all of whose axes divide by the devices.
+def make_divisible(name="gpt2", dtype="float32", **others):
+    """Make a model of three blocks, all of whose axes divide by the devices, but for others given.
 
     Inner units of GPT-OSS are as many as its features, as in the released models.
     """
@@ -134,7 +134,7 @@ def make_divisible(name="gpt2", dtype="float32"):
         heads = {"num_heads": 8}
     else:
         heads = {"num_query_heads": 8, "num_key_value_heads": 8}
-    return ROWS[name].make(**sizes, **heads, dtype=dtype)
+    return ROWS[name].make(**{**sizes, **heads, "dtype": dtype, **others})
 
 
 def check_placement(name):

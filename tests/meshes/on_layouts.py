@@ -166,6 +166,29 @@ def check_inserted():
         np.testing.assert_array_equal(ids(greedy(edited), 4), wanted)
 
 
+def check_repeated_heads():
+    """Two heads of keys on more devices are kept several times: each device has one."""
+
+    def make():
+        return make_divisible("llama", num_key_value_heads=2)
+
+    for sampler in ("greedy", keras_hub.samplers.BeamSampler(num_beams=3)):
+        alone = greedy(make())
+        alone.compile(sampler=sampler)
+        wanted = ids(alone, 5, max_new_tokens=20)
+        for mesh, times in (((2, 4), 2), ((1, 8), 4)):
+            with on(mesh, make()):
+                lm = greedy(make())
+            lm.compile(sampler=sampler)
+            with mock.patch.object(engine, "_GROWS_FROM", 16):
+                np.testing.assert_array_equal(ids(lm, 5, max_new_tokens=20), wanted)
+            paper = bs.plan(lm.backbone, dict(zip(("batch", "model"), mesh, strict=True)), 2, 16)
+            cache = bs.new_cache(lm.backbone_with_cache, paper.rows, paper.slots)
+            assert cache[0]["key"].shape == (paper.rows, paper.slots, 2 * times, 8)
+            assert share(cache) == 1 / 8
+            assert 8 * paper.cache_bytes == sum(x.nbytes for e in cache for x in e.values())
+
+
 def check_heads_first():
     """Programs of a mesh of TPUs, run here: they carry caches heads first, and give the same."""
     for sampler in ("greedy", keras_hub.samplers.BeamSampler(num_beams=3)):
@@ -200,6 +223,7 @@ if __name__ == "__main__":
         check_predict,
         check_growing,
         check_inserted,
+        check_repeated_heads,
         check_heads_first,
     ):
         keras.utils.clear_session(free_memory=False)
