@@ -6,21 +6,20 @@ Source: SAE-A of AxBench, Wu et al. 2025, arXiv:2501.17148, which chooses featur
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.rewriting.sparse_autoencoder import read_autoencoder
+from backbone_surgery.rewriting.autoencoder_files import Autoencoder, read_autoencoder
+from backbone_surgery.rewriting.autoencoder_layers import encoder_of
 from backbone_surgery.vectors.activations import TokenStates, measure, read_texts
 from backbone_surgery.vectors.detection import auroc
 from backbone_surgery.vectors.vector import ControlVector
 
-Autoencoder = tuple[Mapping[str, np.ndarray], int]
-"""The weights of an autoencoder, and how many features it keeps."""
-
 
 def read_autoencoders(paths: Any, blocks: list[int], size: int) -> dict[int, Autoencoder]:
-    """Read the autoencoders of some blocks, `{block: folder that sparsify saved}`.
+    """Read the autoencoders of some blocks, `{block: folder}`.
 
     Raises:
         SurgeryError: no such mapping, a block that the model lacks, or another size.
@@ -31,12 +30,12 @@ def read_autoencoders(paths: Any, blocks: list[int], size: int) -> dict[int, Aut
             f"{blocks[-1]}. Received {shown(paths)}. Pass {{4: 'folder'}} for method 'sae', and "
             "leave it out otherwise."
         )
-    read: dict[int, Autoencoder] = {b: read_autoencoder(path) for b, path in paths.items()}
-    for block, (weights, _) in read.items():
-        if len(weights["b_dec"]) != size:
+    read = {block: read_autoencoder(path) for block, path in paths.items()}
+    for block, autoencoder in read.items():
+        if len(autoencoder.shift) != size:
             raise SurgeryError(
                 f"tune at 'autoencoders': expected one for hidden states of size {size} at block "
-                f"{block}. Received one of size {len(weights['b_dec'])}. Use one of this model."
+                f"{block}. Received one of size {len(autoencoder.shift)}. Use one of this model."
             )
     return read
 
@@ -60,20 +59,17 @@ def feature_vector(
     last = np.array([len(row) - 1 for row in rows], "int32")
     states = measure(lm, rows, TokenStates, tokens=last)
     directions, chosen = {}, {}
-    for block, (weights, k) in autoencoders.items():
-        features = encode(states[f"blocks.{block}"], weights, k)
+    for block, autoencoder in autoencoders.items():
+        features = encode(states[f"blocks.{block}"], autoencoder)
         best, sign = best_feature(features[::2], features[1::2])
-        directions[block] = sign * weights["W_dec"][best]
+        directions[block] = sign * autoencoder.decoder[best]
         chosen[f"feature_{block}"] = str(best)
     return ControlVector(directions, chosen)
 
 
-def encode(states: np.ndarray, weights: Mapping[str, np.ndarray], k: int) -> np.ndarray:
-    """Return the features of hidden states, zero but for the k largest, float32[rows, latents]."""
-    features = (states - weights["b_dec"]) @ weights["encoder.weight"].T + weights["encoder.bias"]
-    features = np.maximum(features, 0)
-    smallest = np.partition(features, -k, axis=-1)[:, -k, None]
-    return np.where(features >= smallest, features, 0)
+def encode(states: np.ndarray, autoencoder: Autoencoder) -> np.ndarray:
+    """Return the features of hidden states float32[rows, size], float32[rows, latents]."""
+    return keras.ops.convert_to_numpy(encoder_of(autoencoder, "tune_encoder")(states))
 
 
 def best_feature(first: np.ndarray, second: np.ndarray) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def replace(name, dtype):
     return [bs.Replace("blocks.1.mlp_hidden", dense(dtype, width))]
 
 
-def read_from_files(feature):
+def read_from_files(feature, *others, **fields):
     """Make a rewrite of files that are gone when the recipe is loaded."""
 
     def make(name, dtype):
@@ -122,8 +122,10 @@ def read_from_files(feature):
             tensors = {k: v.astype("float32") for k, v in weights.items()}
             save_file(tensors, Path(folder) / "sae.safetensors")
             (Path(folder) / "cfg.json").write_text(json.dumps({"k": 3}))
-            rewrite = bs.SparseAutoencoder("blocks.1", folder, feature=feature)
-            return bs.operate(FAMILIES[name](dtype=dtype, num_layers=3), [rewrite]).rewrites
+            rewrite = bs.SparseAutoencoder("blocks.1", folder, feature=feature, **fields)
+            return bs.operate(
+                FAMILIES[name](dtype=dtype, num_layers=3), [rewrite, *others]
+            ).rewrites
 
     return make
 
@@ -153,6 +155,7 @@ CASES = {
     ],
     "reft": lambda name, dtype: [bs.Reft("tone", rank=2, at="blocks.*", tokens=(1, 4))],
     "autoencoder": read_from_files(None),
+    "autoencoder_error": read_from_files(None, bs.Ablate("blocks.1.sae_latents"), error=True),
     "feature": read_from_files(4),
 }
 """An edit with each rewrite of the library, and with some of one's own."""
@@ -172,7 +175,7 @@ def make(name, case, dtype="float32", backbone=None):
     edited = bs.operate(backbone, CASES[case](name, dtype))
     if case == "lora":
         backbone.enable_lora(2)
-    if case not in ("autoencoder", "feature"):
+    if "autoencoder" not in case and case != "feature":
         fill(edited)
     return edited
 

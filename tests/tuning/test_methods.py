@@ -164,7 +164,8 @@ def test_features_are_those_that_are_spliced_in(rng, tmp_path):
     lm = bs.CachedCausalLM(backbone)
     weights = save_autoencoder(tmp_path / "sae", rng, 32)
     paths = {1: str(tmp_path / "sae")}
-    vector = feature_vector(lm, PAIRS, read_autoencoders(paths, [0, 1], 32))
+    autoencoders = read_autoencoders(paths, [0, 1], 32)
+    vector = feature_vector(lm, PAIRS, autoencoders)
     spliced = bs.SparseAutoencoder("blocks.1", paths[1], amount=0.0, name="splice")
     edited = bs.operate(backbone, [spliced, bs.Capture("blocks.1.sae_latents")])
     features = []
@@ -178,7 +179,7 @@ def test_features_are_those_that_are_spliced_in(rng, tmp_path):
     np.testing.assert_array_equal(vector.directions[1], sign * weights["W_dec"][best])
     assert (np.count_nonzero(features, axis=1) == 6).all()
     states = rng.normal(size=(5, 32)).astype("float32")
-    assert (np.count_nonzero(encode(states, weights, 6), axis=1) <= 6).all()
+    assert (np.count_nonzero(encode(states, autoencoders[1]), axis=1) <= 6).all()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_features_are_those_that_are_spliced_in(rng, tmp_path):
         (None, "expected folders by block, of blocks 0 to 1"),
         ({}, "expected folders by block, of blocks 0 to 1"),
         ({2: "x"}, "expected folders by block, of blocks 0 to 1"),
-        ({1: "nowhere"}, "expected a folder with cfg.json and sae.safetensors"),
+        ({1: "nowhere"}, "expected a folder with one of sae.safetensors"),
     ],
 )
 def test_autoencoders_that_do_not_fit_are_refused(paths, message, rng, tmp_path):
