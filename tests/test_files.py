@@ -11,6 +11,8 @@ from safetensors.numpy import save_file
 
 import backbone_surgery as bs
 from backbone_surgery.files import as_path, read_json, reading, replace_file
+from backbone_surgery.rewriting.autoencoder_files import read_autoencoder
+from tests import autoencoders, edits
 from tests.helpers import make_gpt2
 
 
@@ -57,23 +59,32 @@ def test_damaged_control_vectors(tmp_path, suffix):
     assert read_all(lambda: bs.ControlVector.load(path), path, copies) > 250
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cfg.json", "sae.safetensors"])
-def test_damaged_autoencoders(tmp_path, name, backbone):
-    weights = {
-        "encoder.weight": np.ones((12, 32), "float32"),
-        "encoder.bias": np.ones(12, "float32"),
-        "W_dec": np.ones((12, 32), "float32"),
-        "b_dec": np.ones(32, "float32"),
-    }
-    save_file(weights, tmp_path / "sae.safetensors")
-    (tmp_path / "cfg.json").write_text(json.dumps({"k": 3, "activation": "topk", "signed": False}))
-    rewrite = bs.SparseAutoencoder("blocks.1", str(tmp_path), feature=1)
-    copies = [*damaged((tmp_path / name).read_bytes(), random.Random(1), 40)]
-    copies += [b'{"k": "3"}', b'{"k": true}', b'{"k": 1.5}', b'{"k": NaN}', b'{"k": [3]}', b'"k"']
-    copies += [b" " * 2**21, b"[" * 10**5]
-    load = lambda: bs.operate(backbone, [rewrite])  # noqa: E731
-    assert read_all(load, tmp_path / name, copies) > 16
+def save_autoencoder(folder, kind, rng):
+    """Save an autoencoder, and return its files."""
+    if kind == "sparsify":
+        edits.save_autoencoder(folder, rng, 32, latents=12, k=3)
+        return folder / "cfg.json", folder / "sae.safetensors"
+    w = autoencoders.arrays(rng, "jumprelu", latents=12)
+    if kind == "gemma_scope":
+        autoencoders.save_gemma_scope(folder, w)
+        return (folder / "params.npz",)
+    del w["threshold"]
+    autoencoders.save(folder, w, "topk")
+    return folder / "cfg.json", folder / "sae_weights.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["sparsify", "saelens", "gemma_scope"])
+def test_damaged_autoencoders(tmp_path, kind, backbone, rng):
+    for file in save_autoencoder(tmp_path, kind, rng):
+        whole = file.read_bytes()
+        copies = [*damaged(whole, random.Random(1), 40)]
+        if file.suffix == ".json":
+            copies += [b'{"k": "3"}', b'{"k": true}', b'{"k": 1.5}', b'{"k": NaN}', b'{"k": [3]}']
+            copies += [b'"k"', b" " * 2**21, b"[" * 10**5, b'{"architecture": [3]}']
+            copies += [b'{"normalize_activations": {}, "activation_fn_kwargs": 3}']
+        assert read_all(lambda: read_autoencoder(tmp_path), file, copies) > 16
+        file.write_bytes(whole)
+    bs.operate(backbone, [bs.SparseAutoencoder("blocks.1", str(tmp_path), feature=1)])
 
 
 @pytest.mark.parametrize("suffix", ["weights.h5", "weights.json", "keras"])

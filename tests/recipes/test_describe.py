@@ -194,6 +194,20 @@ def test_what_has_no_description_is_refused_by_name(gpt2, tmp_path, make, words)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_field_that_a_recipe_lacks_has_its_default(gpt2, tmp_path):
+    """A recipe of before `error`, and of layers before they normalised, is the splice it was."""
+    edited = bs.operate(gpt2, CASES["autoencoder"]("gpt2", "float32"))
+    bs.save_recipe(edited, tmp_path / "r")
+    document, _ = read_recipe(tmp_path / "r")
+    (described,), layers = document["rewrites"], document["layers"]
+    assert described["fields"].pop("error") is False
+    assert [layer["config"].pop("normalize") for layer in layers] == ["none", "none"]
+    rewritten(tmp_path / "r", rewrites=[described], layers=layers)
+    again = bs.load_recipe(tmp_path / "r", gpt2)
+    assert again.rewrites[0].error is False
+    np.testing.assert_array_equal(outputs(again), outputs(edited))
+
+
 # What a recipe names that this process does not know, or that is of a wrong kind
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import keras
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -179,6 +180,25 @@ def test_ablated_features_leave_the_error(sae, rng):
     again = bs.operate(make_gpt2(), [replace(layers, error=False), *rewrites[2:]])
     got = again.predict_on_batch(inputs)["captures"]["blocks.1"]
     assert relative(got, np.broadcast_to(w["b_dec"], got.shape)) <= EXACT
+
+
+def test_one_feature_is_taken_out(sae, rng):
+    """As the guide does it."""
+    path, w = sae
+    keep = np.ones(LATENTS)
+    keep[7] = 0
+    site = "blocks.1.sae_latents"
+    rewrites = [
+        bs.Capture("blocks.1", name="raw"),
+        bs.SparseAutoencoder("blocks.1", path, error=True),
+        bs.Capture(site),
+        bs.Insert(site, keras.layers.Rescaling(keep)),
+        bs.Capture("blocks.1"),
+    ]
+    got = bs.operate(make_gpt2(), rewrites).predict_on_batch(tokens(rng, rows=4))["captures"]
+    features = np.asarray(got[site])[..., 7:8]
+    assert features.any()
+    assert relative(got["blocks.1"], got["raw/blocks.1"] - features * w["W_dec"][7]) <= EXACT
 
 
 def test_heads_side_by_side(sae, rng):
