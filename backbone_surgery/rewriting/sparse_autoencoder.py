@@ -52,7 +52,8 @@ class SparseAutoencoder(ControlledRewrite):
     `blocks.3.sae_latents`, float32[batch, time, latents], which other rewrites can capture, patch
     or ablate. With `error`, what the autoencoder does not reconstruct is kept, as by
     `use_error_term` of SAELens: x becomes x + amount · (decode(features) - decode(features before
-    any edit)). So x is bit-equal to no edit until a rewrite changes its features.
+    any edit)). So x stays what it is until a rewrite changes its features; in bfloat16 a compiled
+    graph may round its last bit another way.
 
     With a feature, x becomes x + amount · W_dec[feature]. The amount is in the unit of x even where
     the autoencoder normalises: where x is multiplied by s to be encoded, an amount of a adds what a
@@ -125,7 +126,7 @@ class SparseAutoencoder(ControlledRewrite):
         amount = surgery.inputs[f"{self.name}_amount"]
         if self.feature is not None:
             return layers[0](x, amount)
-        latents = f"blocks.{place.block}.sae_latents"
+        latents = "sae_latents" if place.block is None else f"blocks.{place.block}.sae_latents"
         if latents in [p.path for p in surgery.places]:
             raise SurgeryError(
                 f"SparseAutoencoder at '{place.path}': expected a block without another spliced "

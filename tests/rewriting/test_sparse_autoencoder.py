@@ -257,12 +257,10 @@ def test_errors(sae, tmp_path, rng):
     refused("expected `error` for a splice alone", feature=3, error=True)
     refused("expected `error` to be True or False", error=1)
     refused("expected the path of a folder, or `layers`", where="")
-    pair = [
-        bs.SparseAutoencoder(at, path, name=f"sae{len(at)}")
-        for at in ("blocks.1.mlp_output", "blocks.1")
-    ]
-    with pytest.raises(bs.SurgeryError, match=r"'blocks\.1': expected a block without another spl"):
-        bs.operate(backbone, pair)
+    for first, second in (("blocks.1.mlp_output", "blocks.1"), ("final_norm", "embeddings")):
+        pair = [bs.SparseAutoencoder(first, path), bs.SparseAutoencoder(second, path, name="b")]
+        with pytest.raises(bs.SurgeryError, match=f"'{second}': expected a block without another"):
+            bs.operate(backbone, pair)
     refused("Received one with none of them. Pass the folder", where=str(tmp_path / "nowhere"))
     neither = "expected a top-k autoencoder, neither signed nor a transcoder. Received "
     number = "expected `k` from 1 to 24, the number of latents. Received "
