@@ -28,7 +28,7 @@ _LANES = 128
 """How many numbers a TPU reads at once."""
 
 _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
-_on_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("on_mesh", default=False)
+_placement: contextvars.ContextVar[Any] = contextvars.ContextVar("placement", default=None)
 _one_of: contextvars.ContextVar[int] = contextvars.ContextVar("one_of", default=1)
 _whole_prompts: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
 
@@ -51,20 +51,20 @@ def program_of() -> str | None:
 
 
 @contextlib.contextmanager
-def made_for(chosen: str, on_mesh: bool = False, whole_prompts: bool = False) -> Iterator[None]:
+def made_for(chosen: str, placement: Any = None, whole_prompts: bool = False) -> Iterator[None]:
     """Have what is made inside be for a platform.
 
     Args:
         chosen: the platform.
-        on_mesh: whether it is for a mesh of devices, not for one.
+        placement: where arrays lie on a mesh of devices; `None` for one device.
         whole_prompts: whether the tokens that run are the first of their rows, from slot 0 on.
     """
-    tokens = _chosen.set(chosen), _on_mesh.set(on_mesh), _whole_prompts.set(whole_prompts)
+    tokens = _chosen.set(chosen), _placement.set(placement), _whole_prompts.set(whole_prompts)
     try:
         yield
     finally:
         _chosen.reset(tokens[0])
-        _on_mesh.reset(tokens[1])
+        _placement.reset(tokens[1])
         _whole_prompts.reset(tokens[2])
 
 
@@ -204,7 +204,12 @@ def precision(name: str | None) -> Iterator[None]:
 
 def on_mesh() -> bool:
     """Tell whether the program that is being made is for a mesh of devices."""
-    return _on_mesh.get()
+    return _placement.get() is not None
+
+
+def placement() -> Any:
+    """Return where arrays lie on the mesh that the program is made for; `None` on one device."""
+    return _placement.get()
 
 
 def has_orders() -> bool:

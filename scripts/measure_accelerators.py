@@ -127,6 +127,25 @@ def mixtral():
     )
 
 
+def qwen3_moe():
+    """Of the shape of Qwen 3 MoE 30B, with 4 of its 48 blocks."""
+    return keras_hub.models.Qwen3MoeBackbone(
+        vocabulary_size=151936,
+        num_layers=4,
+        num_query_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        hidden_dim=2048,
+        intermediate_dim=6144,
+        moe_intermediate_dim=768,
+        num_experts=128,
+        top_k=8,
+        rope_max_wavelength=1000000,
+        tie_word_embeddings=False,
+        sliding_window_size=None,
+    )
+
+
 MODELS = {
     "gpt2": (gpt2, keras_hub.models.GPT2CausalLM),
     "gemma2": (gemma2, keras_hub.models.GemmaCausalLM),
@@ -138,6 +157,7 @@ MODELS = {
     "llama3_70b_whole": (partial(llama3_70b, 80), keras_hub.models.Llama3CausalLM),
     "qwen3": (qwen3, keras_hub.models.Qwen3CausalLM),
     "mixtral": (mixtral, keras_hub.models.MixtralCausalLM),
+    "qwen3_moe": (qwen3_moe, keras_hub.models.Qwen3MoeCausalLM),
 }
 MESHES = {"v5e:2x2": (1, 4), "v5e:4x4": (1, 16), "h100:8": (1, 8), "h100:2x4": (2, 4)}
 LENGTHS = {"gpt2": 256}

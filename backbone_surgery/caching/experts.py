@@ -5,6 +5,7 @@ reading weights is what decoding waits for.
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import keras
@@ -21,8 +22,11 @@ _PIECE_BYTES = 2**22
 _MOST_PAIRS = 16
 """Of a token and an expert that are run one by one on a TPU: each is written out in the program."""
 
-_MOST_SHARE = 0.6
-"""Of the experts, that are run in turn on a TPU: a turn takes longer than its share of all."""
+_MOST_SHARE, _MOST_OWN_SHARE = 0.6, 0.4
+"""Of the experts, that are run in turn on a TPU: a turn takes longer than its share of all.
+
+The second is for devices of a mesh that have experts of their own.
+"""
 
 
 class Choice(NamedTuple):
@@ -64,6 +68,15 @@ def choice_of(weights: keras.KerasTensor, compute_dtype: str) -> Choice | None:
         given = node.input_tensors[0]
 
 
+def lies_by_experts(mixed: MixedExperts, devices: int) -> bool:
+    """Tell whether each of several devices has experts of its own; without values, if it would."""
+    if devices == 1 or not mixed.share_experts(devices):
+        return False
+    arrays = (graph.array_of(getattr(mixed.bank, name)) for name in mixed.shared)
+    specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in arrays]
+    return all(spec is None or spec[:1] not in ((), (None,)) for spec in specs)
+
+
 class ChosenExperts(keras.layers.Layer):
     """Compute what a `MixedExperts` computes, reading for each token the experts that it weighs.
 
@@ -71,6 +84,7 @@ class ChosenExperts(keras.layers.Layer):
         mixed: the layer.
         top_k: how many weights of a token are not zero, at most.
         chooser: what chooses them, if it is called on router logits: then they are sorted once.
+        devices: how many share the experts, each with its own; 1 if they do not.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
@@ -81,22 +95,72 @@ class ChosenExperts(keras.layers.Layer):
     """
 
     def __init__(
-        self, mixed: MixedExperts, top_k: int, chooser: TopExperts | None = None, **kwargs
+        self,
+        mixed: MixedExperts,
+        top_k: int,
+        chooser: TopExperts | None = None,
+        devices: int = 1,
+        **kwargs,
     ) -> None:
         name = f"chosen_{mixed.name}" + (f"_by_{chooser.name}" if chooser else "")
         super().__init__(dtype=mixed.dtype_policy, name=name, **kwargs)
-        self.mixed, self.top_k, self.chooser = mixed, top_k, chooser
+        self.mixed, self.top_k, self.chooser, self.devices = mixed, top_k, chooser, devices
 
     def call(self, x, given):
         """Run the experts that each token weighs; all, once that would read as many kernels."""
         batch, time, _ = ops.shape(x)
         rows = target.rows_of_use(batch) if isinstance(batch, int) else batch
+        if self.devices > 1:
+            run = self._run_on_each if target.on_mesh() else self.mixed
+            return run(x, self._weights(given))
         if isinstance(rows, int) and isinstance(time, int):
             if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
                 return self._run_pairs(x, given, rows)
-            if self._few_are_chosen(rows * time, given.shape[-1]):
-                return _filled_up(self._run_in_turn(x[:rows], self._weights(given[:rows])), batch)
+            if self._few_are_chosen(rows * time, given.shape[-1], _MOST_SHARE):
+                made = self._run_in_turn(x[:rows], self._weights(given[:rows]), self.mixed.bank)
+                return _filled_up(made, batch)
         return self.mixed(x, self._weights(given))
+
+    def _run_on_each(self, x, weights):
+        """Run on each device of a mesh its own experts, and add up what they give."""
+        import jax
+        from jax.sharding import PartitionSpec
+
+        placement, platform = target.placement(), target.platform()
+        axes, split = placement.axes_of_heads, placement.rows_axis(x.shape[0])
+        rows = target.rows_of_use(x.shape[0])
+        weights = _filled_up(weights[:rows], x.shape[0])  # the rows of no use choose none
+        with graph.as_stored():
+            kernels = {
+                n: ops.convert_to_tensor(getattr(self.mixed.bank, n)) for n in self.mixed.shared
+            }
+
+        def run(x, weights, kernels):
+            with target.made_for(platform):
+                made = self._run_own(x, weights, SimpleNamespace(**kernels), min(rows, x.shape[0]))
+            return jax.lax.psum(made, axes)
+
+        return jax.shard_map(
+            run,
+            mesh=placement.mesh,
+            in_specs=(
+                PartitionSpec(split),
+                PartitionSpec(split, None, axes),
+                dict.fromkeys(kernels, PartitionSpec(axes)),
+            ),
+            out_specs=PartitionSpec(split),
+            check_vma=False,
+        )(x, weights, kernels)
+
+    def _run_own(self, x, weights, bank, rows):
+        """Run the experts of one device, whose kernels and weights these are."""
+        tokens, count = rows * x.shape[1], weights.shape[-1]
+        if self._few_are_chosen(tokens, count * self.devices, _MOST_OWN_SHARE):
+            return self._run_in_turn(x, weights, bank)
+        if target.platform() == "gpu" and tokens * self.top_k < count:
+            made = self._run(x[:rows], weights[:rows], bank, partial(largest, k=self.top_k))
+            return _filled_up(made, x.shape[0])
+        return self.mixed.mix(x, weights, _Kernels(bank, self.compute_dtype))
 
     def _weights(self, given):
         return given if self.chooser is None else self.chooser(given)
@@ -108,33 +172,34 @@ class ChosenExperts(keras.layers.Layer):
         """
         return min(count, _MOST_PAIRS + 1) if target.platform() == "tpu" else count
 
-    def _few_are_chosen(self, tokens, count):
+    def _few_are_chosen(self, tokens, count, most):
         """Tell whether a TPU gains by running those of all experts in turn that any token weighs.
 
-        Not on a mesh: in a loop, devices would exchange sums at each turn.
+        Not where devices share each expert: in a loop, they would exchange sums at each turn.
         """
         share = 1 - (1 - self.top_k / count) ** tokens  # if all are as likely
-        return target.platform() == "tpu" and target.has_orders() and share < _MOST_SHARE
+        return target.platform() == "tpu" and target.has_orders() and share < most
 
     def _run_pairs(self, x, given, rows):
         # On a TPU the rows of no use go through the experts of a lone token: fewer kernels.
         batch, time, _ = x.shape
         is_lone = rows * time == 1 and target.platform() == "tpu" and target.has_orders()
-        return _filled_up(self._run(x if is_lone else x[:rows], given[:rows]), batch)
+        choose = self.chooser.choose if self.chooser else partial(largest, k=self.top_k)
+        x = x if is_lone else x[:rows]
+        return _filled_up(self._run(x, given[:rows], self.mixed.bank, choose), batch)
 
-    def _run(self, x, given):
+    def _run(self, x, given, bank, choose):
         """Run the chosen experts on each token, or those of one token on all."""
         batch, time, hidden_dim = x.shape
         tokens = given.shape[0] * time
-        choose = self.chooser.choose if self.chooser else partial(largest, k=self.top_k)
         shares, index = (ops.reshape(y, (tokens * self.top_k,)) for y in choose(given))
-        chosen = _Chosen(self.mixed.bank, index, self.compute_dtype)
+        chosen = _Chosen(bank, index, self.compute_dtype)
         each = ops.reshape(x, (tokens, batch * time // tokens, hidden_dim))
         made = self.mixed.expert(ops.repeat(each, self.top_k, axis=0), chosen)
         made = ops.reshape(made * shares[:, None, None], (tokens, self.top_k, *each.shape[1:]))
         return ops.reshape(ops.sum(made, axis=1), (batch, time, hidden_dim))
 
-    def _run_in_turn(self, x, weights):
+    def _run_in_turn(self, x, weights, bank):
         """Run the experts that any token weighs on all tokens, one after the other."""
         batch, time, hidden_dim = x.shape
         tokens, count = batch * time, weights.shape[-1]
@@ -149,7 +214,7 @@ class ChosenExperts(keras.layers.Layer):
 
         def run(i, total):
             which = ops.slice(order, (i,), (1,))
-            made = self.mixed.expert(each, _Chosen(self.mixed.bank, which, self.compute_dtype))
+            made = self.mixed.expert(each, _Chosen(bank, which, self.compute_dtype))
             share = ops.slice(weights, (which[0], 0), (1, tokens))
             return total + ops.cast(made[0] * ops.transpose(share), "float32")
 
@@ -168,6 +233,17 @@ def _filled_up(made: Any, batch: int) -> Any:
     """Add empty rows, up to as many as the batch has."""
     empty = batch - made.shape[0]
     return ops.pad(made, [[0, empty], [0, 0], [0, 0]]) if empty else made
+
+
+class _Kernels(Experts):
+    """Kernels as they are stored, computed with in a dtype."""
+
+    def __init__(self, bank: Any, dtype: str) -> None:
+        super().__init__(bank)
+        self.dtype = dtype
+
+    def kernel(self, name: str) -> Any:
+        return ops.cast(super().kernel(name), self.dtype)
 
 
 class _Chosen(Experts):

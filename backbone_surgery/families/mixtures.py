@@ -24,7 +24,7 @@ def mixture(
     *,
     bank: keras.layers.Layer,
     expert: Expert,
-    shared: Mapping[str, int],
+    shared: Mapping[str, int | None],
     top_k: int,
     policy: Any,
     loss: Callable[[Any, Any], Any] | None = None,

@@ -25,7 +25,7 @@ from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm, rota
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
-FUSED = {"_expert_feedforward_output_dense": 1}
+FUSED = {"_expert_feedforward_gate_dense": None, "_expert_feedforward_output_dense": 1}
 """In the other kernel gate and up stand side by side: a share of what it makes would be gates alone
 or what is multiplied with them alone."""
 

@@ -80,7 +80,7 @@ class Forward:
             mapping = zip(self.model.variables, weights, strict=True)
             cache = self.packing.unpack(inputs["cache"], inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
-            made_for = target.made_for(self.platform, self.placement is not None, whole_prompts)
+            made_for = target.made_for(self.platform, self.placement, whole_prompts)
             scope = keras.StatelessScope(state_mapping=mapping)
             with scope, made_for, target.precision(self.precision):
                 cache = map_cache(

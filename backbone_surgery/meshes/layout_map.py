@@ -6,6 +6,8 @@ they read. Between the two nothing is exchanged, so a block takes two all-reduce
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -55,7 +57,8 @@ def layout_map(
         model: the axis that shares a model; rows of a batch may be split over another.
 
     Returns:
-        An entry for each weight that is split, under the path of its variable.
+        An entry for each weight that is split, under the path of its variable; or under a pattern,
+        if the path has a name that Keras counts up: the next backbone has another one.
 
     Raises:
         SurgeryError: the mesh has no such axis.
@@ -78,29 +81,67 @@ def layout_map(
             f"layout_map at 'model': expected an axis of the mesh. Received {shown(model)}. "
             f"{closest(str(model), sizes)}"
         )
-    if isinstance(preset_or_backbone, keras.Model):
-        found = list(splits(preset_or_backbone))
+    backbone = preset_or_backbone
+    if isinstance(backbone, keras.Model):
+        found = list(splits(backbone, sizes[model]))
     else:
         with graph.without_values():
-            found = list(splits(load_backbone(preset_or_backbone, load_weights=False)))
+            backbone = load_backbone(backbone, load_weights=False)
+            found = list(splits(backbone, sizes[model]))
+    patterns = _patterns(backbone)
     layout = keras.distribution.LayoutMap(mesh)
     # A weight that two layers share comes twice.
     for path, split in {split.variable.path: split for split in found}.items():
         if split.units % sizes[model] == 0:
             rank = len(split.variable.shape)
             axes = tuple(model if i == split.axis else None for i in range(rank))
-            layout[path] = keras.distribution.TensorLayout(axes, mesh)
+            layout[patterns[path]] = keras.distribution.TensorLayout(axes, mesh)
     return layout
 
 
-def splits(backbone: keras.Model) -> Iterator[Split]:
-    """Yield the axes of the weights of a backbone along which devices can share it."""
+def _patterns(backbone: keras.Model) -> dict[str, str]:
+    """Return what to look each weight of a backbone up by: its path, or a pattern of that.
+
+    Keras gives a layer without a name that of its class and a number, which counts up from one
+    backbone to the next. A pattern leaves the number open. Where two weights would have one, as of
+    two such layers side by side, both keep their path.
+    """
+    counted = _counted_names(backbone)
+    patterns = {v.path: _pattern(v.path, counted) for v in backbone.variables}
+    uses = Counter(patterns.values())
+    return {path: p if uses[p] == 1 else path for path, p in patterns.items()}
+
+
+def _counted_names(backbone: keras.Model) -> dict[str, str]:
+    """Return the names of layers that Keras made, and what they are without the number."""
+    found = {}
+    for layer in graph.layers_within(backbone):
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(layer).__name__)
+        if re.fullmatch(rf"{name.lower()}(_\d+)?", layer.name):
+            found[layer.name] = name.lower()
+    return found
+
+
+def _pattern(path: str, counted: dict[str, str]) -> str:
+    names = path.split("/")
+    if not counted.keys() & set(names):
+        return path
+    return "/".join(
+        rf"{counted[name]}(_\d+)?" if name in counted else re.escape(name) for name in names
+    )
+
+
+def splits(backbone: keras.Model, devices: int = 1) -> Iterator[Split]:
+    """Yield the axes of the weights of a backbone along which so many devices would share it.
+
+    Whether what lies along an axis divides by them, `Split.units` tells.
+    """
     opened = open_backbone(backbone)
     yield from _of_vocabulary(opened)
     for node in graph.all_nodes(opened):
         nested = graph.as_functional(node.operation)
         if nested is not None and is_block(nested):
-            yield from _of_block(nested)
+            yield from _of_block(nested, devices)
 
 
 def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
@@ -112,7 +153,7 @@ def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
             yield Split(variable, axis, embedding.input_dim, summed=axis == 0, vocabulary=True)
 
 
-def _of_block(block: keras.Model) -> Iterator[Split]:
+def _of_block(block: keras.Model, devices: int) -> Iterator[Split]:
     sites = {
         node.operation.role: node
         for node in graph.graph_nodes(block)
@@ -132,7 +173,7 @@ def _of_block(block: keras.Model) -> Iterator[Split]:
             yield from _of_projection(layer, shape, reads=True)
     for node in graph.graph_nodes(block):
         if isinstance(node.operation, MixedExperts):
-            yield from _of_experts(node.operation)
+            yield from _of_experts(node.operation, devices)
 
 
 def _projections(site: Any) -> list[keras.Layer]:
@@ -192,8 +233,11 @@ def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None
     return axis if kernel.shape[axis] in (shape[2], math.prod(shape[2:])) else None
 
 
-def _of_experts(layer: MixedExperts) -> Iterator[Split]:
-    """Split the kernels of all experts as the family says, each expert over all devices."""
+def _of_experts(layer: MixedExperts, devices: int) -> Iterator[Split]:
+    """Split the kernels of all experts as the family says: each expert, or the experts."""
+    whole = layer.share_experts(devices)
     for name, axis in layer.shared.items():
         variable = getattr(layer.bank, name)
-        yield Split(variable, axis, variable.shape[axis], summed=axis == 1)
+        along = 0 if whole else axis
+        if along is not None:
+            yield Split(variable, along, variable.shape[along], summed=axis == 1)

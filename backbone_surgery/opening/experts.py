@@ -149,7 +149,8 @@ class MixedExperts(keras.layers.Layer):
         bank: the layer of the block that owns the kernels.
         expert: what each expert computes with them.
         shared: `{attribute of the bank: axis}`: along which axis devices can share a kernel. 2 is
-            what it makes, 1 what it reads. What is not named here, every device holds.
+            what it makes, 1 what it reads, `None` says that they cannot: then they share the
+            experts. What is not named here, every device holds.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
@@ -163,7 +164,7 @@ class MixedExperts(keras.layers.Layer):
         self,
         bank: keras.layers.Layer,
         expert: Expert,
-        shared: Mapping[str, int] | None = None,
+        shared: Mapping[str, int | None] | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
@@ -171,13 +172,22 @@ class MixedExperts(keras.layers.Layer):
         self.shared = dict(shared or {})
 
     def call(self, x, weights):
+        return self.mix(x, weights, Experts(self.bank))
+
+    def mix(self, x, weights, experts):
+        """Run all experts whose kernels are given, by as many weights."""
         batch, time, hidden_dim = ops.shape(x)
         count = weights.shape[-1]
         tokens = ops.reshape(x, (1, batch * time, hidden_dim))
         each = ops.broadcast_to(tokens, (count, batch * time, hidden_dim))
         shares = ops.transpose(ops.reshape(weights, (batch * time, count)))
-        made = self.expert(each, Experts(self.bank)) * shares[..., None]
+        made = self.expert(each, experts) * shares[..., None]
         return ops.reshape(ops.sum(made, axis=0), (batch, time, hidden_dim))
+
+    def share_experts(self, devices: int) -> bool:
+        """Tell whether each of so many devices has experts of its own, and not a part of all."""
+        counts = {getattr(self.bank, name).shape[0] for name in self.shared}
+        return None in self.shared.values() and all(count % devices == 0 for count in counts)
 
     def compute_output_spec(self, x, weights):
         return keras.KerasTensor(x.shape, self.compute_dtype)

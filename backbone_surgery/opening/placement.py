@@ -38,7 +38,7 @@ class Placement:
     def of_state(self, spec: StateSpec, rows: int) -> Any:
         """Return the sharding of an array of state, unpacked."""
         axes = self._rows(rows, len(spec.shape))
-        others, shares = self._axes_of_heads, self.shares_of_heads
+        others, shares = self.axes_of_heads, self.shares_of_heads
         if spec.head_axis and others and spec.sizes(rows, 1)[spec.head_axis] % shares == 0:
             axes[spec.head_axis] = others
         return self._sharding(axes)
@@ -84,10 +84,11 @@ class Placement:
     @property
     def shares_of_heads(self) -> int:
         """How many devices share the heads of a row."""
-        return math.prod(self.mesh.shape[axis] for axis in self._axes_of_heads)
+        return math.prod(self.mesh.shape[axis] for axis in self.axes_of_heads)
 
     @property
-    def _axes_of_heads(self) -> tuple[str, ...]:
+    def axes_of_heads(self) -> tuple[str, ...]:
+        """The axes of the mesh that those devices lie along."""
         return tuple(axis for axis in self.mesh.axis_names if axis != self.batch_axis)
 
     @property
@@ -97,9 +98,12 @@ class Placement:
     def _of_rows(self, x: Any) -> Any:
         return self._sharding(self._rows(x.shape[0], x.ndim) if x.ndim else [])
 
+    def rows_axis(self, rows: int) -> str | None:
+        """Return the axis that so many rows are split over, if they are."""
+        return self.batch_axis if rows % self._shares == 0 else None
+
     def _rows(self, rows: int, rank: int) -> list[Any]:
-        divides = rows % self._shares == 0
-        return [self.batch_axis if divides else None, *[None] * (rank - 1)]
+        return [self.rows_axis(rows), *[None] * (rank - 1)]
 
     def _sharding(self, axes: list[Any]) -> Any:
         from jax.sharding import NamedSharding, PartitionSpec

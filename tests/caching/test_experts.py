@@ -99,7 +99,7 @@ def test_a_tpu_runs_what_more_tokens_weigh_in_turn(rng, mixed, monkeypatch, rows
     run = jax.jit(lambda: layer(x, weights if edited else logits))
     with target.made_for("tpu"):
         assert relative(np.array(run()), wanted) <= 1e-6
-    with target.made_for("tpu", on_mesh=True):
+    with target.made_for("tpu", placement=object()):
         assert np.isnan(layer(x, weights if edited else logits)).all()
     monkeypatch.setattr(experts, "_MOST_SHARE", 0.1)
     with target.made_for("tpu"):
@@ -154,7 +154,7 @@ def test_on_a_mesh_of_gpus_the_largest_are_found_by_sorting(rng, dtype):
     x = ops.where(ops.equal(x, -4.0), -np.inf, x)
     x = ops.where(ops.equal(x, 3.0) & (np.arange(9) % 2 == 0), np.nan, x)
     wanted = ops.top_k(x, 4)
-    with target.made_for("gpu", on_mesh=True):
+    with target.made_for("gpu", placement=object()):
         text = jax.jit(lambda x: largest(x, 4)).lower(x).as_text()
         got = largest(x, 4)
     assert "sort" in text

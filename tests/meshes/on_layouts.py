@@ -16,6 +16,7 @@ from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation import engine
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.predict import predict
+from tests.families import ROWS
 from tests.helpers import relative
 from tests.meshes.on_devices import OPTIONS, make_divisible, make_edited, on, prompts, texts
 
@@ -189,6 +190,28 @@ def check_repeated_heads():
             assert 8 * paper.cache_bytes == sum(x.nbytes for e in cache for x in e.values())
 
 
+def check_own_experts():
+    """Devices have experts of their own: programs of all platforms, run here, give the same."""
+    for name, mesh in (("qwen2_moe", (2, 4)), ("qwen3_moe", (1, 8)), ("qwen3_5_moe", (2, 4))):
+
+        def make(name=name):
+            return ROWS[name].make(vocabulary_size=64, num_experts=16, num_layers=2)
+
+        alone = greedy(make())
+        wanted = [ids(alone, rows) for rows in (1, 5)]
+        keras.utils.clear_session(free_memory=False)
+        with on(mesh, make()):
+            lm = greedy(make())
+        kernels = [v.value for v in lm.backbone.variables if "expert" in v.path]
+        shards = [x.addressable_shards[0].data for x in kernels if x.shape[:-2] == (16,)]
+        assert {x.shape[0] for x in shards} == {16 // mesh[1]}
+        for platform in ("cpu", "gpu", "tpu"):
+            made = Programs(lm.backbone_with_cache, lm.programs.head, platform)
+            object.__setattr__(lm, "programs", made)
+            for own, rows in zip(wanted, (1, 5), strict=True):
+                np.testing.assert_array_equal(ids(lm, rows), own, err_msg=f"{name} {platform}")
+
+
 def check_heads_first():
     """Programs of a mesh of TPUs, run here: they carry caches heads first, and give the same."""
     for sampler in ("greedy", keras_hub.samplers.BeamSampler(num_beams=3)):
@@ -224,6 +247,7 @@ if __name__ == "__main__":
         check_growing,
         check_inserted,
         check_repeated_heads,
+        check_own_experts,
         check_heads_first,
     ):
         keras.utils.clear_session(free_memory=False)

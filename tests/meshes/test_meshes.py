@@ -110,16 +110,20 @@ def test_a_block_of_every_family_is_shared(name):
     """Queries and what follows them, and the MLP or the experts; what is split has the axis."""
     backbone = ROWS[name].make()
     layout = bs.layout_map(backbone, one_device_mesh())
-    variables = {v.path: v for v in backbone.variables}
-    assert set(layout) <= set(variables)
-    for path, entry in layout.items():
-        assert len(entry.axes) == len(variables[path].shape)
-        assert entry.axes.count("model") == 1
+    laid_out = {v.path: layout[v.path] for v in backbone.variables if layout[v.path]}
+    assert len(laid_out) == len(layout)
+    for variable in backbone.variables:
+        entry = laid_out.get(variable.path)
+        assert entry is None or len(entry.axes) == len(variable.shape)
+        assert entry is None or entry.axes.count("model") == 1
+    # The numbers in the names of the next one may be others.
+    following = [layout[v.path] for v in ROWS[name].make().variables]
+    assert following == [layout[v.path] for v in backbone.variables]
     for split in splits(backbone):
         size = split.variable.shape[split.axis]
         assert size == split.units or (size % split.units == 0 and len(split.variable.shape) == 2)
     kernels = [v for v in backbone.variables if len(v.shape) > 1]
-    assert sum(v.path in set(layout) for v in kernels) >= len(kernels) / 2
+    assert sum(v.path in laid_out for v in kernels) >= len(kernels) / 2
 
 
 @pytest.mark.parametrize(
@@ -128,9 +132,9 @@ def test_a_block_of_every_family_is_shared(name):
         ("mixtral", {"intermediate_dim": 32}, (2, 2, 1)),
         ("gpt_oss", {"intermediate_dim": 32}, (2, 1)),
         ("gpt_oss", {"intermediate_dim": 16}, (2, 1)),
-        ("qwen2_moe", {"moe_intermediate_dim": 16}, (1, 1)),
-        ("qwen3_moe", {"moe_intermediate_dim": 32}, (1, 1)),
-        ("qwen3_5_moe", {"moe_intermediate_dim": 16}, (1, 1)),
+        ("qwen2_moe", {"moe_intermediate_dim": 16}, (0, 0)),
+        ("qwen3_moe", {"moe_intermediate_dim": 32}, (0, 0)),
+        ("qwen3_5_moe", {"moe_intermediate_dim": 16}, (0, 0)),
         ("gemma4", {"enable_moe_block": True, "num_experts": 4, "num_experts_per_token": 2,
                     "expert_intermediate_dim": 32, "hidden_size_per_layer_input": 0}, (2, 2, 1)),
     ],
@@ -140,7 +144,7 @@ def test_experts_are_shared_by_what_their_kernels_are_for(name, sizes, axes):
     found = [s for s in splits(ROWS[name].make(**sizes)) if len(s.variable.shape) == 3]
     banks = [s for s in found if "expert" in s.variable.path]
     assert tuple(s.axis for s in banks[: len(axes)]) == axes
-    assert all(s.summed == (s.axis == 1) for s in banks)
+    assert [s.summed for s in banks[: len(axes)]] == [False] * (len(axes) - 1) + [True]
 
 
 @slow
