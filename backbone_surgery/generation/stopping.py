@@ -48,10 +48,23 @@ class Stops:
     def render(self, prompt: np.ndarray, new: np.ndarray, strip_prompt: bool = False) -> str:
         """Turn a row into text, cut right after the first stop sequence in its new part."""
         text, start = self._text(prompt, new)
-        ends = [at + len(s) for s in self.texts if (at := text.find(s, start)) >= 0]
-        surplus = len(text) - min(ends, default=len(text))
+        surplus = len(text) - self._end(text, start)
         shown = to_text([new], self.preprocessor)[0] if strip_prompt else text
         return shown[: len(shown) - surplus]
+
+    def added(self, prompt: np.ndarray, new: np.ndarray) -> str:
+        """Return what the new tokens add to the text of the prompt, cut likewise.
+
+        Many a SentencePiece model leaves out the space that a text begins with. So `render` without
+        the prompt may begin with the second character of this.
+        """
+        text, start = self._text(prompt, new)
+        return text[start : self._end(text, start)]
+
+    def _end(self, text: str, start: int) -> int:
+        """Return where the first stop sequence to be complete ends; else where the text does."""
+        ends = [at + len(s) for s in self.texts if (at := text.find(s, start)) >= 0]
+        return min(ends, default=len(text))
 
     def _text(self, prompt: np.ndarray, new: np.ndarray) -> tuple[str, int]:
         """Return the text of a row, and where its new part begins."""

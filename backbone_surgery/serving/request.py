@@ -109,6 +109,20 @@ class EngineRequest:
         text = job.stops.render(job.prompt, new, self._strip_prompt)
         return text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
 
+    def added_text(self, tokens: int | None = None) -> str:
+        """Return what the new tokens so far add to the text of the prompt, as far as it is whole.
+
+        It is what a client puts after its prompt: with the space between them, which the `text` of
+        a stripped prompt lacks where the tokenizer leaves out the one that a text begins with.
+
+        Args:
+            tokens: how many of the new tokens; all by default.
+        """
+        job = self._job
+        ended, new = job.ended and tokens is None, job.new[:tokens]
+        text = job.stops.added(job.prompt, new)
+        return text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+
     @property
     def token_texts(self) -> list[str]:
         """The text that each token adds, of the prompt and the new ones; they join to the whole.

@@ -137,7 +137,7 @@ class Answer:
         if request.finish_reason == "error":
             request.result()
         ended = request.finish_reason is not None
-        text = await asyncio.to_thread(lambda: request.text)
+        text = await asyncio.to_thread(request.added_text)
         ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
             return text[: min(ends)]

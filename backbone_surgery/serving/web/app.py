@@ -119,7 +119,6 @@ class Service:
                             top_k=body.top_k,
                             top_p=body.top_p,
                             stop_sequences=body.stops,
-                            strip_prompt=True,
                             return_captures=bool(capture),
                             logprobs=body.likeliest is not None,
                         )

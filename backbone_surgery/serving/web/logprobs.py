@@ -33,8 +33,7 @@ class ShownLogprobs:
             i = self._shown
             starts.append(self._start)
             entries.append(self._entry(i, notes))
-            (text,) = to_text([notes.token_ids[: i + 1]], self._preprocessor)
-            self._start = max(self._start, len(text.rstrip("\N{REPLACEMENT CHARACTER}")))
+            self._start = max(self._start, len(self._request.added_text(i + 1)))
             self._shown += 1
         if self._is_chat:
             return {"content": entries, "refusal": None}
