@@ -143,7 +143,8 @@ class Answer:
             return text[: min(ends)]
         if ended:
             return text
-        held = (n for n in range(len(text)) if any(s.startswith(text[n:]) for s in self.stops))
+        tail = range(max(0, len(text) - max(map(len, self.stops), default=0)), len(text))
+        held = (n for n in tail if any(s.startswith(text[n:]) for s in self.stops))
         return text[: next(held, len(text))]
 
     async def _next_logprobs(self, index: int, text: str) -> dict[str, Any] | None:
