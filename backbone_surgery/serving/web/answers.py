@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -15,6 +16,8 @@ from safetensors.numpy import save
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.web.logprobs import ShownLogprobs
+
+_log = logging.getLogger(__name__)
 
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
 
@@ -117,6 +120,9 @@ class Answer:
             yield "data: [DONE]\n\n"
         except SurgeryError as error:
             yield _sse(error_body(str(error), "server_error"))
+        except Exception as error:
+            _log.exception("an answer could not be made")
+            yield _sse(failure_body(error))
         finally:
             self.cancel()
 
@@ -196,6 +202,12 @@ class Answer:
 def error_body(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def failure_body(error: Exception) -> dict[str, Any]:
+    """Return what a client is told of an error that is none of its own; the log has the rest."""
+    text = f"the server failed: {type(error).__name__}. Its log says more. Try again later."
+    return error_body(text, "server_error")
 
 
 def _sse(data: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from backbone_surgery.opening.site import places, select
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.scheduler import QueueFullError
-from backbone_surgery.serving.web.answers import Answer, error_body
+from backbone_surgery.serving.web.answers import Answer, error_body, failure_body
 from backbone_surgery.serving.web.body import ChatCompletion, Completion, TextCompletion
 from backbone_surgery.serving.web.limits import BodyLimit
 from backbone_surgery.serving.web.metrics import Metrics
@@ -331,6 +331,10 @@ def _add_errors(app: FastAPI) -> None:
     async def http_error(http: Request, error: HTTPException) -> JSONResponse:
         text = f"{http.method} {http.scope['path']}: {error.detail}"
         return answer(error.status_code, text, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(failure_body(error), 500)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
