@@ -18,6 +18,7 @@ from scipy.special import log_softmax
 import backbone_surgery as bs
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import make_server_app
+from backbone_surgery.serving.web.steering import Vectors, read_steering
 
 NAMES = ("mood", "pet")
 PROMPT = "Once upon a time"
@@ -119,6 +120,13 @@ def test_easysteers_fields_mean_the_same(client):
         vector = bs.ControlVector({b: vector.directions[b] for b in (4, 5)}, vector.info)
         control = bs.Control(2.0, directions=vector, tokens=tokens)
         assert theirs == texts_alone(control)
+
+
+@pytest.mark.parametrize("entry", [{}, {"scale": None}])
+def test_an_easysteer_vector_without_a_scale_acts_at_1(lm, entry):
+    vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
+    control = read_steering(lm, vectors, {"vectors": [{"name": "mood", **entry}]})["mood"]
+    assert control.strength == 1.0
 
 
 def texts_alone(control):

@@ -226,7 +226,7 @@ def _of_easysteer(
             )
         if entry.get("layers") is not None:
             vector = _of_blocks(vector, entry["layers"])
-        scale = entry.get("scale", 1.0)
+        scale = 1.0 if entry.get("scale") is None else entry["scale"]
         result[control] = Control(strength=scale, directions=vector, tokens=_tokens(entry))
     return result
 
