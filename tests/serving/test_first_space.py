@@ -4,13 +4,18 @@ What a client puts after its prompt has the space; what is decoded alone has not
 """
 
 import json
+from types import SimpleNamespace
 
 import keras_hub
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 import backbone_surgery as bs
+from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.serving.logprobs import TokenLogprobs
 from backbone_surgery.serving.serve import make_server_app
+from backbone_surgery.serving.web.logprobs import ShownLogprobs
 from tests.helpers import train_pieces
 
 # KerasHub leaves the file of a SentencePiece model to the garbage collector to close.
@@ -62,3 +67,18 @@ def test_an_answer_joins_to_its_prompt_and_stops_before_it_is_shown(lm, client):
     ends = [*logprobs["text_offset"][1:], len(added)]
     shown = [added[a:b] for a, b in zip(logprobs["text_offset"], ends, strict=True)]
     assert logprobs["tokens"] == shown
+
+
+def test_a_special_token_before_one_takes_no_space_from_it(lm):
+    tokenizer = lm.preprocessor.tokenizer
+    prompt = np.append(tokenizer("the quick"), tokenizer.start_token_id)
+    new = np.asarray(tokenizer("brown fox"))
+    notes = TokenLogprobs(new, np.zeros(len(new)), new[:, None], np.zeros((len(new), 1)))
+    request = SimpleNamespace(
+        prompt_token_ids=prompt,
+        preprocessor=lm.preprocessor,
+        logprobs=notes,
+        added_text=lambda count: Stops([], preprocessor=lm.preprocessor).added(prompt, new[:count]),
+    )
+    shown = ShownLogprobs(request, 0, False).next(1000)
+    assert "".join(shown["tokens"]) == " brown fox"

@@ -10,6 +10,9 @@ from backbone_surgery.serving.request import EngineRequest
 _LEAST = -9999.0
 """In the place of minus infinity, which JSON does not have; OpenAI's own."""
 
+_CONTEXT = 8
+"""Tokens that tell whether a space comes with the next one: special ones alone have no text."""
+
 
 class ShownLogprobs:
     """The log-probabilities of one choice, piece by piece.
@@ -50,7 +53,7 @@ class ShownLogprobs:
 
     def _entry(self, index: int, notes: Any) -> dict[str, Any]:
         likeliest = notes.likeliest_ids[index, : self._count]
-        before = notes.token_ids[index - 1] if index else self._request.prompt_token_ids[-1]
+        before = np.append(self._request.prompt_token_ids, notes.token_ids[:index])[-_CONTEXT:]
         own, *texts = self._texts(before, [notes.token_ids[index], *likeliest])
         others = zip(texts, notes.likeliest_logprobs[index], strict=False)
         return {
@@ -58,13 +61,13 @@ class ShownLogprobs:
             "top_logprobs": [_shown(text, logprob) for text, logprob in others],
         }
 
-    def _texts(self, before: int, token_ids: list[int]) -> list[str]:
-        """Return the text that each token adds to the one before, or has alone."""
+    def _texts(self, before: np.ndarray, token_ids: list[int]) -> list[str]:
+        """Return the text that each token adds to those before, or has alone."""
         alone = [np.array([i]) for i in token_ids]
-        pairs = [np.array([before, i]) for i in token_ids]
-        start, *texts = to_text([np.array([before]), *pairs, *alone], self._preprocessor)
-        pairs_and_alone = zip(texts[: len(token_ids)], texts[len(token_ids) :], strict=True)
-        return [t[len(start) :] if t.startswith(start) else own for t, own in pairs_and_alone]
+        after = [np.append(before, i) for i in token_ids]
+        start, *texts = to_text([before, *after, *alone], self._preprocessor)
+        after_and_alone = zip(texts[: len(token_ids)], texts[len(token_ids) :], strict=True)
+        return [t[len(start) :] if t.startswith(start) else own for t, own in after_and_alone]
 
 
 def _shown(text: str, logprob: float) -> dict[str, Any]:
