@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 import backbone_surgery as bs
+from backbone_surgery.generation.captures import GeneratedActivations
 from backbone_surgery.serving.scheduler import Scheduler
 from backbone_surgery.serving.serve import make_server_app
 from backbone_surgery.serving.web.answers import Answer
@@ -32,6 +35,36 @@ def test_a_long_text_is_compared_with_stops_at_its_end_alone():
 
     assert asyncio.run(visible()) == text[:-1]
     assert Stop.compared <= 6
+
+
+class Captured(SimpleNamespace):
+    """A request that has ended, and notes in which thread its captures are read."""
+
+    def __init__(self):
+        ids, reads = np.zeros((1, 2), np.int32), []
+        super().__init__(finish_reason="length", listen=print, cancel=print, reads=reads)
+        self.prompt_token_ids, self.token_ids, self.reused_tokens = ids[0, :1], ids[0], 0
+        self.token_texts, self.added_text = ["a", "b"], lambda: "b"
+
+    @property
+    def captures(self):
+        self.reads.append(threading.current_thread())
+        ids = np.zeros((1, 2), np.int32)
+        values = {"blocks.0": np.zeros((1, 2, 4), np.float32)}
+        return GeneratedActivations(ids, np.array([2]), values)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_captures_are_written_beside_the_loop_that_serves_others(stream):
+    request = Captured()
+
+    async def read():
+        answer = Answer([request], "tiny", False, capture=["blocks.0"])
+        return [e async for e in answer.events(False)] if stream else await answer.whole()
+
+    assert "safetensors" in str(asyncio.run(read()))
+    assert request.reads
+    assert threading.main_thread() not in request.reads
 
 
 @pytest.mark.parametrize("stream", [False, True])

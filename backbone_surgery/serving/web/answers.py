@@ -82,7 +82,8 @@ class Answer:
             if self.is_chat:
                 content = {"message": {"role": "assistant", "content": text}}
             logprobs = await self._next_logprobs(i, texts[i])
-            choices.append({"index": i, **content, "logprobs": logprobs, **self._end(request)})
+            end = await asyncio.to_thread(self._end, request)
+            choices.append({"index": i, **content, "logprobs": logprobs, **end})
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 
@@ -112,7 +113,8 @@ class Answer:
                     if is_last:
                         ended[i] = True
                         shown = {"delta": {}} if self.is_chat else {"text": ""}
-                        yield self._event(kind, i, {**shown, **self._end(request)})
+                        end = await asyncio.to_thread(self._end, request)
+                        yield self._event(kind, i, {**shown, **end})
                 if not all(ended):
                     await self.wait()
             if include_usage:
