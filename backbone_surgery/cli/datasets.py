@@ -20,6 +20,7 @@ from backbone_surgery.cli.options import (
     Sampler,
     SamplerName,
     Vectors,
+    check_strengths,
     parse_columns,
     parse_vectors,
 )
@@ -89,6 +90,7 @@ def batch(
         fail("batch --mesh: expected one of --mesh and --ray, since a worker has one device.")
     strengths = attempt(parse_columns, controls)
     files = attempt(parse_vectors, vector)
+    attempt(check_strengths, "--controls", files, strengths)
     vectors = {name: _absolute_vector(file) for name, file in files.items()}
     args, names = (_absolute(model), vectors, sampler, _absolute(recipe)), list(strengths)
     make = functools.partial(load, *args, mesh=mesh, controls=names)

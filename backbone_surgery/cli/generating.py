@@ -14,6 +14,7 @@ from backbone_surgery.cli.options import (
     SamplerName,
     Seed,
     Vectors,
+    check_strengths,
     parse_controls,
     parse_vectors,
 )
@@ -43,8 +44,9 @@ def generate(
     ] = [],  # noqa: B006
 ) -> None:
     """Generate text from prompts, steered by control vectors if you name any."""
-    controls = attempt(parse_controls, control)
-    lm = load(model, attempt(parse_vectors, vector), sampler, mesh=mesh, controls=controls)
+    controls, vectors = attempt(parse_controls, control), attempt(parse_vectors, vector)
+    attempt(check_strengths, "--control", vectors, controls)
+    lm = load(model, vectors, sampler, mesh=mesh, controls=controls)
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "controls": controls}
     options["lookup"] = lookup
     if stream:

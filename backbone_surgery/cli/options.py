@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,6 +80,20 @@ def parse_controls(texts: Sequence[str]) -> dict[str, float]:
         SurgeryError: a strength is no number, or a control is named twice.
     """
     return _parse_named("--control", "NAME=STRENGTH, such as mood=1.5", texts, _number)
+
+
+def check_strengths(option: str, vectors: Iterable[str], controls: Container[str]) -> None:
+    """Refuse a vector that is given no strength, since it would change nothing.
+
+    Raises:
+        SurgeryError: one of the vectors has no control.
+    """
+    for name in vectors:
+        if name not in controls:
+            raise SurgeryError(
+                f"--vector at '{name}': expected a strength for it. Received none, so it would "
+                f"change nothing. Add {option} {name}=1."
+            )
 
 
 def parse_columns(texts: Sequence[str]) -> dict[str, Any]:

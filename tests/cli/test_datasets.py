@@ -80,7 +80,8 @@ def test_workers_are_handed_whole_paths(run, lines, tmp_path, monkeypatch):
     makes = []
     monkeypatch.setattr(bs, "generate_dataset", lambda make, *_, **__: makes.append(make) or [])
     monkeypatch.chdir(tmp_path)
-    words = ["--vector", "mood", "--vector", "own=own.gguf", "--recipe", ".", "--ray", "auto"]
+    words = ["--vector", "mood", "-c", "mood=1", "--vector", "own=own.gguf", "-c", "own=1"]
+    words += ["--recipe", ".", "--ray", "auto"]
     result = run("batch", lines, tmp_path / "out", *words)
     assert result.exit_code == 0, result.output
     _, vectors, _, recipe = makes[0].args
@@ -105,6 +106,7 @@ def test_harvest_writes_activations(run, lines, tmp_path):
         ("batch", ["--score", "no_such_module:f"], "expected MODULE:FUNCTION"),
         ("batch", ["--score", "json"], "expected MODULE:FUNCTION"),
         ("batch", ["--column", "text"], "expected a column 'text'"),
+        ("batch", ["-v", "mood"], "Add --controls mood=1"),
         ("batch", ["--batch-size", "0"], "--batch-size"),
         ("harvest", [], "--site"),
         ("harvest", ["--site", "blocks.1", "--dtype", "int8"], "--dtype"),
