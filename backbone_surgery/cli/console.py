@@ -4,11 +4,14 @@ Nothing that comes from a model or a user is read as markup of rich.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from backbone_surgery.files import reading
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -41,3 +44,10 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fail(f"{type(error).__name__} {error}")
     except ValueError as error:
         fail(str(error))
+
+
+def read_text(path: Path, operation: str) -> str:
+    """Read a text file in UTF-8; `operation` is named in the error."""
+    advice = "Check the path, or save the text as UTF-8."
+    with reading(path, operation, "a text file in UTF-8", advice=advice):
+        return path.read_text(encoding="utf-8")

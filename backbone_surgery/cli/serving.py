@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from backbone_surgery.cli.console import attempt, note
+from backbone_surgery.cli.console import attempt, fail, note, read_text
 from backbone_surgery.cli.loading import load, load_vectors
 from backbone_surgery.cli.options import (
     Mesh,
@@ -46,9 +46,14 @@ def serve(
     """Serve a model with OpenAI's routes; each request is steered by itself."""
     import backbone_surgery as bs
 
+    if sampler is SamplerName.beam:
+        fail(
+            "serve --sampler: expected greedy, random, top_k or top_p. Received beam, which a "
+            "server cannot run. Choose another."
+        )
     files = attempt(parse_vectors, vector)
+    template = None if chat_template is None else attempt(read_text, chat_template, "serve")
     lm = load(model, files, sampler, recipe, capture, mesh)
-    template = None if chat_template is None else attempt(chat_template.read_text, "utf-8")
     note("compiling the programs that requests will need")
     attempt(
         bs.serve,

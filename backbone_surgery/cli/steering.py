@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from backbone_surgery.cli.console import attempt, fail, write, write_table
+from backbone_surgery.cli.console import attempt, fail, read_text, write, write_table
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     AnyBatchSize,
@@ -103,11 +103,11 @@ def sweep(
 
 
 def _read_prompts(prompts: Sequence[str]) -> list[str]:
-    """Return the prompts, with the lines of files in place of these."""
+    """Return the prompts, with the lines of .txt files in place of these."""
     listed: list[str] = []
     for prompt in prompts:
-        is_file = prompt.endswith(".txt") and Path(prompt).is_file()
-        lines = Path(prompt).read_text(encoding="utf-8").splitlines() if is_file else [prompt]
+        is_file = prompt.endswith(".txt")
+        lines = read_text(Path(prompt), "sweep").splitlines() if is_file else [prompt]
         listed += [line for line in lines if line.strip()]
     return listed
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from backbone_surgery.cli.console import attempt, fail, note, write
+from backbone_surgery.cli.console import attempt, fail, note, read_text, write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import BatchSize, Model
 from backbone_surgery.errors import SurgeryError
@@ -42,9 +42,15 @@ def train_vector(
     import backbone_surgery as bs
 
     if output.suffix not in (".gguf", ".safetensors"):
-        fail(f"train-vector at '{output}': expected a name that ends in .gguf or .safetensors.")
+        fail(
+            f"train-vector at '{output}': expected a name that ends in .gguf or .safetensors. "
+            f"Received the ending '{output.suffix}'. Choose such a name."
+        )
     if not output.parent.is_dir():
-        fail(f"train-vector at '{output}': expected a folder that exists. Received another.")
+        fail(
+            f"train-vector at '{output}': expected a file in a folder that exists. Received the "
+            f"folder '{output.parent}'. Make it first, or choose another."
+        )
     listed = attempt(_read_pairs, pairs)
     lm = load(model)
     vector = attempt(bs.ControlVector.train, lm, listed, method.value, batch_size, token, verbose=1)
@@ -59,7 +65,7 @@ def train_vector(
 def _read_pairs(path: Path) -> list[tuple[str, str]]:
     """Read contrast pairs from a file of JSON lines."""
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "train-vector").splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -72,7 +78,7 @@ def _read_pairs(path: Path) -> list[tuple[str, str]]:
             raise SurgeryError(
                 f"train-vector at {path}:{number}: expected "
                 '{"positive": "...", "negative": "..."} or ["...", "..."]. '
-                f"Received {line[:80]!r}."
+                f"Received {line[:80]!r}. Correct the line, or leave it out."
             )
         pairs.append(tuple(pair))
     return pairs

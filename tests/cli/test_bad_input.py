@@ -48,9 +48,12 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*SWEEP, "--words", "a", "--plot", "x"], "ends in one of .png"),
         ([*SWEEP, "--batch-size", "0"], "--batch-size"),
         (["sweep", "", "--vector", "mood"], "at least one prompt"),
+        (["sweep", "missing.txt", "--vector", "mood"], "'missing.txt': expected a text file"),
+        (["serve", "--sampler", "beam"], "expected greedy, random, top_k or top_p"),
+        (["serve", "--chat-template", "missing"], "'missing': expected a text file"),
         (["train-vector", "pyproject.toml", "v.gguf"], "pyproject.toml:1: expected"),
-        (["train-vector", "missing.jsonl", "v.gguf"], "FileNotFoundError"),
-        (["train-vector", "models", "v.gguf"], "IsADirectoryError"),
+        (["train-vector", "missing.jsonl", "v.gguf"], "'missing.jsonl': expected a text file"),
+        (["train-vector", "models", "v.gguf"], "'models': expected a text file"),
         (["train-vector", "README.md", "v.npz"], "ends in .gguf or .safetensors"),
         (["train-vector", "README.md", "missing/v.gguf"], "a folder that exists"),
         (["paint"], "paint"),
@@ -67,7 +70,7 @@ def test_arguments(run, args, words):
 
 FILES = {
     "pairs.jsonl": (b"", "pair"),
-    "latin.jsonl": ('["caf\xe9", "x"]'.encode("latin-1"), "utf-8"),
+    "latin.jsonl": ('["caf\xe9", "x"]'.encode("latin-1"), "latin.jsonl': expected a text file"),
     "deep.jsonl": (b"[" * 100_000, "deep.jsonl:1"),
     "numbers.jsonl": (b"[1, 2]", "numbers.jsonl:1"),
     "short.jsonl": (b'["a"]', "short.jsonl:1"),
