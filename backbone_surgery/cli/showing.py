@@ -24,6 +24,8 @@ def inspect(model: Model = "tiny_gpt2") -> None:
     blocks = sorted({b for p in paths if (b := block_of(p)) is not None})
     roles = list(dict.fromkeys(p.split(".")[2] for p in paths if p.count(".") == 2))
     table = Table(title=Text(model, "table.title"), show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # in a narrow terminal, a name in two pieces and not cut off
     table.add_row("architecture", opened.family.name)
     table.add_row("parameters", f"{lm.backbone.count_params():,}")
     table.add_row("blocks", str(len(blocks)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sysconfig
 from importlib.util import find_spec
@@ -42,6 +43,13 @@ def test_inspect_shows_sites_parameters_and_cache(run):
         "final_norm",
     ):
         assert word in result.stdout
+
+
+def test_inspect_shows_whole_names_in_a_narrow_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    shown = run("inspect").stdout
+    names = "".join(re.findall(r"│\s*\S*\s*│ (\S+)\s*│", shown))
+    assert "blocks.*.attention_pattern" in names, shown
 
 
 @pytest.mark.slow
