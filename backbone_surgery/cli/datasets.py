@@ -117,7 +117,8 @@ def harvest(
     inputs: Inputs,
     output: Output,
     site: Annotated[
-        list[str], typer.Option(help="Site or selector of sites, such as blocks.3 or blocks.*.mlp.")
+        list[str],
+        typer.Option(help="Site or selector of sites, such as blocks.3 or blocks.*.mlp_output."),
     ],
     model: Model = "tiny_gpt2",
     recipe: Recipe = None,

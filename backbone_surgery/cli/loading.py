@@ -1,4 +1,4 @@
-"""Load the model of a command, steered by control vectors. Keras is imported here, not before."""
+"""Load the model of a command, steered by control vectors."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,11 +1,14 @@
 """`batch` and `harvest`, run as a user does."""
 
+import inspect
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.cli import datasets
 
 PROMPTS = ["Once upon a time there was a girl named Lily.", "Tom had a red ball.", "Mia was"]
 
@@ -103,10 +106,10 @@ def test_harvest_writes_activations(run, lines, tmp_path):
     [
         ("batch", ["--controls", "mood"], "expected NAME=COLUMN or NAME=STRENGTH"),
         ("batch", ["-c", "mood=1", "-c", "mood=2"], "expected one strength"),
+        ("batch", ["-v", "mood"], "Add --controls mood=1"),
         ("batch", ["--score", "no_such_module:f"], "expected MODULE:FUNCTION"),
         ("batch", ["--score", "json"], "expected MODULE:FUNCTION"),
         ("batch", ["--column", "text"], "expected a column 'text'"),
-        ("batch", ["-v", "mood"], "Add --controls mood=1"),
         ("batch", ["--batch-size", "0"], "--batch-size"),
         ("harvest", [], "--site"),
         ("harvest", ["--site", "blocks.1", "--dtype", "int8"], "--dtype"),
@@ -120,3 +123,11 @@ def test_bad_input_ends_with_a_message(run, lines, tmp_path, command, options, w
     assert words in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_selectors_that_help_names_pick_sites():
+    selectors = re.findall(r"\bblocks\.[\w.*]*\w", inspect.getsource(datasets.harvest))
+    assert selectors
+    backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone
+    for selector in selectors:
+        assert bs.operate(backbone, [bs.Capture(selector)])
