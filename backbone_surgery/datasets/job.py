@@ -160,7 +160,8 @@ def _write_manifest(job: Job, text: str) -> None:
         if others:
             raise SurgeryError(
                 f"{job.operation} at '{job.folder}': expected the job that the folder was made by. "
-                f"Received another {', '.join(others)}. Choose a new folder, or ask for the same."
+                f"Received one that differs in: {', '.join(others)}. Choose a new folder, or ask "
+                "for the same."
             )
         return
     others = sorted(p.name for p in job.folder.iterdir()) if job.folder.is_dir() else []

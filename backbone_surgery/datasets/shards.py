@@ -142,7 +142,8 @@ def check_columns(operation: str, shards: Sequence[Shard], columns: Sequence[str
         for name in columns:
             if name not in known:
                 raise SurgeryError(
-                    f"{operation} at '{file}': expected a column '{name}'. {closest(name, known)}"
+                    f"{operation} at '{file}': expected a column '{name}'. Received a file without "
+                    f"it. {closest(name, known)} Name one of these."
                 )
             if known.count(name) > 1:
                 raise SurgeryError(
@@ -170,7 +171,7 @@ def _files(operation: str, inputs: Any) -> Iterator[Path]:
         if not files:
             raise SurgeryError(
                 f"{operation} at '{path}': expected a {' or '.join(_ENDINGS)} file that exists, or "
-                "a folder of them. Received another path."
+                "a folder of them. Received another path. Check it."
             )
         yield from files
 

@@ -137,7 +137,7 @@ def test_a_job_with_another_tokenizer_is_refused(tmp_path, do, arguments, text):
     path.write_text(json.dumps({"prompt": text}))
     for lm in (first, again):
         do(lm, path, tmp_path / "out", *arguments, verbose=0)
-    with pytest.raises(bs.SurgeryError, match="Received another tokenizer"):
+    with pytest.raises(bs.SurgeryError, match="differs in: tokenizer"):
         do(other, path, tmp_path / "out", *arguments, verbose=0)
 
 

@@ -123,12 +123,12 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
         "scores": {"score": len},
     }
     for words, other in others.items():
-        with pytest.raises(bs.SurgeryError, match=f"Received another {words}"):
+        with pytest.raises(bs.SurgeryError, match=f"differs in: {words}"):
             bs.generate_dataset(lm, lines, out, **{**OPTIONS, **other})
-    with pytest.raises(bs.SurgeryError, match="Received another edit"):
+    with pytest.raises(bs.SurgeryError, match="differs in: edit"):
         bs.generate_dataset(bs.CachedCausalLM(lm.opened.owner), lines, out, **OPTIONS)
     (lines / "a.jsonl").write_text(json.dumps({"prompt": [1]}) + "\n")
-    with pytest.raises(bs.SurgeryError, match="Received another inputs"):
+    with pytest.raises(bs.SurgeryError, match="differs in: inputs"):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
 
 
@@ -337,7 +337,7 @@ def scaled(text, factor):
 def test_functions_of_one_name_are_told_apart(lm, lines, tmp_path, make):
     for factor in (1, 1):
         bs.generate_dataset(lm, lines, tmp_path / "out", score=make(factor), **OPTIONS)
-    with pytest.raises(bs.SurgeryError, match="Received another scores"):
+    with pytest.raises(bs.SurgeryError, match="differs in: scores"):
         bs.generate_dataset(lm, lines, tmp_path / "out", score=make(2), **OPTIONS)
 
 
@@ -364,7 +364,7 @@ def test_samplers_of_one_name_are_told_apart(lines, tmp_path):
         lm.compile(sampler=Nth(nth))
         bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
     lm.compile(sampler=Nth(2))
-    with pytest.raises(bs.SurgeryError, match="Received another sampler"):
+    with pytest.raises(bs.SurgeryError, match="differs in: sampler"):
         bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
 
 
