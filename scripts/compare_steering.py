@@ -25,9 +25,7 @@ from bench_convert import convert
 from measure_methods import chosen_of, console, measure
 from measure_steering import TEMPERATURE, held_out_prompts
 from rich.table import Table
-from steering_cases import formed, judge_of, open_model, pairs_of, searched_prompts
-from story_grammar import ATTRIBUTES
-from tiny_models import RECIPES
+from steering_cases import cases_of, formed, judge_of, open_model, pairs_of, searched_prompts
 from transformers import BatchEncoding
 
 import backbone_surgery as bs
@@ -239,6 +237,22 @@ def show(results: dict[str, Any]) -> None:
         console.print(f"{library}: {sum(r['reached'] for r in rows)} at the goal, mean {mean:.2f}")
 
 
+def read_measured(file: Path, cases: list[str]) -> dict[str, Any]:
+    """Return what `measure_methods.py` measured, which must hold all cases.
+
+    Raises:
+        typer.BadParameter: there is no such file, or a case is missing in it.
+    """
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    missing = [name for name in cases if name not in found]
+    if missing:
+        raise typer.BadParameter(
+            f"--measured: expected a file of measure_methods.py with all cases. {file} has none of "
+            f"{missing}. Measure them first."
+        )
+    return found
+
+
 def main(
     measured: Annotated[Path, typer.Option(help="JSON that measure_methods.py wrote.")],
     output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
@@ -248,7 +262,8 @@ def main(
     known: Annotated[list[Path], typer.Option(help="JSON of other runs, to take in.")] = [],  # noqa: B006
 ) -> None:
     """Compare on all cases; cases that are in the output file already are kept."""
-    cases = case or [f"{model}:{attribute}" for model in RECIPES for attribute in ATTRIBUTES]
+    cases = cases_of(case)
+    found = read_measured(measured, cases)
     done: dict[str, Any] = {}
     for file in (*known, output):
         if file is not None and file.exists():
@@ -258,7 +273,6 @@ def main(
             done[name] = compare(*name.split(":"), prompts, new_tokens)
         if output is not None:
             output.write_text(json.dumps(done, indent=1) + "\n")
-    found = json.loads(measured.read_text())
     show({name: {**ours(found[name]), **done[name]} for name in cases})
 
 

@@ -297,13 +297,16 @@ def main():
     parser.add_argument("--write", action="store_true", help="write docs/accelerators.json")
     parser.add_argument("--meshes", action="store_true", help="write docs/meshes.json alone")
     args = parser.parse_args()
+    models = args.models.split(",")
+    if not set(models) <= set(MODELS):
+        parser.error(f"--models: expected some of {', '.join(MODELS)}. Received {args.models}.")
     keras.config.set_dtype_policy("bfloat16")
     if args.meshes:
-        write_meshes(args.models.split(","))
+        write_meshes(models)
         return
     rows = [int(n) for n in args.rows.split(",")]
     lines = []
-    for line in measure(args.models.split(","), args.devices.split(","), rows, args.own):
+    for line in measure(models, args.devices.split(","), rows, args.own):
         lines.append(line)
         show([line])
         if args.write:

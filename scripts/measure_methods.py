@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from steering_cases import (
     SEARCH_SEED,
+    cases_of,
     formed,
     judge_of,
     open_model,
@@ -37,7 +38,6 @@ from steering_cases import (
     searched_prompts,
 )
 from story_grammar import ATTRIBUTES, contrast_pairs, split_sentences
-from tiny_models import RECIPES
 from train_autoencoders import autoencoders_of
 
 import backbone_surgery as bs
@@ -280,7 +280,7 @@ def main(
     known: Annotated[list[Path], typer.Option(help="JSON of other runs, to take in.")] = [],  # noqa: B006
 ) -> None:
     """Measure methods on all cases; what is in the output file already is kept."""
-    cases = case or [f"{model}:{attribute}" for model in RECIPES for attribute in ATTRIBUTES]
+    cases = cases_of(case)
     done: dict[str, Any] = {}
     for file in (*known, output):
         if file is not None and file.exists():

@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -185,20 +186,28 @@ def show(results: dict[str, Any]) -> None:
         console.print(f"compilations after the first call: {results['compilations']}")
 
 
+class Part(StrEnum):
+    """What can be measured by itself."""
+
+    all = "all"
+    effect = "effect"
+    cost = "cost"
+
+
 def main(
     output: Annotated[Path | None, typer.Option(help="Where to write the figures as JSON.")] = None,
     prompts: Annotated[int, typer.Option(help="How many held-out prompts.")] = 200,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each continuation.")] = 120,
     repeats: Annotated[int, typer.Option(help="Runs of each timing.")] = 9,
-    part: Annotated[str, typer.Option(help="all, effect or cost.")] = "all",
+    part: Annotated[Part, typer.Option(help="What to measure.")] = Part.all,
 ) -> None:
     """Measure what steering does and costs."""
     results: dict[str, Any] = {"effect": {}, "cost": {}}
-    if part != "cost":
+    if part is not Part.cost:
         for model in RECIPES:
             results["effect"][model] = measure_effect(model, prompts, new_tokens)
         results["compilations"] = count_compilations("tiny_gpt2")
-    if part != "effect":
+    if part is not Part.effect:
         small = _small_gpt2()
         for batch, tokens in ((1, 64), (64, 16)):
             name = f"GPT-2 124M, random weights, batch {batch}"

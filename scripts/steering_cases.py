@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 import keras_hub
+import typer
 from measure_steering import TEMPERATURE
 from story_grammar import (
     ATTRIBUTES,
@@ -16,11 +17,25 @@ from story_grammar import (
     split_sentences,
     well_formed,
 )
+from tiny_models import RECIPES
 
 import backbone_surgery as bs
 
 STORIES, SEED = 48, 11
 SEARCHED, SEARCH_SEED = 64, 30_000
+
+
+def cases_of(names: list[str]) -> list[str]:
+    """Return the cases that are named, each as MODEL:ATTRIBUTE; all of them if none is.
+
+    Raises:
+        typer.BadParameter: a case that there is not.
+    """
+    known = [f"{model}:{attribute}" for model in RECIPES for attribute in ATTRIBUTES]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"expected some of the cases {known}. Received {name!r}.")
+    return names or known
 
 
 def open_model(model: str) -> bs.CachedCausalLM:

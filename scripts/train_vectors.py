@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from measure_steering import held_out_prompts
-from steering_cases import formed, judge_of, open_model, pairs_of, searched_prompts
+from steering_cases import cases_of, formed, judge_of, open_model, pairs_of, searched_prompts
 from story_grammar import ATTRIBUTES
 from tiny_models import RECIPES
 from train_tiny_models import write_checksums
@@ -118,12 +118,14 @@ def main(
     attribute: Annotated[list[str], typer.Option(help="All by default.")] = [],  # noqa: B006
 ) -> None:
     """Make the control vectors of the bundled models."""
-    for name in [only] if only else RECIPES:
+    names, attributes = [only] if only else list(RECIPES), attribute or list(ATTRIBUTES)
+    cases_of([f"{name}:{found}" for name in names for found in attributes])
+    for name in names:
         typer.echo(name)
         finder = Finder(str(models / name))
         folder = models / name / "vectors"
         folder.mkdir(exist_ok=True)
-        for found in attribute or ATTRIBUTES:
+        for found in attributes:
             finder.find(found).save(folder / f"{found}.gguf")
         write_checksums(models / name)
 
