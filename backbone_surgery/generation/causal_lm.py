@@ -20,7 +20,7 @@ from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.lookup import look_up
 from backbone_surgery.generation.presets import Presets
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.generation.prompts import Prompts, pack_right, text_alone
+from backbone_surgery.generation.prompts import Prompts, check_preprocessor, pack_right, text_alone
 from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
 from backbone_surgery.opening.layers import RowConstant
@@ -76,6 +76,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         precision: str | None = None,
         **kwargs: Any,
     ) -> None:
+        check_preprocessor(preprocessor)
         opened = open_backbone(backbone)
         head = opened.token_embedding
         self.backbone = backbone

@@ -69,6 +69,20 @@ def read_prompts(
     return replace(prompts, rows=[row.astype(np.int32) for row in prompts.rows])
 
 
+def check_preprocessor(preprocessor: Any) -> None:
+    """Refuse what cannot make tokens of text; `None` is no preprocessor.
+
+    Raises:
+        SurgeryError: it has no `generate_preprocess`.
+    """
+    if preprocessor is not None and not hasattr(preprocessor, "generate_preprocess"):
+        raise SurgeryError(
+            "CachedCausalLM at 'preprocessor': expected a `CausalLMPreprocessor`, or None. "
+            f"Received one of type {type(preprocessor).__name__}. Pass that of the model, such as "
+            "`lm.preprocessor`."
+        )
+
+
 def text_alone(samples: Any, packed: Any, names: Iterable[str]) -> Any:
     """Leave out what a preprocessor makes of images, for a model opened for text alone.
 
