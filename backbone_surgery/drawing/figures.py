@@ -107,9 +107,11 @@ def plot_attention(
         The axes.
 
     Raises:
-        SurgeryError: matplotlib is missing, the site is no captured pattern, or there is no such
-            row or head.
+        SurgeryError: matplotlib is missing, the first argument is of another kind, the site is no
+            captured pattern, or there is no such row or head.
     """
+    if not isinstance(captures, GeneratedActivations):
+        raise _unknown("plot_attention", "`GeneratedActivations`", captures)
     rows = len(captures[site])
     if not is_int(row) or row not in range(rows):
         raise SurgeryError(

@@ -230,6 +230,8 @@ def test_figures(tmp_path):
         bs.plot_lens(grid)
     with pytest.raises(bs.SurgeryError, match="a head from 0 to 3"):
         bs.plot_attention(captures, "blocks.0.attention_pattern", head=9)
+    with pytest.raises(bs.SurgeryError, match="expected `GeneratedActivations`"):
+        bs.plot_attention(3, "blocks.0.attention_pattern")
     with pytest.raises(bs.SurgeryError, match=r"a row from 0 to 0. Received 9"):
         bs.plot_attention(captures, "blocks.0.attention_pattern", row=9)
 
