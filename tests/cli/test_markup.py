@@ -80,7 +80,7 @@ def test_names_of_files_and_models(run, tmp_path, monkeypatch):
     [
         ["generate", "x", "--model", "./[/quote]"],
         ["generate", "x", "--control", "[/quote]"],
-        ["generate", "x", "--vector", "[/quote].gguf"],
+        ["generate", "x", "-c", "quote_=1", "--vector", "[/quote].gguf"],
         ["generate", "x", "--sampler", "[/quote]"],
         ["generate", "x", "--[/quote]"],
         ["steer", "x", "--vector", "[/quote]"],
