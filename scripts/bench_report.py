@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,26 @@ _COLUMNS = {
 }
 
 _MARKERS = "osD^vPX*hp<>"
+
+_CONTENDERS = {
+    "keras_hub": "KerasHub",
+    "hf": "transformers",
+    "hf_static": "transformers, static cache, compiled",
+    "hf_hooks": "transformers, hooks",
+    "hf_hidden_states": "transformers, hidden states",
+    "repeng": "repeng, one after another",
+    "ours_steered": "ours, steered",
+    "ours_capturing": "ours, capturing",
+    "ours_streaming": "ours, streaming",
+}
+
+_KINDS = {
+    "strengths": "each row at its own strength",
+    "vectors": "each row with its own vector",
+    "steering": "every block steered",
+    "capture": "every block captured",
+    "stream": "streamed",
+}
 
 
 def _number(contender: dict[str, Any], key: str, form: str, factor: float = 1) -> str:
@@ -60,7 +81,7 @@ def plot(results: list[dict[str, Any]], to_file: Path) -> None:
 
     shown = [r for r in results if "tokens_per_s" in r["contenders"][0]]
     names = list(dict.fromkeys(c["name"] for r in shown for c in r["contenders"]))
-    figure = Figure(figsize=(1.5 + 1.4 * len(shown), 3.8), layout="constrained")
+    figure = Figure(figsize=(1.5 + 1.4 * len(shown), 4.4), layout="constrained")
     axes = figure.add_subplot()
     for name, marker in zip(names, _MARKERS, strict=False):
         speeds = [
@@ -69,15 +90,22 @@ def plot(results: list[dict[str, Any]], to_file: Path) -> None:
             for c in r["contenders"]
             if c["name"] == name
         ]
-        axes.plot(*zip(*speeds, strict=True), marker, label=name, markersize=9, alpha=0.8)
+        label = _CONTENDERS.get(name, name)
+        axes.plot(*zip(*speeds, strict=True), marker, label=label, markersize=9, alpha=0.8)
     axes.set_xlim(-0.5, len(shown) - 0.5)
     axes.grid(axis="y", alpha=0.3)
-    axes.set_xticks(range(len(shown)), [r["name"] for r in shown])
+    axes.set_xticks(range(len(shown)), [_label(r) for r in shown])
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("tokens/s, log scale")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=5, frameon=False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(to_file, dpi=150)
+
+
+def _label(result: dict[str, Any]) -> str:
+    """Return the words below a column: rows, tokens before and after, and what is special."""
+    kind = textwrap.fill(_KINDS.get(result["name"], ""), 18)
+    return f"batch {result['batch']}\n{result['prompt']} → {result['length']}\n{kind}".rstrip()
