@@ -5,14 +5,20 @@ each device keeps the one that its queries attend to.
 """
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 from keras import ops
 
-from backbone_surgery.opening.attention import AttentionMix, AttentionPattern, SelfAttention
+from backbone_surgery.opening.attention import (
+    AttentionMix,
+    AttentionPattern,
+    SelfAttention,
+    SharedKeysAndValues,
+)
 from backbone_surgery.opening.layers import DirectLayer
+
+_ATTENTION = (SelfAttention, AttentionPattern, AttentionMix)
 
 
 class RepeatedHeads(DirectLayer):
@@ -36,34 +42,55 @@ class RepeatedHeads(DirectLayer):
         return keras.KerasTensor((batch, time, count * self.times, size), heads.dtype)
 
 
-def times_of_heads(layer: Any, devices: int) -> int:
-    """Return how often a layer of a graph is to keep each of its heads.
+def repeat_heads(
+    layer: Any, args: tuple, kwargs: dict[str, Any], devices: int
+) -> tuple[int, dict[str, Any]]:
+    """Repeat the heads of keys and values that a layer of a graph keeps, or is lent.
 
     Args:
         layer: of any kind.
+        args: what it is called with.
+        kwargs: likewise.
         devices: how many share the heads.
 
     Returns:
-        1, but for attention with fewer heads of keys than devices, where the devices divide by them
-        and the heads of queries by the devices. A single head of keys is on each device anyway.
+        How often each head comes, and what the layer is called with then, by name. Heads that a
+        `SharedKeysAndValues` lends come to attention as it keeps them.
     """
-    if type(layer) not in (SelfAttention, AttentionPattern, AttentionMix):
-        return 1
-    heads = layer.num_key_value_heads
-    divides = devices % heads == 0 and layer.num_heads % devices == 0
-    return devices // heads if layer.keeps_state and heads > 1 and divides else 1
-
-
-def repeat_heads(layer: Any, args: tuple, kwargs: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """Return what an attention layer is called with, by name, with keys and values repeated."""
+    if type(layer) not in (*_ATTENTION, SharedKeysAndValues):
+        return 1, kwargs
     given = dict(inspect.signature(layer.call).bind(*args, **kwargs).arguments)
-    for name in ("key", "value"):
-        if name in given:
-            given[name] = RepeatedHeads(times, name=f"{layer.name}_repeated_{name}")(given[name])
-    return given
+    names = [name for name in ("key", "value") if name in given]
+    heads = given[names[0]].shape[2]
+    if type(layer) in _ATTENTION and not layer.keeps_state:
+        return heads // layer.num_key_value_heads, given
+    times = times_of_heads(layer.num_heads, heads, devices)
+    if times > 1:
+        for name in names:
+            repeat = RepeatedHeads(times, name=f"{layer.name}_repeated_{name}")
+            given[name] = repeat(given[name])
+    return times, given
+
+
+def times_of_heads(queries: int, heads: int, devices: int) -> int:
+    """Return how often each head of keys is to be kept.
+
+    Args:
+        queries: how many heads of queries there are.
+        heads: how many heads of keys.
+        devices: how many share the heads.
+
+    Returns:
+        1, but for fewer heads of keys than devices, where the devices divide by them and the heads
+        of queries by the devices. A single head of keys is on each device anyway.
+    """
+    divides = devices % heads == 0 and queries % devices == 0
+    return devices // heads if heads > 1 and divides else 1
 
 
 def over_repeated_heads(layer: Any, times: int) -> keras.layers.Layer:
-    """Return a layer that computes what an attention layer does, over heads that are repeated."""
+    """Return a layer that computes what a layer does, over heads that are repeated."""
+    if type(layer) is SharedKeysAndValues:  # it takes any number of them
+        return layer
     settings = {**layer.settings(), "num_key_value_heads": layer.num_key_value_heads * times}
     return type(layer)(**settings, dtype=layer.dtype_policy, name=layer.name)

@@ -13,11 +13,7 @@ from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
-from backbone_surgery.caching.repeated_heads import (
-    over_repeated_heads,
-    repeat_heads,
-    times_of_heads,
-)
+from backbone_surgery.caching.repeated_heads import over_repeated_heads, repeat_heads
 from backbone_surgery.caching.stateful import WithState, is_own
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.emission import emit
@@ -157,10 +153,9 @@ class _Rewirer:
             return graph.KEEP
         if isinstance(layer, TokenPositions):
             return self.inputs["positions"]
-        times = times_of_heads(layer, self.devices)
+        times, given = repeat_heads(layer, args, kwargs, self.devices)
         if times > 1:
-            kwargs = repeat_heads(layer, args, kwargs, times)
-            layer, args = self._once(over_repeated_heads, layer, times), ()
+            layer, args, kwargs = self._once(over_repeated_heads, layer, times), (), given
         if isinstance(layer, Stateful):
             return self._with_state(layer, args, kwargs)
         if isinstance(layer, BalancedLoad):  # for training alone

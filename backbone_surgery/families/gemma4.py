@@ -38,7 +38,8 @@ def open_block(block, stream, padding_mask, positions, lends=False, **further):
     borrowed = further.get("shared_kv")
     query, lent = _project(block.attention, x, positions, borrowed)
     if lends and borrowed is None:
-        lent = SharedKeysAndValues(dtype=policy, name="shared_keys_and_values")(*lent)
+        keep = SharedKeysAndValues(query.shape[2], dtype=policy, name="shared_keys_and_values")
+        lent = keep(*lent)
     x = _attend(block, query, lent, padding_mask, keeps_state=not lends and borrowed is None)
     x = layers.Add(dtype=policy, name="attention_residual")([stream, x])
     residual = Site("residual_mid")(x)

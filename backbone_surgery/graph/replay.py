@@ -34,6 +34,7 @@ from backbone_surgery.graph.emission import Emitted, emit, emitting, hand_on, ha
 from backbone_surgery.graph.keras_private import reserve_names
 from backbone_surgery.graph.nodes import (
     as_functional,
+    in_order,
     is_input,
     node_of,
     repeat,
@@ -266,7 +267,7 @@ class _Replay:
         nested = as_functional(layer)
         if nested is not None and self.enters(nested):
             inputs = args[0] if args else kwargs.pop("inputs")
-            return self._enter(layer, nested)(inputs, **kwargs)
+            return self._enter(layer, nested, inputs)(inputs, **kwargs)
         if id(node) in self.visited:
             return self.visited[id(node)].repeat(_tensors(args, kwargs), elsewhere)
         with emitting() as emitted:
@@ -278,13 +279,18 @@ class _Replay:
             self.visited[id(node)] = _Visited(_tensors(args, kwargs), flat, emitted)
         return flat
 
-    def _enter(self, layer: keras.Layer, nested: Functional) -> Rebuilt:
+    def _enter(self, layer: keras.Layer, nested: Functional, given: Any) -> Rebuilt:
         """Replay the inside of a nested model, and make a new model of it."""
         if not self.per_use and id(layer) in self.rebuilt:
             return self.rebuilt[id(layer)]
-        inputs = list(nested.inputs)
-        if not self.per_use or any(id(t) in self.roots for t in inputs):
-            inputs = [input_like(t, node_of(t).operation.name) for t in inputs]
+        inputs = like = list(nested.inputs)
+        given = in_order(nested, given)
+        if self.per_use and len(given) == len(inputs):  # what is given may have other sizes now
+            like = [t if _fits(x, t) else x for t, x in zip(inputs, given, strict=True)]
+        own = any(a is not b for a, b in zip(like, inputs, strict=True))
+        if not self.per_use or own or any(id(t) in self.roots for t in inputs):
+            names = [node_of(t).operation.name for t in inputs]
+            inputs = [input_like(t, name) for t, name in zip(like, names, strict=True)]
         self.nested_inputs.update((id(t), (layer.name, t)) for t in inputs)
         mapping = {id(old): new for old, new in zip(nested.inputs, inputs, strict=True)}
         name = layer.name
@@ -310,6 +316,12 @@ def _keep(node: Node, args: tuple, kwargs: dict) -> list[Any]:
 
 def _same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _fits(tensor: Any, wanted: keras.KerasTensor) -> bool:
+    """Tell whether a tensor has the shape of another, as far as both are known."""
+    pairs = zip(getattr(tensor, "shape", wanted.shape), wanted.shape, strict=False)
+    return all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[keras.KerasTensor]:

@@ -353,10 +353,17 @@ class AttentionMix(_Attention):
 class SharedKeysAndValues(keras.layers.Layer):
     """Keep keys and values for several attention layers, and give them those of all tokens.
 
+    Args:
+        num_heads: number of query heads of these layers.
+
     It is called on `key` and `value`, float[batch, time, num_key_value_heads, head_dim], and
     returns both. Run with its state it returns those of the tokens before too. What attends to them
     is a `SelfAttention` with `keeps_state=False`.
     """
+
+    def __init__(self, num_heads: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
 
     def call(self, key, value):
         return key, value

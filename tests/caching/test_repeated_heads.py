@@ -6,7 +6,6 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.caching.repeated_heads import times_of_heads
 from backbone_surgery.caching.rewire import rewire_for
-from backbone_surgery.opening.attention import SelfAttention
 from tests.families import ROWS
 from tests.helpers import relative
 from tests.reference import run, run_chunks, tokens
@@ -50,9 +49,21 @@ def test_hidden_states_and_captures_are_those_of_the_backbone(name, edits, rng):
     ],
 )
 def test_how_often_heads_are_kept(heads, devices, times):
-    layer = SelfAttention(*heads, head_dim=4, scale=1.0)
-    assert times_of_heads(layer, devices) == times
-    assert times_of_heads(SelfAttention(*heads, 4, 1.0, keeps_state=False), devices) == 1
+    assert times_of_heads(*heads, devices) == times
+
+
+@pytest.mark.parametrize("pattern", [False, True])
+def test_heads_that_a_block_lends_to_others_are_repeated_once(pattern, rng):
+    lends = {"num_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    backbone = ROWS["gemma4"].make(num_query_heads=8, num_key_value_heads=2, **lends)
+    paths = ["blocks.1", "blocks.3"]  # one that lends, and one that borrows of it
+    ablated = [bs.Ablate(f"{x}.attention_pattern", heads=[1, 6], name=f"no_{x[-1]}") for x in paths]
+    edited = bs.operate(backbone, ablated if pattern else [])
+    model = rewire_for(edited, devices=8)
+    assert [[x.shape[2] for x in entry.values()] for entry in model.states] == [[8, 8], [8, 8]]
+    inputs = tokens(rng, width=12)
+    got, _ = run_chunks(model, inputs, [7, 1, 1, 3], compiled=False)
+    assert relative(got, run(edited, inputs)) <= 1e-5
 
 
 def test_a_plan_counts_one_head_a_device():
