@@ -1,5 +1,6 @@
 """A request: everything one call of `generate` or `stream` asks for, checked and resolved."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from backbone_surgery.numbers import is_int, read_array, read_int32
 
 LONGEST = 2**30
 """Tokens that a row can have at most, so that no number of a slot is too large for an int32."""
+
+_drawing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,8 @@ def resolve_seeds(seed: Any, batch: int, sampler: Any) -> np.ndarray:
     of every row. Without a seed, each row gets one of its own from the sampler's generator.
     """
     if seed is None:
-        base = [np.asarray(g.next()) for g in _generators(sampler)[:1]]
+        with _drawing:  # two threads of a server would draw the same
+            base = [np.asarray(g.next()) for g in _generators(sampler)[:1]]
         entropy = [int(x) for x in base[0]] if base else None
         seeds = np.random.SeedSequence(entropy).generate_state(batch)
     else:

@@ -1,7 +1,9 @@
 """A sampler is what it is when `generate` is called; logits that are no numbers are an error."""
 
 import gc
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import keras_hub
@@ -11,6 +13,7 @@ from keras import ops
 
 import backbone_surgery as bs
 from backbone_surgery.generation import programs as programs_module
+from backbone_surgery.generation.request import resolve_seeds
 from backbone_surgery.generation.samplers import NO_TOKEN, make_strategy
 from tests.helpers import make_gpt2, ragged
 
@@ -274,3 +277,14 @@ def test_a_strength_that_is_too_large(rng):
     with pytest.raises(bs.SurgeryError, match="at row 1, step 0: expected logits"):
         lm.generate(inputs, controls={"mood": [1.0, 3e38]}, **options)
     lm.generate(inputs, controls={"mood": [1.0, -1.0]}, **options)
+
+
+def test_threads_that_ask_at_once_draw_seeds_of_their_own():
+    sampler, interval = keras_hub.samplers.RandomSampler(seed=1), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            drawn = list(pool.map(lambda _: resolve_seeds(None, 1, sampler)[0, 0], range(200)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(drawn)) == len(drawn)
