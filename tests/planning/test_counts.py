@@ -58,8 +58,10 @@ def test_meshes_exchange_what_is_on_paper_and_nothing_else():
         # 12 heads and 50,257 tokens of GPT-2, and 8 heads on 16 chips, do not divide.
         if line["model"] != "gpt2" and (line["model"], line["device"]) != ("gemma2", "v5e:4x4"):
             assert paper["all-reduce"] == 2 * 4 + 3 + with_rows
-        if line["device"] == "v5e:2x2":  # where all heads divide: no second copy of caches
-            assert line["ours"]["temporary_bytes"] <= 0.01 * line["ours"]["least_bytes"]
+        # No second copy of caches; where heads come several times, of a part of some kernels.
+        most = 0.01 if line["device"] == "v5e:2x2" else 0.04
+        if (line["model"], line["device"]) != ("gpt2", "v5e:4x4"):
+            assert line["ours"]["temporary_bytes"] <= most * line["ours"]["least_bytes"]
 
 
 def test_what_is_on_record_keeps_what_was_promised():
