@@ -109,25 +109,26 @@ def _patterns(backbone: keras.Model) -> dict[str, str]:
     counted = _counted_names(backbone)
     patterns = {v.path: _pattern(v.path, counted) for v in backbone.variables}
     uses = Counter(patterns.values())
-    return {path: p if uses[p] == 1 else path for path, p in patterns.items()}
+    # Keras takes a path for a pattern, too.
+    return {path: p if uses[p] == 1 else re.escape(path) for path, p in patterns.items()}
 
 
 def _counted_names(backbone: keras.Model) -> dict[str, str]:
     """Return the names of layers that Keras made, and what they are without the number."""
-    found = {}
-    for layer in graph.layers_within(backbone):
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(layer).__name__)
-        if re.fullmatch(rf"{name.lower()}(_\d+)?", layer.name):
-            found[layer.name] = name.lower()
-    return found
+    layers = graph.layers_within(_unedited(backbone))
+    names = (layer.name for layer in layers if graph.is_auto_named(layer))
+    return {name: re.escape(re.sub(r"_\d+$", "", name)) for name in names}
+
+
+def _unedited(backbone: keras.Model) -> keras.Model:
+    """Return the backbone itself: the graph of an edited one lacks blocks that paths name."""
+    return backbone.owner if isinstance(backbone, EditedBackbone) else backbone
 
 
 def _pattern(path: str, counted: dict[str, str]) -> str:
-    names = path.split("/")
-    if not counted.keys() & set(names):
-        return path
     return "/".join(
-        rf"{counted[name]}(_\d+)?" if name in counted else re.escape(name) for name in names
+        rf"{counted[name]}(_\d+)?" if name in counted else re.escape(name)
+        for name in path.split("/")
     )
 
 

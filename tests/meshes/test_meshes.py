@@ -14,7 +14,9 @@ import backbone_surgery as bs
 from backbone_surgery.cli import app
 from backbone_surgery.cli.options import parse_mesh
 from backbone_surgery.meshes.layout_map import splits
+from backbone_surgery.opening import family
 from tests.families import ROWS
+from tests.opening.test_family import OwnBlock, make_own, open_own
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -119,11 +121,58 @@ def test_a_block_of_every_family_is_shared(name):
     # The numbers in the names of the next one may be others.
     following = [layout[v.path] for v in ROWS[name].make().variables]
     assert following == [layout[v.path] for v in backbone.variables]
+    edited = bs.operate(backbone, [bs.Capture("blocks.*")])
+    again = bs.layout_map(edited, one_device_mesh())
+    assert {k: v.axes for k, v in again.items()} == {k: v.axes for k, v in layout.items()}
     for split in splits(backbone):
         size = split.variable.shape[split.axis]
         assert size == split.units or (size % split.units == 0 and len(split.variable.shape) == 2)
     kernels = [v for v in backbone.variables if len(v.shape) > 1]
     assert sum(v.path in laid_out for v in kernels) >= len(kernels) / 2
+
+
+class MLP2D(keras.layers.Layer):
+    """Keras calls it `mlp2d`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.up = keras.layers.Dense(32, name="up.1")
+        self.down = keras.layers.Dense(16, name="down (back)")
+
+    def build(self, shape):
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 32))
+
+    def call(self, x):
+        return self.down(keras.ops.relu(self.up(x)))
+
+
+class BlockWithMLP(OwnBlock):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mlp = MLP2D()
+
+    def call(self, stream, keep):
+        return self.mlp(super().call(stream, keep))
+
+
+def open_with_mlp(block, hidden_states, padding_mask, positions):
+    x = open_own(block, hidden_states, padding_mask, positions)
+    x = bs.Site("mlp_hidden")(keras.layers.ReLU(name="activation")(block.mlp.up(x)))
+    return bs.Site("mlp_output")(block.mlp.down(x))
+
+
+@pytest.mark.parametrize("name", ["block_{}", "block({}", "block[{}]", "a.b+{}?"])
+def test_a_layout_fits_the_next_backbone_whatever_its_layers_are_called(monkeypatch, name):
+    monkeypatch.setattr(family, "_families", dict(family._families))
+    bs.register_family(bs.Family("mlp", BlockWithMLP, open_with_mlp, "stream", "keep"))
+    layout = bs.layout_map(make_own(BlockWithMLP, name), one_device_mesh())
+    following = {v.path: layout[v.path] for v in make_own(BlockWithMLP, name).variables}
+    ends = ("query/kernel", "key/kernel", "value/kernel", "(back)/kernel", "up.1/kernel", "1/bias")
+    ends += ("token_embedding/embeddings",)
+    assert {path for path, entry in following.items() if entry} == {
+        path for path in following if path.endswith(ends)
+    }
 
 
 @pytest.mark.parametrize(

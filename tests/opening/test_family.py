@@ -67,12 +67,12 @@ def open_own(block, hidden_states, padding_mask, positions):
 OWN = bs.Family("own", OwnBlock, open_own, hidden_states="stream", padding_mask="keep")
 
 
-def make_own(block=OwnBlock):
+def make_own(block=OwnBlock, name="block_{}"):
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     mask = keras.Input((None,), dtype="int32", name="padding_mask")
     x = layers.ReversibleEmbedding(60, 16, name="token_embedding")(ids)
     for i in range(2):
-        x = block(name=f"block_{i}")(x, mask)
+        x = block(name=name.format(i))(x, mask)
     model = keras.Model({"token_ids": ids, "padding_mask": mask}, x)
     rng = np.random.default_rng(0)
     for variable in model.trainable_variables:
