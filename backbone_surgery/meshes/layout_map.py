@@ -107,7 +107,7 @@ def _patterns(backbone: keras.Model) -> dict[str, str]:
     two such layers side by side, both keep their path.
     """
     counted = _counted_names(backbone)
-    patterns = {v.path: _pattern(v.path, counted) for v in backbone.variables}
+    patterns = {v.path: _pattern(v.path, counted) for v in _unedited(backbone).variables}
     uses = Counter(patterns.values())
     # Keras takes a path for a pattern, too.
     return {path: p if uses[p] == 1 else re.escape(path) for path, p in patterns.items()}
@@ -121,7 +121,11 @@ def _counted_names(backbone: keras.Model) -> dict[str, str]:
 
 
 def _unedited(backbone: keras.Model) -> keras.Model:
-    """Return the backbone itself: the graph of an edited one lacks blocks that paths name."""
+    """Return the backbone itself: what an edit brings along is shared by nobody.
+
+    The graph of an edited one has no blocks, whose names are in the paths. And a layer of the edit
+    may stand between a site and the projection that makes it.
+    """
     return backbone.owner if isinstance(backbone, EditedBackbone) else backbone
 
 
@@ -135,9 +139,10 @@ def _pattern(path: str, counted: dict[str, str]) -> str:
 def splits(backbone: keras.Model, devices: int = 1) -> Iterator[Split]:
     """Yield the axes of the weights of a backbone along which so many devices would share it.
 
-    Whether what lies along an axis divides by them, `Split.units` tells.
+    Whether what lies along an axis divides by them, `Split.units` tells. Of an edited backbone they
+    are those before the edit, also of blocks that it leaves out.
     """
-    opened = open_backbone(backbone)
+    opened = open_backbone(_unedited(backbone))
     yield from _of_vocabulary(opened)
     for node in graph.all_nodes(opened):
         nested = graph.as_functional(node.operation)

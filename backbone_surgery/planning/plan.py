@@ -98,7 +98,9 @@ def plan(
             backbone = _load(preset_or_backbone, dtype)
         edits = [*edits] if isinstance(edits, Iterable) else edits
         edited = operate(backbone, edits) if edits != [] else backbone
-        shared = {split.variable.path: split for split in splits(edited, mesh_sizes["model"])}
+        held = {v.path for v in edited.variables}
+        found = splits(edited, mesh_sizes["model"])
+        shared = {split.variable.path: split for split in found if split.variable.path in held}
         cached = rewire_for(edited, devices=mesh_sizes["model"])
         asked = _asked(batch, prompt, length, cached.source.max_positions)
         placement = abstract_placement(mesh_sizes)

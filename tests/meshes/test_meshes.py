@@ -121,7 +121,7 @@ def test_a_block_of_every_family_is_shared(name):
     # The numbers in the names of the next one may be others.
     following = [layout[v.path] for v in ROWS[name].make().variables]
     assert following == [layout[v.path] for v in backbone.variables]
-    edited = bs.operate(backbone, [bs.Capture("blocks.*")])
+    edited = bs.operate(backbone, [bs.LowRank("blocks.*.query", rank=2), bs.Capture("blocks.*")])
     again = bs.layout_map(edited, one_device_mesh())
     assert {k: v.axes for k, v in again.items()} == {k: v.axes for k, v in layout.items()}
     for split in splits(backbone):

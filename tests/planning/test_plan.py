@@ -32,6 +32,18 @@ def test_on_one_device_it_is_all_weights_and_the_cache(name):
     assert paper.fits
 
 
+def test_what_an_edit_brings_along_is_on_every_device_and_all_else_as_before():
+    backbone, shared = ROWS["llama"].make(), {"mesh": {"model": 2}, "batch": 3, "length": 20}
+    plain = bs.plan(backbone, **shared)
+    factors = [bs.LowRank(f"blocks.*.{site}", rank=2) for site in ("query", "mlp_hidden")]
+    layer = bs.Insert("blocks.1.mlp_hidden", keras.layers.Dense(backbone.intermediate_dim))
+    paper = bs.plan(backbone, edits=[*factors, layer], **shared)
+    assert paper.collectives == plain.collectives
+    assert paper.weight_bytes - plain.weight_bytes == 4 * (paper.parameters - plain.parameters)
+    shorter = bs.plan(backbone, edits=[bs.Remove("blocks.1")], **shared)
+    assert shorter.collectives == bs.plan(ROWS["llama"].make(num_layers=1), **shared).collectives
+
+
 @pytest.mark.slow
 def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
     """Of the shape of Llama 3 70B; nothing but `config.json` is there."""
