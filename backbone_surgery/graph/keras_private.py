@@ -167,6 +167,17 @@ def reserve_names(names: Iterable[str]) -> None:
             counts[name] = max(counts[name], 1)
 
 
+@contextlib.contextmanager
+def names_given_back() -> Iterator[None]:
+    """Let Keras make up the names again that it makes up inside, for what is made to be dropped."""
+    counts = dict(global_state.get_global_attribute("object_name_uids") or {})
+    try:
+        yield
+    finally:
+        again = collections.defaultdict(int, counts)
+        global_state.set_global_attribute("object_name_uids", again)
+
+
 def is_auto_named(layer: keras.Layer) -> bool:
     """Tell whether Keras made up the name of a layer, out of the name of its class."""
     return is_made_up(layer.name, type(layer).__name__)

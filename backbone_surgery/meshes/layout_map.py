@@ -58,7 +58,9 @@ def layout_map(
 
     Returns:
         An entry for each weight that is split, under the path of its variable; or under a pattern,
-        if the path has a name that Keras counts up: the next backbone has another one.
+        if the path has a name that Keras counts up: the next backbone has another one. Where two
+        weights would have one pattern, as of `dense` and `dense_1` side by side, their paths are
+        those of the backbone given, or of the next one that is made of the preset.
 
     Raises:
         SurgeryError: the mesh has no such axis.
@@ -85,7 +87,7 @@ def layout_map(
     if isinstance(backbone, keras.Model):
         found = list(splits(backbone, sizes[model]))
     else:
-        with graph.without_values():
+        with graph.without_values(), graph.names_given_back():
             backbone = load_backbone(backbone, load_weights=False)
             found = list(splits(backbone, sizes[model]))
     patterns = _patterns(backbone)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import keras
+import keras_hub
 import pytest
 from typer.testing import CliRunner
 
@@ -173,6 +174,32 @@ def test_a_layout_fits_the_next_backbone_whatever_its_layers_are_called(monkeypa
     assert {path for path, entry in following.items() if entry} == {
         path for path in following if path.endswith(ends)
     }
+
+
+class TwoDense(BlockWithMLP):
+    """Its MLP has two layers without a name, side by side."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mlp.up, self.mlp.down = keras.layers.Dense(32), keras.layers.Dense(16)
+
+
+@keras.saving.register_keras_serializable("tests")
+class TwoDenseBackbone(keras_hub.models.Backbone):
+    def __init__(self, dtype=None, **kwargs):
+        own = make_own(TwoDense)
+        super().__init__(own.input, own.output, dtype=dtype, **kwargs)
+
+
+def test_a_layout_of_a_preset_fits_the_next_one_that_is_made_of_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(family, "_families", dict(family._families))
+    bs.register_family(bs.Family("two", TwoDense, open_with_mlp, "stream", "keep"))
+    TwoDenseBackbone().save_to_preset(tmp_path)
+    layout = bs.layout_map(str(tmp_path), one_device_mesh())
+    backbone = keras_hub.models.Backbone.from_preset(str(tmp_path))
+    meant = {split.variable.path for split in splits(backbone)}
+    assert sum("dense" in path for path in meant) == 6
+    assert {v.path for v in backbone.variables if layout[v.path]} == meant
 
 
 @pytest.mark.parametrize(
