@@ -3,6 +3,7 @@
 import json
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -237,10 +238,12 @@ def _collectives(
     """Count what is exchanged for each token, as it was counted in compiled programs."""
     model = sizes["model"]
     split = [s for s in shared.values() if model > 1 and s.units % model == 0]
-    sums = sum(s.summed for s in split)
+    uses, scaled = _uses(cached.source), _scaled(cached.source)
+    summed = [id(s.variable) for s in split if s.summed]
+    sums = sum(uses[variable] for variable in summed)
     # What goes into a sum in int8 is scaled by its largest value over all shares; what is looked up
     # has a scale on one of them.
-    scales = len({id(s.variable) for s in split if s.summed} & _scaled(cached.source))
+    scales = sum(uses[variable] for variable in {*summed} & scaled)
     # The likeliest token: its logit, and its number, over the shares of the vocabulary.
     choices = 2 if any(s.vocabulary for s in split) else 0
     test = 1 if sizes["batch"] > 1 else 0
@@ -252,6 +255,13 @@ def _collectives(
         "collective_bytes": (sums * size + scales * (size // states.shape[-1]) + choices * 4) * rows
         + test,
     }
+
+
+def _uses(model: keras.Model) -> Counter[int]:
+    """Count how often layers run with each weight, by its `id`: a block that is repeated, twice."""
+    layers = [node.operation for node in graph.all_nodes(model)]
+    inner = [x for x in layers if graph.as_functional(x) is None]
+    return Counter(v for x in inner for v in {id(v) for v in getattr(x, "variables", ())})
 
 
 def _scaled(model: keras.Model) -> set[int]:

@@ -40,6 +40,8 @@ def test_what_an_edit_brings_along_is_on_every_device_and_all_else_as_before():
     paper = bs.plan(backbone, edits=[*factors, layer], **shared)
     assert paper.collectives == plain.collectives
     assert paper.weight_bytes - plain.weight_bytes == 4 * (paper.parameters - plain.parameters)
+    repeated = bs.plan(backbone, edits=[bs.Repeat("blocks.1", times=3)], **shared)
+    assert repeated.collectives == bs.plan(ROWS["llama"].make(num_layers=4), **shared).collectives
     shorter = bs.plan(backbone, edits=[bs.Remove("blocks.1")], **shared)
     assert shorter.collectives == bs.plan(ROWS["llama"].make(num_layers=1), **shared).collectives
 
