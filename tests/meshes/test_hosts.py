@@ -57,7 +57,8 @@ def test_two_processes_give_what_one_gives(tmp_path, mesh):
 def test_processes_that_disagree_are_told_so(tmp_path):
     for status, output, errors in finish(start("disagree", tmp_path)):
         assert status == 0, errors[-3000:]
-        lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+        # Gloo writes there as well, in pieces where the machine is busy.
+        lines = [line for line in output.splitlines() if ": expected the same " in line]
         answers = dict(line.split(": ", 1) for line in lines)
         assert len(answers) == 17
         for what, answer in answers.items():
