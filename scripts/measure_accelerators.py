@@ -127,11 +127,11 @@ def mixtral():
     )
 
 
-def qwen3_moe():
+def qwen3_moe(vocabulary_size=151936, num_layers=4):
     """Of the shape of Qwen 3 MoE 30B, with 4 of its 48 blocks."""
     return keras_hub.models.Qwen3MoeBackbone(
-        vocabulary_size=151936,
-        num_layers=4,
+        vocabulary_size=vocabulary_size,
+        num_layers=num_layers,
         num_query_heads=32,
         num_key_value_heads=4,
         head_dim=128,

@@ -117,8 +117,8 @@ class ChosenExperts(keras.layers.Layer):
             if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
                 return self._run_pairs(x, given, rows)
             if self._few_are_chosen(rows * time, given.shape[-1], _MOST_SHARE):
-                made = self._run_in_turn(x[:rows], self._weights(given[:rows]), self.mixed.bank)
-                return _filled_up(made, batch)
+                weights, bank = self._weights(given[:rows]), self.mixed.bank
+                return _filled_up(self._run_in_turn(x[:rows], weights, bank, rows * time), batch)
         return self.mixed(x, self._weights(given))
 
     def _run_on_each(self, x, weights):
@@ -156,7 +156,7 @@ class ChosenExperts(keras.layers.Layer):
         """Run the experts of one device, whose kernels and weights these are."""
         tokens, count = rows * x.shape[1], weights.shape[-1]
         if self._few_are_chosen(tokens, count * self.devices, _MOST_OWN_SHARE):
-            return self._run_in_turn(x, weights, bank)
+            return self._run_in_turn(x, weights, bank, tokens)
         if target.platform() == "gpu" and tokens * self.top_k < count:
             made = self._run(x[:rows], weights[:rows], bank, partial(largest, k=self.top_k))
             return _filled_up(made, x.shape[0])
@@ -199,8 +199,11 @@ class ChosenExperts(keras.layers.Layer):
         made = ops.reshape(made * shares[:, None, None], (tokens, self.top_k, *each.shape[1:]))
         return ops.reshape(ops.sum(made, axis=1), (batch, time, hidden_dim))
 
-    def _run_in_turn(self, x, weights, bank):
-        """Run the experts that any token weighs on all tokens, one after the other."""
+    def _run_in_turn(self, x, weights, bank, used_tokens):
+        """Run the experts that any token weighs on all tokens, one after the other.
+
+        So many of the tokens weigh any.
+        """
         batch, time, hidden_dim = x.shape
         tokens, count = batch * time, weights.shape[-1]
         weights = ops.transpose(ops.reshape(weights, (tokens, count)))
@@ -208,7 +211,7 @@ class ChosenExperts(keras.layers.Layer):
         is_lost = ops.any(ops.isnan(weights), axis=0)[:, None]
         first = ops.where(is_lost, np.nan, ops.zeros((tokens, hidden_dim), "float32"))
         is_used = ops.cast(ops.any(ops.abs(weights) > 0, axis=1), "int32")
-        turns, used = min(tokens * self.top_k, count), ops.sum(is_used)
+        turns, used = min(used_tokens * self.top_k, count), ops.sum(is_used)
         _, order = ops.top_k(is_used, turns)
         each = ops.reshape(x, (1, tokens, hidden_dim))
 

@@ -204,22 +204,31 @@ def test_what_prompts_need_grows_with_their_length_and_not_with_its_square(chip)
 def test_of_a_wide_mixture_the_chosen_experts_are_read_and_none_is_copied(chip, rows):
     """Of the shape of a block of Qwen 3 MoE 30B: for each token 8 of its 128 experts."""
     with graph.without_values():
-        backbone = keras_hub.models.Qwen3MoeBackbone(
-            vocabulary_size=512,
-            num_layers=1,
-            num_query_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            hidden_dim=2048,
-            intermediate_dim=6144,
-            moe_intermediate_dim=768,
-            num_experts=128,
-            top_k=8,
-        )
+        backbone = load_script().qwen3_moe(vocabulary_size=512, num_layers=1)
     plan = compile_for(chip, backbone, batch=rows)
     assert plan["decode"].temporary_bytes <= 0.01 * plan.weight_bytes
     others = plan.least_bytes - 128 * 3 * 2048 * 768 * 2
     assert plan["decode"].step_bytes <= others + 1.25 * rows * 8 * 3 * 2048 * 768 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize(("chips", "count"), [("h100:8", 8), ("v5e:2x2", 4)])
+def test_on_a_mesh_each_chip_has_experts_of_its_own_and_reads_the_chosen_ones(chips, count):
+    """All 8 that a token chose may be those of one chip."""
+    needs(chips.split(":")[0])
+    with graph.without_values():
+        backbone = load_script().qwen3_moe(vocabulary_size=512, num_layers=1)
+    sizes = {"batch": 1, "length": 256, "prompt": 16, "compile": True, "verbose": 0}
+    plan, whole = (
+        bs.plan(backbone, {"model": n}, device=d, **sizes | {"compile": n > 1})
+        for n, d in ((count, chips), (1, chips.split(":")[0]))
+    )
+    expert = 3 * 2048 * 768 * 2
+    assert plan.weight_bytes <= whole.weight_bytes - (128 - 128 // count) * expert
+    assert plan["decode"].collectives == plan.collectives
+    others = plan.least_bytes - 128 // count * expert
+    assert plan["decode"].step_bytes <= others + 1.25 * 8 * expert
 
 
 @pytest.mark.slow
