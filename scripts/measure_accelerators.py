@@ -146,6 +146,46 @@ def qwen3_moe(vocabulary_size=151936, num_layers=4):
     )
 
 
+def gpt_oss(experts=32, **sizes):
+    """Of the shape of GPT-OSS 20B, with 4 of its 24 blocks; with 128 experts that of 120B."""
+    shape = {"vocabulary_size": 201088, "num_layers": 4}
+    return keras_hub.models.GptOssBackbone(
+        **{**shape, **sizes},
+        num_query_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        hidden_dim=2880,
+        intermediate_dim=2880,
+        num_experts=experts,
+        top_k=4,
+        sliding_window=128,
+        rope_max_wavelength=150000,
+        rope_scaling_factor=32.0,
+    )
+
+
+def gemma4(**sizes):
+    """Of the shape of the mixture of Gemma 4 (26B), with 4 of its 30 blocks, one of them global."""
+    shape = {"vocabulary_size": 262144, "num_layers": 4, "sliding_window_pattern": 4}
+    return keras_hub.models.Gemma4Backbone(
+        **{**shape, **sizes},
+        image_size=16,
+        num_query_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        head_dim=256,
+        global_head_dim=512,
+        hidden_dim=2816,
+        intermediate_dim=2112,
+        sliding_window_size=1024,
+        final_logit_soft_cap=30.0,
+        enable_moe_block=True,
+        num_experts=128,
+        num_experts_per_token=8,
+        expert_intermediate_dim=704,
+    )
+
+
 MODELS = {
     "gpt2": (gpt2, keras_hub.models.GPT2CausalLM),
     "gemma2": (gemma2, keras_hub.models.GemmaCausalLM),
@@ -158,6 +198,8 @@ MODELS = {
     "qwen3": (qwen3, keras_hub.models.Qwen3CausalLM),
     "mixtral": (mixtral, keras_hub.models.MixtralCausalLM),
     "qwen3_moe": (qwen3_moe, keras_hub.models.Qwen3MoeCausalLM),
+    "gpt_oss": (gpt_oss, keras_hub.models.GptOssCausalLM),
+    "gemma4": (gemma4, keras_hub.models.Gemma4CausalLM),
 }
 MESHES = {"v5e:2x2": (1, 4), "v5e:4x4": (1, 16), "h100:8": (1, 8), "h100:2x4": (2, 4)}
 LENGTHS = {"gpt2": 256}

@@ -4,6 +4,7 @@ KerasHub runs all experts on each token. For one token most of what is read is t
 reading weights is what decoding waits for.
 """
 
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,10 +23,13 @@ _PIECE_BYTES = 2**22
 _MOST_PAIRS = 16
 """Of a token and an expert that are run one by one on a TPU: each is written out in the program."""
 
-_MOST_SHARE, _MOST_OWN_SHARE = 0.6, 0.4
-"""Of the experts, that are run in turn on a TPU: a turn takes longer than its share of all.
+_TURN_BYTES = 5 * 2**20
+"""What a TPU reads of all experts while a turn of one begins: about 9 µs by a v5e's compiler."""
 
-The second is for devices of a mesh that have experts of their own.
+_MOST_SHARE, _MOST_OWN_SHARE = 0.9, 0.6
+"""Of what that leaves, how many experts are run in turn at most.
+
+The second is for devices that have experts of their own, since one of them has the most to run.
 """
 
 
@@ -68,13 +72,27 @@ def choice_of(weights: keras.KerasTensor, compute_dtype: str) -> Choice | None:
         given = node.input_tensors[0]
 
 
-def lies_by_experts(mixed: MixedExperts, devices: int) -> bool:
-    """Tell whether each of several devices has experts of its own; without values, if it would."""
-    if devices == 1 or not mixed.share_experts(devices):
-        return False
-    arrays = (graph.array_of(getattr(mixed.bank, name)) for name in mixed.shared)
-    specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in arrays]
-    return all(spec is None or spec[:1] not in ((), (None,)) for spec in specs)
+def axes_shared(mixed: MixedExperts, devices: int) -> dict[str, int] | None:
+    """Return along which axis several devices share each weight of experts.
+
+    Without values, along which they would.
+
+    Returns:
+        `{attribute of the bank: axis}`; `None` if they do not share all of them so.
+    """
+    if devices == 1 or not mixed.shared:
+        return None
+    axes: dict[str, int] = {}
+    for name, axis in mixed.axes(devices).items():
+        variable = getattr(mixed.bank, name)
+        if axis is None or variable.shape[axis] % devices:
+            return None
+        array, shape = graph.array_of(variable), list(variable.shape)
+        shape[axis] //= devices
+        if hasattr(array, "sharding") and array.sharding.shard_shape(array.shape) != tuple(shape):
+            return None
+        axes[name] = axis
+    return axes
 
 
 class ChosenExperts(keras.layers.Layer):
@@ -84,7 +102,7 @@ class ChosenExperts(keras.layers.Layer):
         mixed: the layer.
         top_k: how many weights of a token are not zero, at most.
         chooser: what chooses them, if it is called on router logits: then they are sorted once.
-        devices: how many share the experts, each with its own; 1 if they do not.
+        devices: how many of a mesh share the weights.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
@@ -104,63 +122,86 @@ class ChosenExperts(keras.layers.Layer):
     ) -> None:
         name = f"chosen_{mixed.name}" + (f"_by_{chooser.name}" if chooser else "")
         super().__init__(dtype=mixed.dtype_policy, name=name, **kwargs)
-        self.mixed, self.top_k, self.chooser, self.devices = mixed, top_k, chooser, devices
+        self.mixed, self.top_k, self.chooser = mixed, top_k, chooser
+        self.axes = axes_shared(mixed, devices)
 
     def call(self, x, given):
         """Run the experts that each token weighs; all, once that would read as many kernels."""
         batch, time, _ = ops.shape(x)
         rows = target.rows_of_use(batch) if isinstance(batch, int) else batch
-        if self.devices > 1:
-            run = self._run_on_each if target.on_mesh() else self.mixed
-            return run(x, self._weights(given))
+        if self.axes:
+            if target.on_mesh():
+                return self._run_on_each(x, given, rows)
+            return self.mixed(x, self._weights(given))
         if isinstance(rows, int) and isinstance(time, int):
-            if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
-                return self._run_pairs(x, given, rows)
-            if self._few_are_chosen(rows * time, given.shape[-1], _MOST_SHARE):
-                weights, bank = self._weights(given[:rows]), self.mixed.bank
-                return _filled_up(self._run_in_turn(x[:rows], weights, bank, rows * time), batch)
+            return self._run_few(x, given, self.mixed.bank, rows)
         return self.mixed(x, self._weights(given))
 
-    def _run_on_each(self, x, weights):
-        """Run on each device of a mesh its own experts, and add up what they give."""
+    def _run_on_each(self, x, given, rows):
+        """Run on each device of a mesh its part of the experts, and add up what they give.
+
+        That is a part of the features of all, or some of the experts.
+        """
         import jax
         from jax.sharding import PartitionSpec
 
         placement, platform = target.placement(), target.platform()
-        axes, split = placement.axes_of_heads, placement.rows_axis(x.shape[0])
-        rows = target.rows_of_use(x.shape[0])
-        weights = _filled_up(weights[:rows], x.shape[0])  # the rows of no use choose none
+        along, split = placement.axes_of_heads, placement.rows_axis(x.shape[0])
+        has_own = 0 in self.axes.values()
+        if has_own:  # the rows of no use choose none
+            given = _filled_up(self._weights(given)[:rows], x.shape[0])
+        count = given.shape[-1]
+        axes = {**dict.fromkeys(self.mixed.whole, 0 if has_own else None), **self.axes}
         with graph.as_stored():
-            kernels = {
-                n: ops.convert_to_tensor(getattr(self.mixed.bank, n)) for n in self.mixed.shared
-            }
+            bank = {name: ops.convert_to_tensor(getattr(self.mixed.bank, name)) for name in axes}
 
-        def run(x, weights, kernels):
+        def run(x, given, bank):
+            used = min(rows, x.shape[0])
+            if not has_own:
+                is_first = jax.lax.axis_index(along) == 0
+                added = [name for name, is_added in self.mixed.whole.items() if is_added]
+                bank |= {name: ops.where(is_first, bank[name], 0) for name in added}
             with target.made_for(platform):
-                made = self._run_own(x, weights, SimpleNamespace(**kernels), min(rows, x.shape[0]))
-            return jax.lax.psum(made, axes)
+                if has_own:
+                    made = self._run_own(x, given, SimpleNamespace(**bank), used, count)
+                else:
+                    made = self._run_few(x, given, SimpleNamespace(**bank), used)
+            return jax.lax.psum(made, along)
+
+        def parts(axis):
+            return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, along)
 
         return jax.shard_map(
             run,
             mesh=placement.mesh,
             in_specs=(
                 PartitionSpec(split),
-                PartitionSpec(split, None, axes),
-                dict.fromkeys(kernels, PartitionSpec(axes)),
+                PartitionSpec(split, None, along if has_own else None),
+                {name: parts(axis) for name, axis in axes.items()},
             ),
             out_specs=PartitionSpec(split),
             check_vma=False,
-        )(x, weights, kernels)
+        )(x, given, bank)
 
-    def _run_own(self, x, weights, bank, rows):
-        """Run the experts of one device, whose kernels and weights these are."""
-        tokens, count = rows * x.shape[1], weights.shape[-1]
-        if self._few_are_chosen(tokens, count * self.devices, _MOST_OWN_SHARE):
+    def _run_own(self, x, weights, bank, rows, count):
+        """Run the experts of one device, whose kernels and weights these are, of so many."""
+        tokens, own = rows * x.shape[1], weights.shape[-1]
+        if self._few_are_chosen(tokens, count, bank, _MOST_OWN_SHARE):
             return self._run_in_turn(x, weights, bank, tokens)
-        if target.platform() == "gpu" and tokens * self.top_k < count:
+        if target.platform() == "gpu" and tokens * self.top_k < own:
             made = self._run(x[:rows], weights[:rows], bank, partial(largest, k=self.top_k))
             return _filled_up(made, x.shape[0])
         return self.mixed.mix(x, weights, _Kernels(bank, self.compute_dtype))
+
+    def _run_few(self, x, given, bank, rows):
+        """Run the experts that are chosen; all, where so many tokens choose most of them."""
+        batch, time, _ = x.shape
+        if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
+            return self._run_pairs(x, given, bank, rows)
+        if self._few_are_chosen(rows * time, given.shape[-1], bank, _MOST_SHARE):
+            weights = self._weights(given[:rows])
+            return _filled_up(self._run_in_turn(x[:rows], weights, bank, rows * time), batch)
+        return self.mixed.mix(x, self._weights(given), _Kernels(bank, self.compute_dtype))
 
     def _weights(self, given):
         return given if self.chooser is None else self.chooser(given)
@@ -172,21 +213,25 @@ class ChosenExperts(keras.layers.Layer):
         """
         return min(count, _MOST_PAIRS + 1) if target.platform() == "tpu" else count
 
-    def _few_are_chosen(self, tokens, count, most):
+    def _few_are_chosen(self, tokens, count, bank, most):
         """Tell whether a TPU gains by running those of all experts in turn that any token weighs.
 
-        Not where devices share each expert: in a loop, they would exchange sums at each turn.
+        Not where XLA shares each expert: in a loop, devices would exchange sums at each turn.
         """
+        if target.platform() != "tpu" or not target.has_orders():
+            return False
+        kernels = [getattr(bank, name) for name in self.mixed.shared]
+        size = sum(math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in kernels)
         share = 1 - (1 - self.top_k / count) ** tokens  # if all are as likely
-        return target.platform() == "tpu" and target.has_orders() and share < most
+        return share < most * size / (size + _TURN_BYTES)
 
-    def _run_pairs(self, x, given, rows):
+    def _run_pairs(self, x, given, bank, rows):
         # On a TPU the rows of no use go through the experts of a lone token: fewer kernels.
         batch, time, _ = x.shape
         is_lone = rows * time == 1 and target.platform() == "tpu" and target.has_orders()
         choose = self.chooser.choose if self.chooser else partial(largest, k=self.top_k)
         x = x if is_lone else x[:rows]
-        return _filled_up(self._run(x, given[:rows], self.mixed.bank, choose), batch)
+        return _filled_up(self._run(x, given[:rows], bank, choose), batch)
 
     def _run(self, x, given, bank, choose):
         """Run the chosen experts on each token, or those of one token on all."""
@@ -309,7 +354,8 @@ class _Chosen(Experts):
         # Without a sign none can be counted from the end.
         start = [ops.cast(i, "uint32") for i in (self.index[which], 0, 0)]
         one = ops.slice(kernel, start, (1, *kernel.shape[1:]))[0]
-        one = ops.cast(target.in_order(one), self.dtype)  # else XLA may turn all of them, once
+        # Else XLA may turn all of them, once.
+        one = ops.cast(target.in_order(one, axes=target.order_of_kernel(one.shape)), self.dtype)
         if x.shape[1] > 1:
             return target.in_order(ops.matmul(x[which], one))
         return ops.matmul(x[:, 0], one)[which : which + 1]

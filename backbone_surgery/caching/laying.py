@@ -3,12 +3,15 @@
 They are laid so once, in the variables themselves, or the chip would do it at each call, to a copy.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import keras
 
 from backbone_surgery import graph, target
+from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.projection import form_of
+from backbone_surgery.opening.experts import MixedExperts
 
 _INPUTS_FIRST = "abc,cde->abde"
 """The equation of a projection to heads, by a kernel [inputs, heads, head_dim]."""
@@ -16,12 +19,13 @@ _INPUTS_FIRST = "abc,cde->abde"
 
 def layers_to_lay(model: keras.Model) -> list[keras.Layer]:
     """Return the layers of a model that have a weight which a chip may want in another order."""
-    layers = [getattr(n.operation, "dense", n.operation) for n in graph.all_nodes(model)]
-    return [x for x in {id(x): x for x in layers}.values() if _is_table(x) or _is_split(x)]
+    layers = [_behind(node.operation) for node in graph.all_nodes(model)]
+    kinds = _is_table, _is_split, _has_experts
+    return [x for x in {id(x): x for x in layers}.values() if any(is_one(x) for is_one in kinds)]
 
 
 def weights_to_lay(
-    layers: Iterable[keras.Layer], platform: str
+    layers: Iterable[keras.Layer], platform: str, array_of: Callable[[keras.Variable], Any]
 ) -> Iterator[tuple[keras.Variable, tuple[int, ...]]]:
     """Yield each weight that is to lie in another order, as it is now, and the order.
 
@@ -30,15 +34,44 @@ def weights_to_lay(
     Args:
         layers: from `layers_to_lay`.
         platform: where they run; see `target`.
+        array_of: gives the array of a weight, or what stands for it, whose `sharding` says how
+            devices share it; `None` on one device.
     """
     for layer in layers:
-        for weight in graph.own_weights(layer):
-            shape = tuple(weight.shape)
-            # A table may have its transpose beside it, for logits.
-            table = _is_table(layer) and shape == (layer.input_dim, layer.output_dim)
-            order = target.order_of_weight(platform, shape) if table or len(shape) == 3 else None
-            if order is not None:
-                yield weight, order
+        if _has_experts(layer):
+            weights = [getattr(layer.bank, name) for name in layer.shared]
+            weights = [x for x in weights if len(x.shape) == 3]
+            orders = [_order_of_experts(array_of(x), platform) for x in weights]
+        else:
+            weights = graph.own_weights(layer)
+            orders = [_order(layer, tuple(x.shape), platform) for x in weights]
+        yield from ((x, order) for x, order in zip(weights, orders, strict=True) if order)
+
+
+def _order(layer: keras.Layer, shape: tuple[int, ...], platform: str) -> tuple[int, ...] | None:
+    # A table may have its transpose beside it, for logits.
+    is_table = _is_table(layer) and shape == (layer.input_dim, layer.output_dim)
+    return target.order_of_weight(platform, shape) if is_table or len(shape) == 3 else None
+
+
+def _order_of_experts(array: Any, platform: str) -> tuple[int, ...] | None:
+    """Return the order of kernels [experts, inputs, outputs]: experts stay first.
+
+    A TPU may have 128 of them come last, and would turn all of them at each call.
+    """
+    if platform != "tpu":
+        return None
+    shape = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
+    return 0, *(axis + 1 for axis in target.order_of_kernel(shape[1:]))
+
+
+def _behind(layer: keras.Layer) -> keras.Layer:
+    """Return the layer whose weights another one reads."""
+    return layer.mixed if type(layer) is ChosenExperts else getattr(layer, "dense", layer)
+
+
+def _has_experts(layer: keras.Layer) -> bool:
+    return type(layer) is MixedExperts
 
 
 def _is_table(layer: keras.Layer) -> bool:

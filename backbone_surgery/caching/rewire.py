@@ -7,7 +7,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import graph
-from backbone_surgery.caching.experts import ChosenExperts, choice_of, lies_by_experts
+from backbone_surgery.caching.experts import ChosenExperts, choice_of
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
@@ -163,8 +163,8 @@ class _Rewirer:
         if type(layer) is MixedExperts:
             choice = choice_of(args[1], layer.compute_dtype)
             if choice is not None:
-                devices = self.devices if lies_by_experts(layer, self.devices) else 1
-                chosen = self._once(ChosenExperts, layer, choice.top_k, choice.chooser, devices)
+                settings = choice.top_k, choice.chooser, self.devices
+                chosen = self._once(ChosenExperts, layer, *settings)
                 return chosen(args[0], choice.given)
         if self.probe is not None:
             self.probe.check(layer, args, kwargs)

@@ -55,6 +55,7 @@ def _experts(block, residual, padding_mask):
         bank=block.moe_expert_bank,
         expert=expert,
         shared={"gate_proj": 2, "up_proj": 2, "down_proj": 1},
+        whole={"per_expert_scale": False},
         top_k=router.num_experts_per_token,
         policy=policy,
         upcast=True,

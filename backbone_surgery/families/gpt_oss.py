@@ -68,8 +68,11 @@ def _mlp(layer, x, padding_mask):
 
     logits = layer.router.router_dense(x)
     settings = {"bank": bank, "expert": expert, "top_k": layer.top_k, "chosen_first": True}
-    shared = {"gate_up_proj": 2, "down_proj": 1}
-    x = mixture(x, logits, padding_mask, shared=shared, policy=layer.dtype_policy, **settings)
+    settings |= {
+        "shared": {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1},
+        "whole": {"down_proj_bias": True},
+    }
+    x = mixture(x, logits, padding_mask, policy=layer.dtype_policy, **settings)
     return Site("mlp_output")(x)
 
 

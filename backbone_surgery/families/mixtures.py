@@ -25,6 +25,7 @@ def mixture(
     bank: keras.layers.Layer,
     expert: Expert,
     shared: Mapping[str, int | None],
+    whole: Mapping[str, bool] | None = None,
     top_k: int,
     policy: Any,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -38,7 +39,8 @@ def mixture(
         padding_mask: int[batch, time].
         bank: the layer that owns the kernels of the experts.
         expert: what each expert computes with them.
-        shared: along which axis devices can share each kernel, see `MixedExperts`.
+        shared: along which axis devices can share each weight, see `MixedExperts`.
+        whole: the other weights of the bank, see there.
         top_k: how many experts are chosen for a token.
         policy: dtype policy of the block.
         loss: that of `BalancedLoad`, where the block adds one in training.
@@ -52,7 +54,7 @@ def mixture(
         logits = BalancedLoad(loss, dtype=policy, name="balanced_load")(logits, padding_mask)
     weights = TopExperts(top_k, dtype=policy, name="top_experts", **choice)(logits)
     weights = Site(EXPERT_WEIGHTS)(weights)
-    mixed = MixedExperts(bank, expert, shared, dtype=policy, name="mixed_experts")
+    mixed = MixedExperts(bank, expert, shared, whole, dtype=policy, name="mixed_experts")
     return mixed(x, weights)
 
 

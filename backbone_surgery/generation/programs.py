@@ -8,7 +8,7 @@ generation, caches included, is donated from call to call, so it exists once.
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -64,10 +64,17 @@ class Programs(Forward):
         nodes = graph.all_nodes(self.model)
         return any(isinstance(node.operation, ChosenExperts) for node in nodes)
 
-    def orders(self) -> list[tuple[int, ...] | None]:
-        """For each variable, the order of axes in which its value lies; `None` as it comes."""
-        orders = {id(v): order for v, order in weights_to_lay(self._to_lay, self.platform)}
-        return [orders.get(id(variable)) for variable in self.model.variables]
+    def orders(self, weights: Iterable[Any]) -> list[tuple[int, ...] | None]:
+        """For each variable, the order of axes in which its value lies; `None` as it comes.
+
+        Args:
+            weights: the values, or what stands for them.
+        """
+        variables = self.model.variables
+        arrays = {id(v): x for v, x in zip(variables, weights, strict=True)}
+        laid = weights_to_lay(self._to_lay, self.platform, lambda v: arrays[id(v)])
+        orders = {id(variable): order for variable, order in laid}
+        return [orders.get(id(variable)) for variable in variables]
 
     def weights(self) -> list[jax.Array]:
         """Return the values of all variables, as they are now.
@@ -75,7 +82,7 @@ class Programs(Forward):
         Those that the chip wants in another order are laid so first: in the variable itself, so
         that there is one copy. Its value stays the same.
         """
-        for variable, order in weights_to_lay(self._to_lay, self.platform):
+        for variable, order in weights_to_lay(self._to_lay, self.platform, lambda v: v.value):
             _lay(variable, order)
         return [v.value for v in self.model.variables]
 

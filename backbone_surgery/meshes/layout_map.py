@@ -243,9 +243,8 @@ def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None
 
 def _of_experts(layer: MixedExperts, devices: int) -> Iterator[Split]:
     """Split the kernels of all experts as the family says: each expert, or the experts."""
-    whole = layer.share_experts(devices)
-    for name, axis in layer.shared.items():
+    for name, axis in layer.axes(devices).items():
         variable = getattr(layer.bank, name)
-        along = 0 if whole else axis
-        if along is not None:
-            yield Split(variable, along, variable.shape[along], summed=axis == 1)
+        if axis is not None:
+            reads = layer.shared[name] == len(variable.shape) - 2
+            yield Split(variable, axis, variable.shape[axis], summed=reads)

@@ -149,8 +149,10 @@ class MixedExperts(keras.layers.Layer):
         bank: the layer of the block that owns the kernels.
         expert: what each expert computes with them.
         shared: `{attribute of the bank: axis}`: along which axis devices can share a kernel. 2 is
-            what it makes, 1 what it reads, `None` says that they cannot: then they share the
-            experts. What is not named here, every device holds.
+            what it makes, 1 what it reads (of a bias 1 is what it makes), `None` says that they
+            cannot: then they share the experts.
+        whole: `{attribute of the bank: whether it is added}`: its other weights, which devices
+            that share features hold whole. What is added to sums is added by one of them.
 
     Call arguments:
         x: float[batch, time, hidden_dim].
@@ -165,11 +167,12 @@ class MixedExperts(keras.layers.Layer):
         bank: keras.layers.Layer,
         expert: Expert,
         shared: Mapping[str, int | None] | None = None,
+        whole: Mapping[str, bool] | None = None,
         **kwargs,
     ) -> None:
         super().__init__(**kwargs)
         self.bank, self.expert = bank, expert
-        self.shared = dict(shared or {})
+        self.shared, self.whole = dict(shared or {}), dict(whole or {})
 
     def call(self, x, weights):
         return self.mix(x, weights, Experts(self.bank))
@@ -184,10 +187,15 @@ class MixedExperts(keras.layers.Layer):
         made = self.expert(each, experts) * shares[..., None]
         return ops.reshape(ops.sum(made, axis=0), (batch, time, hidden_dim))
 
-    def share_experts(self, devices: int) -> bool:
-        """Tell whether each of so many devices has experts of its own, and not a part of all."""
+    def axes(self, devices: int) -> dict[str, int | None]:
+        """Return along which axis so many devices share each weight.
+
+        Where they cannot share what it is for, each has experts of its own, if these divide.
+        """
         counts = {getattr(self.bank, name).shape[0] for name in self.shared}
-        return None in self.shared.values() and all(count % devices == 0 for count in counts)
+        if None in self.shared.values() and all(count % devices == 0 for count in counts):
+            return dict.fromkeys(self.shared, 0)
+        return self.shared
 
     def compute_output_spec(self, x, weights):
         return keras.KerasTensor(x.shape, self.compute_dtype)

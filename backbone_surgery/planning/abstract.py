@@ -101,7 +101,7 @@ def trace(
         program = export.export(jitted, platforms=[platform], disabled_checks=_CHECKS)(*args)
         leaves = jax.tree.leaves(args)
         axes = [list(x.sharding.spec) if x.sharding else [] for x in leaves]
-        orders = programs.orders() + [None] * (len(leaves) - len(weights))
+        orders = programs.orders(weights) + [None] * (len(leaves) - len(weights))
         return Traced(bytes(program.serialize()), axes, orders, donate)
 
     return {

@@ -22,6 +22,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import is_int
+from backbone_surgery.opening.state import Stateful
 from backbone_surgery.planning.abstract import Sizes, abstract_placement, sizes_of_run, trace
 from backbone_surgery.planning.compilers import check_compiler, compile_programs
 from backbone_surgery.planning.devices import Devices, find_devices
@@ -260,7 +261,8 @@ def _collectives(
 def _uses(model: keras.Model) -> Counter[int]:
     """Count how often layers run with each weight, by its `id`: a block that is repeated, twice."""
     layers = [node.operation for node in graph.all_nodes(model)]
-    inner = [x for x in layers if graph.as_functional(x) is None]
+    # Attention that has sinks holds the layer that owns them, and its projections with it.
+    inner = [x for x in layers if graph.as_functional(x) is None and not isinstance(x, Stateful)]
     return Counter(v for x in inner for v in {id(v) for v in getattr(x, "variables", ())})
 
 

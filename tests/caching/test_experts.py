@@ -40,7 +40,7 @@ def mixed(rng):
     bank.build(None)
     for variable in bank.weights:
         variable.assign(rng.normal(size=variable.shape))
-    return MixedExperts(bank, expert)
+    return MixedExperts(bank, expert, {"up": 2, "down": 1})
 
 
 def inputs_of(rng, rows, time=1, top_k=2):
@@ -85,6 +85,7 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
 def test_a_tpu_runs_what_more_tokens_weigh_in_turn(rng, mixed, monkeypatch, rows, time, edited):
     """An expert that is in the bank alone is not read; on a mesh all are."""
     monkeypatch.setattr(experts, "_MOST_PAIRS", 3)
+    monkeypatch.setattr(experts, "_TURN_BYTES", 0)
     x, _ = inputs_of(rng, rows, time)
     logits = rng.normal(size=(rows, time, EXPERTS)).astype("float32")
     logits[..., 5] = -30.0
@@ -113,6 +114,7 @@ def test_what_a_row_of_no_use_weighs_is_not_read(
 ):
     """Of twice as many rows the first half is of use: beams, each with an empty row."""
     monkeypatch.setattr(experts, "_MOST_PAIRS", pairs)
+    monkeypatch.setattr(experts, "_TURN_BYTES", 0)
     monkeypatch.setattr(target, "platform", lambda: platform)
     x, weights = inputs_of(rng, 2 * rows, time)
     unused = [i for i in range(EXPERTS) if not weights[:rows, ..., i].any()]
@@ -222,6 +224,7 @@ def test_a_block_that_runs_twice_may_be_edited_once(rng):
 @pytest.mark.parametrize("lost", [1, 3])
 def test_in_turn_a_row_of_nans_is_lost_alone(rng, mixed, monkeypatch, lost):
     monkeypatch.setattr(experts, "_MOST_PAIRS", 3)
+    monkeypatch.setattr(experts, "_TURN_BYTES", 0)
     x = rng.normal(size=(3, 1, HIDDEN)).astype("float32")
     logits = rng.normal(size=(3, 1, EXPERTS)).astype("float32")
     logits[:lost] = np.nan

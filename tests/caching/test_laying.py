@@ -1,7 +1,9 @@
 """Weights are laid in another order where a chip would turn them, and no others."""
 
+import jax
 import keras_hub
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import backbone_surgery as bs
 from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
@@ -15,7 +17,7 @@ def to_lay(hidden_dim, platform, lora=False):
     layers = layers_to_lay(model)
     if lora:
         backbone.token_embedding.enable_lora(4)
-    return {variable.path: order for variable, order in weights_to_lay(layers, platform)}
+    return {v.path: order for v, order in weights_to_lay(layers, platform, lambda v: v.value)}
 
 
 HEADS = [f"transformer_layer_0/self_attention/{name}/kernel" for name in ("query", "key", "value")]
@@ -26,6 +28,32 @@ def test_a_tpu_has_wide_heads_first_and_odd_tables_row_by_row(lora):
     assert to_lay(256, "tpu", lora) == dict.fromkeys(HEADS, (1, 0, 2))
     assert to_lay(192, "tpu", lora) == {"token_embedding/embeddings": (0, 1)}
     assert to_lay(128, "tpu", lora) == {}
+
+
+def orders_of_experts(inner_dim, platform, devices=1):
+    """Return the orders of what an expert of 128 inputs makes and reads, shared by its features."""
+    sizes = {"num_query_heads": 2, "num_key_value_heads": 2, "num_experts": 2}
+    backbone = keras_hub.models.MixtralBackbone(
+        50, 1, hidden_dim=128, intermediate_dim=inner_dim, **sizes
+    )
+    mesh = jax.sharding.AbstractMesh((devices,), ("model",))
+
+    def array_of(variable):
+        axis = 1 if "output" in variable.path else 2
+        spec = PartitionSpec(*(("model" if i == axis else None) for i in range(3)))
+        return jax.ShapeDtypeStruct(variable.shape, "float32", sharding=NamedSharding(mesh, spec))
+
+    layers = layers_to_lay(bs.rewire(bs.operate(backbone, [])))
+    laid = list(weights_to_lay(layers, platform, array_of))
+    return [order for variable, order in laid if "/experts/" in variable.path]
+
+
+def test_a_tpu_never_has_experts_last():
+    """But what an expert makes, unless its inputs leave fewer lanes empty."""
+    assert orders_of_experts(256, "tpu") == [(0, 1, 2)] * 3
+    assert orders_of_experts(96, "tpu") == [(0, 2, 1), (0, 2, 1), (0, 1, 2)]
+    assert orders_of_experts(256, "tpu", devices=4) == [(0, 2, 1), (0, 2, 1), (0, 1, 2)]
+    assert orders_of_experts(96, "gpu") == []
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

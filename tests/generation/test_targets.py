@@ -127,6 +127,7 @@ def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_on_a_tpu_experts_of_several_rows_run_in_turn(rng, monkeypatch, name):
     monkeypatch.setattr(experts, "_MOST_PAIRS", 1)
+    monkeypatch.setattr(experts, "_TURN_BYTES", 0)
     turns, run = [], ChosenExperts._run_in_turn
     monkeypatch.setattr(
         ChosenExperts, "_run_in_turn", lambda self, *args: turns.append(1) or run(self, *args)

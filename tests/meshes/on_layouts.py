@@ -12,6 +12,8 @@ import keras_hub
 import numpy as np
 
 import backbone_surgery as bs
+from backbone_surgery.caching import experts
+from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation import engine
 from backbone_surgery.generation.programs import Programs
@@ -190,12 +192,32 @@ def check_repeated_heads():
             assert 8 * paper.cache_bytes == sum(x.nbytes for e in cache for x in e.values())
 
 
-def check_own_experts():
-    """Devices have experts of their own: programs of all platforms, run here, give the same."""
-    for name, mesh in (("qwen2_moe", (2, 4)), ("qwen3_moe", (1, 8)), ("qwen3_5_moe", (2, 4))):
+EXPERTS = {
+    "qwen2_moe": ((2, 4), 0, {}),
+    "qwen3_moe": ((1, 8), 0, {}),
+    "qwen3_5_moe": ((2, 4), 0, {}),
+    "mixtral": ((2, 4), 2, {}),
+    "gpt_oss": ((2, 4), 2, {}),
+    "gemma4": ((2, 4), 2, {
+        "enable_moe_block": True, "expert_intermediate_dim": 32, "num_experts_per_token": 2,
+        "hidden_size_per_layer_input": 0,
+    }),
+}  # fmt: skip
+"""For each family a mesh, the axis of a kernel that makes features which is shared, and sizes."""
 
-        def make(name=name):
-            return ROWS[name].make(vocabulary_size=64, num_experts=16, num_layers=2)
+
+def check_experts():
+    """Devices share experts or features: programs of all platforms, run here, give the same.
+
+    A TPU runs those of 5 rows in turn.
+    """
+    in_turn, run = (ChosenExperts, "_run_in_turn"), ChosenExperts._run_in_turn
+    few_pairs = mock.patch.object(experts, "_MOST_PAIRS", 4)
+    no_time = mock.patch.object(experts, "_TURN_BYTES", 0)
+    for name, (mesh, axis, sizes) in EXPERTS.items():
+
+        def make(name=name, sizes=sizes):
+            return ROWS[name].make(vocabulary_size=64, num_experts=16, num_layers=2, **sizes)
 
         alone = greedy(make())
         wanted = [ids(alone, rows) for rows in (1, 5)]
@@ -203,13 +225,18 @@ def check_own_experts():
         with on(mesh, make()):
             lm = greedy(make())
         kernels = [v.value for v in lm.backbone.variables if "expert" in v.path]
-        shards = [x.addressable_shards[0].data for x in kernels if x.shape[:-2] == (16,)]
-        assert {x.shape[0] for x in shards} == {16 // mesh[1]}
+        kernel = next(x for x in kernels if x.shape[:-2] == (16,))
+        shape = list(kernel.shape)
+        shape[axis] //= mesh[1]
+        assert kernel.sharding.shard_shape(kernel.shape) == tuple(shape), name
         for platform in ("cpu", "gpu", "tpu"):
             made = Programs(lm.backbone_with_cache, lm.programs.head, platform)
             object.__setattr__(lm, "programs", made)
-            for own, rows in zip(wanted, (1, 5), strict=True):
-                np.testing.assert_array_equal(ids(lm, rows), own, err_msg=f"{name} {platform}")
+            turns = mock.patch.object(*in_turn, autospec=True, side_effect=run)
+            with few_pairs, no_time, turns as turns:
+                for own, rows in zip(wanted, (1, 5), strict=True):
+                    np.testing.assert_array_equal(ids(lm, rows), own, err_msg=f"{name} {platform}")
+            assert turns.called == (platform == "tpu"), name
 
 
 def check_heads_first():
@@ -247,7 +274,7 @@ if __name__ == "__main__":
         check_growing,
         check_inserted,
         check_repeated_heads,
-        check_own_experts,
+        check_experts,
         check_heads_first,
     ):
         keras.utils.clear_session(free_memory=False)

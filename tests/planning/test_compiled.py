@@ -213,6 +213,22 @@ def test_of_a_wide_mixture_the_chosen_experts_are_read_and_none_is_copied(chip, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize(("chips", "count"), [("v5e", 1), ("v5e:2x2", 4), ("v5e:2x4", 8)])
+@pytest.mark.parametrize("name", ["gemma4", "gpt_oss"])
+def test_a_tpu_turns_no_kernels_of_experts(name, chips, count, rows):
+    """Their sizes, or what each of several chips has of them, are no multiples of 128."""
+    needs("v5e")
+    sizes = {"gpt_oss": {"experts": 128}, "gemma4": {"sliding_window_pattern": 1}}[name]
+    with graph.without_values():
+        backbone = getattr(load_script(), name)(vocabulary_size=512, num_layers=1, **sizes)
+    settings = {"batch": rows, "length": 256, "prompt": 16, "compile": True, "verbose": 0}
+    plan = bs.plan(backbone, {"model": count}, device=chips, **settings)
+    assert plan["decode"].temporary_bytes <= 0.03 * plan.weight_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
 @pytest.mark.parametrize(("chips", "count"), [("h100:8", 8), ("v5e:2x2", 4)])
 def test_on_a_mesh_each_chip_has_experts_of_its_own_and_reads_the_chosen_ones(chips, count):
     """All 8 that a token chose may be those of one chip."""

@@ -32,6 +32,14 @@ def test_on_one_device_it_is_all_weights_and_the_cache(name):
     assert paper.fits
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "mixtral", "gpt_oss", "qwen3_moe"])
+def test_a_block_takes_two_sums(name):
+    """Though the attention of GPT-OSS, for its sinks, holds the layer that owns all projections."""
+    backbone = ROWS[name].make(vocabulary_size=64)
+    paper = bs.plan(backbone, mesh={"model": 2}, batch=3, length=20)
+    assert paper.collectives == {"all-reduce": 2 * backbone.num_layers + 3}
+
+
 def test_what_an_edit_brings_along_is_on_every_device_and_all_else_as_before():
     backbone, shared = ROWS["llama"].make(), {"mesh": {"model": 2}, "batch": 3, "length": 20}
     plain = bs.plan(backbone, **shared)
