@@ -54,12 +54,15 @@ def test_meshes_exchange_what_is_on_paper_and_nothing_else():
         found, paper = (line["ours"][name] for name in ("collectives", "on_paper"))
         assert set(found) == {"all-reduce"}, line
         with_rows = line["device"] == "h100:2x4"
-        assert paper["all-reduce"] - with_rows <= found["all-reduce"] <= paper["all-reduce"], line
+        # A block of Gemma 4 has an MLP beside its mixture; the sums of both go together.
+        beside = 4 if line["model"] == "gemma4" else 0
+        least = paper["all-reduce"] - with_rows - beside
+        assert least <= found["all-reduce"] <= paper["all-reduce"] - beside, line
         # 12 heads and 50,257 tokens of GPT-2, and 8 heads on 16 chips, do not divide.
         if line["model"] != "gpt2" and (line["model"], line["device"]) != ("gemma2", "v5e:4x4"):
-            assert paper["all-reduce"] == 2 * 4 + 3 + with_rows
+            assert paper["all-reduce"] == 2 * 4 + 3 + with_rows + beside
         # No second copy of caches; where heads come several times, of a part of some kernels.
-        most = 0.01 if line["device"] == "v5e:2x2" else 0.04
+        most = 0.01 if line["device"] == "v5e:2x2" else 0.05
         if (line["model"], line["device"]) != ("gpt2", "v5e:4x4"):
             assert line["ours"]["temporary_bytes"] <= most * line["ours"]["least_bytes"]
 
