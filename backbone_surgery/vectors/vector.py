@@ -49,8 +49,8 @@ _NEUTRAL_TEXTS = (
 class ControlVector:
     """A control vector: what to add to the residual stream after each block.
 
-    Immutable. Sums, differences and multiples are control vectors too. If one of two summands lacks
-    a block, it counts as zero there.
+    Immutable. Sums, also by `sum`, differences and multiples are control vectors too. If one of two
+    summands lacks a block, it counts as zero there.
 
     Attributes:
         directions: `{block: float[hidden_dim]}`; kept as float32, read-only, in block order.
@@ -292,6 +292,10 @@ class ControlVector:
 
     def __add__(self, other: ControlVector) -> ControlVector:
         return self._combined(other, operator.add)
+
+    def __radd__(self, other: float) -> ControlVector:
+        # Python's `sum` begins with 0.
+        return self if _is_factor(other) and other == 0 else NotImplemented
 
     def __sub__(self, other: ControlVector) -> ControlVector:
         return self._combined(other, operator.sub)

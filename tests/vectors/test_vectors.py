@@ -247,6 +247,10 @@ def test_arithmetic(rng):
         bs.ControlVector({1: np.zeros(4)}).normalized()
     with pytest.raises(TypeError):
         a * "2"
+    assert sum([a, b, a]) == a + b + a
+    for other in (1, None, False):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            other + a
 
 
 def test_a_vector_can_be_copied_and_sent_to_another_process(rng):
