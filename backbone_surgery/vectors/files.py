@@ -20,21 +20,32 @@ Info = dict[str, str]
 _LONGEST_TEXT = 2**20
 _FORMATS = {".gguf": gguf_file, ".safetensors": safetensors_file}
 _CHECKED = ("family", "hidden_dim", "num_blocks", "source_digest")
-_RESERVED = ("format", "format_version", "layer_count", "sha256")
+_RESERVED = (
+    *("format", "format_version", "layer_count", "sha256"),
+    *("general.architecture", "general.alignment"),
+)
 """What files hold beside the info of a vector, under names of their own."""
+_RESERVED_PREFIXES = ("controlvector.", "GGUF.")
 
 
 def check_info(info: object) -> Info:
     """Return info as text; refuse what a file could not hold, or would read back as another."""
     texts = {k: _as_text(v) for k, v in info.items()} if isinstance(info, Mapping) else {"": None}
-    names = [k for k in texts if _as_text(k) != k or not k or k in _RESERVED]
-    if names or None in texts.values():
+    if None in texts.values() or not all(map(_is_name, texts)):
+        prefixes = " or ".join(map(repr, _RESERVED_PREFIXES))
         raise SurgeryError(
             f"ControlVector: expected `info` to be {{name: text}}, with names other than "
-            f"{', '.join(_RESERVED)}. Received {shown(info)}. Rename or shorten what does not fit."
+            f"{', '.join(_RESERVED)}, and none that begins with {prefixes}. Received "
+            f"{shown(info)}. Rename or shorten what does not fit."
         )
     # What is empty or "unknown" says nothing, and a GGUF file would not keep it.
     return {k: v for k, v in texts.items() if v and (k, v) != ("model_hint", "unknown")}
+
+
+def _is_name(key: object) -> bool:
+    if not isinstance(key, str) or not key or _as_text(key) != key:
+        return False
+    return key not in _RESERVED and not key.startswith(_RESERVED_PREFIXES)
 
 
 def _as_text(value: object) -> str | None:

@@ -1,7 +1,9 @@
 """Control vectors in GGUF files, as llama.cpp and repeng read and write them.
 
-Slot N is added to the output of 0-based block N. Every length in the file is checked against its
-size before the `gguf` package reads it, since that trusts them.
+Slot N is added to the output of 0-based block N. Info is kept in fields `controlvector.<name>`;
+where a name has a dot in it, such as `general.name`, it is the whole name of the field. Every
+length in the file is checked against its size before the `gguf` package reads it, since that
+trusts them.
 """
 
 import re
@@ -16,8 +18,10 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError
 
 _ARCHITECTURE = "controlvector"
-_OTHERS = ("layer_count", "format", "format_version")
+_OTHERS = ("layer_count", "format", "format_version", "general.architecture", "general.alignment")
 """Fields that are no info of the vector: what the file says of itself."""
+_COUNTS = "GGUF."
+"""What the `gguf` package names the numbers at the head of a file by, as if they were fields."""
 _NAME = re.compile(r"direction\.(0|[1-9][0-9]{0,5})")
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 0
@@ -31,7 +35,7 @@ def write(path: Path, directions: dict[int, np.ndarray], info: dict[str, str], d
     writer.add_uint32(f"{_ARCHITECTURE}.layer_count", len(directions))
     for key, value in info.items():
         if key != "model_hint":
-            writer.add_string(f"{_ARCHITECTURE}.{key}", value)
+            writer.add_string(key if "." in key else f"{_ARCHITECTURE}.{key}", value)
     writer.add_string(f"{_ARCHITECTURE}.sha256", digest)
     for block, direction in directions.items():
         writer.add_tensor(f"direction.{block}", np.ascontiguousarray(direction, np.float32))
@@ -77,7 +81,7 @@ def _info(reader: gguf.GGUFReader) -> Iterator[tuple[str, str]]:
         raise SurgeryError(f"a GGUF file whose general.architecture is {contents!r}")
     for name, item in reader.fields.items():
         key = name.removeprefix(f"{_ARCHITECTURE}.")
-        if key != name and key not in _OTHERS:
+        if key not in _OTHERS and not name.startswith(_COUNTS):
             yield key, str(item.contents())
 
 

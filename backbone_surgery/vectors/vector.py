@@ -56,7 +56,8 @@ class ControlVector:
         directions: `{block: float[hidden_dim]}`; kept as float32, read-only, in block order.
         info: facts about it, as text: `method`, `family`, `model_hint` (the type of its model, as
             Hugging Face and llama.cpp call it), `num_blocks`, `normalization`, `source_digest`.
-            Saved with it.
+            Saved with it. What another program wrote into a GGUF file is kept too, such as
+            `general.name`.
 
     Examples:
         >>> import backbone_surgery as bs, numpy as np

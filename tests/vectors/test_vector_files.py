@@ -104,6 +104,36 @@ def test_what_repeng_writes_is_read(rng, tmp_path):
     assert dict(loaded.info) == {"model_hint": "mistral", "method": "umap", "origin": "elsewhere"}
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_other_programs_wrote_into_a_gguf_file_is_kept(tmp_path, suffix):
+    fields = {"general.name": "mood", "general.license": "mit", "maker.note": "on a Sunday"}
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "controlvector")
+    writer.add_custom_alignment(64)
+    for name, value in fields.items():
+        writer.add_string(name, value)
+    writer.add_array("maker.seeds", [3, 5])
+    writer.add_tensor("direction.1", ONE)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loaded = bs.ControlVector.load(tmp_path / "other.gguf")
+    assert dict(loaded.info) == {**fields, "maker.seeds": "[3, 5]"}
+    loaded.save(tmp_path / f"between{suffix}")
+    bs.ControlVector.load(tmp_path / f"between{suffix}").save(tmp_path / "again.gguf")
+    reader = gguf.GGUFReader(tmp_path / "again.gguf")
+    assert {name: reader.get_field(name).contents() for name in fields} == fields
+    assert reader.get_field("controlvector.maker.note") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["sha256", "general.architecture", "general.alignment", "controlvector.a", "GGUF.x"]
+)
+def test_names_that_files_use_themselves_are_refused(name):
+    with pytest.raises(bs.SurgeryError, match="Rename or shorten what does not fit"):
+        bs.ControlVector({1: ONE}, {name: "7"})
+
+
 WITHOUT_LLAMA_CPP = ["opt"]
 
 
