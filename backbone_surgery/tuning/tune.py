@@ -28,8 +28,9 @@ from backbone_surgery.tuning.methods import Methods
 from backbone_surgery.tuning.record import Measured, Record
 from backbone_surgery.tuning.result import Trial, Tuning
 from backbone_surgery.vectors.activations import check_batch_size, check_task
+from backbone_surgery.vectors.norms import residual_norms
 from backbone_surgery.vectors.pairs import check_pairs
-from backbone_surgery.vectors.vector import ControlVector, residual_norms
+from backbone_surgery.vectors.vector import ControlVector
 from backbone_surgery.weights.tree import weights_digest
 
 _KEPT = 3

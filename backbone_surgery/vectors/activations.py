@@ -56,34 +56,6 @@ class TokenStates(keras.layers.Layer):
         return keras.KerasTensor((*tokens.shape, *x.shape[2:]), x.dtype)
 
 
-class TokenNorms(keras.layers.Layer):
-    """Average the norm of the hidden states of each row over its tokens, all but the first.
-
-    The first token draws attention that finds nothing else, and its norm is often far larger.
-
-    Call arguments:
-        x: float[batch, time, hidden_dim].
-        positions: int32[batch, time].
-        padding_mask: int or bool[batch, time].
-        tokens: not used.
-    """
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
-
-    def call(self, x, positions, padding_mask, tokens):
-        """Average over the tokens that count."""
-        counted = ops.logical_and(ops.cast(padding_mask, "bool"), positions > 0)
-        counted = ops.cast(counted, "float32")
-        norms = ops.sqrt(ops.sum(ops.square(ops.cast(x, "float32")), axis=-1))
-        total = ops.sum(norms * counted, axis=1, keepdims=True)
-        return total / ops.sum(counted, axis=1, keepdims=True)
-
-    def compute_output_spec(self, x, positions, padding_mask, tokens):
-        """One number for each row."""
-        return keras.KerasTensor((x.shape[0], 1), "float32")
-
-
 def check_task(lm: Any, operation: str) -> None:
     """Refuse what is no `CachedCausalLM`; `operation` is named in the error."""
     if not isinstance(lm, CachedCausalLM):

@@ -21,7 +21,6 @@ from backbone_surgery.presets import find_vector
 from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import files
 from backbone_surgery.vectors.activations import (
-    TokenNorms,
     TokenStates,
     check_batch_size,
     check_task,
@@ -29,19 +28,11 @@ from backbone_surgery.vectors.activations import (
     read_texts,
 )
 from backbone_surgery.vectors.directions import check_method, find_direction
+from backbone_surgery.vectors.norms import residual_norms
 from backbone_surgery.vectors.pairs import check_pairs
 from backbone_surgery.weights.tree import weights_digest
 
 _FURTHEST = 2**31 - 1
-_NEUTRAL_TEXTS = (
-    "The town lies on the bank of a wide river, between two hills.",
-    "She opened the door, looked around the room and sat down by the window.",
-    "In the morning the bus comes every ten minutes, later only twice an hour.",
-    "He asked what the bread cost, counted his coins and bought two of them.",
-    "The book has nine chapters, and the last of them is the longest.",
-    "They talked about the weather for a while and then went back to work.",
-)
-"""What the size of the residual stream is measured on, unless other texts are given."""
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
@@ -375,25 +366,6 @@ def check_fits(lm: Any, vector: ControlVector, operation: str) -> None:
         )
 
 
-def residual_norms(
-    lm: Any, texts: Iterable[Any] | None = None, batch_size: int = 32
-) -> dict[int, float]:
-    """Measure how long the hidden states after each block are on average, `{block: norm}`."""
-    check_task(lm, "relative_to")
-    check_batch_size(batch_size, "relative_to")
-    if texts is None:
-        texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
-    rows = read_texts(lm, texts, "relative_to")
-    if min(len(row) for row in rows) < 2:
-        raise SurgeryError(
-            "relative_to: expected texts of at least two tokens, since the first is not "
-            "counted. Received a shorter one. Pass longer texts."
-        )
-    norms = measure(lm, rows, TokenNorms, batch_size=batch_size)
-    by_block = _by_block(norms, "blocks.*")
-    return {block: float(by_block[block].mean()) for block in sorted(by_block)}
-
-
 def _is_factor(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
@@ -438,8 +410,3 @@ def _token_positions(rows: list[np.ndarray], token: int) -> np.ndarray:
             "or longer texts."
         )
     return positions.astype(np.int32)
-
-
-def _random_tokens(lm: Any) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return list(rng.integers(0, lm.opened.token_embedding.input_dim, (8, 32)))

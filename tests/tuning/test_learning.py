@@ -11,7 +11,7 @@ from backbone_surgery.tuning.judging import Perplexity
 from backbone_surgery.tuning.learned import learned_vector
 from backbone_surgery.tuning.learning import learn, losses_of, pack_texts
 from backbone_surgery.tuning.result import Trial
-from backbone_surgery.vectors.vector import residual_norms
+from backbone_surgery.vectors.norms import residual_norms
 from tests.helpers import make_gpt2
 
 PAIRS = [([5, 9, 11, 12, 13], [5, 9, 21, 22]), ([6, 9, 11, 14, 15], [6, 9, 23, 24, 25, 26])]
