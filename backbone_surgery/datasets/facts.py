@@ -108,14 +108,15 @@ def defaults(
     return {**fixed, **{name: 0 if name in inputs else None for name in by_column}}
 
 
-def controls_digest(lm: CachedCausalLM, controls: Controls | None) -> str:
+def controls_digest(operation: str, lm: CachedCausalLM, controls: Controls | None) -> str:
     """Return the digest of what controls bind to, in a short row and in a longer one.
 
     Raises:
         SurgeryError: a control is not known, or its value does not fit.
     """
     total = hashlib.sha256()
-    for name, value in sorted(bind_controls(lm.opened, controls, np.array([1, 9])).items()):
+    bound = bind_controls(lm.opened, controls, np.array([1, 9]), operation)
+    for name, value in sorted(bound.items()):
         total.update(f"{name} {value.dtype} {value.shape} ".encode())
         total.update(np.ascontiguousarray(value).tobytes())
     return f"sha256:{total.hexdigest()}"

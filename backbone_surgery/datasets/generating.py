@@ -148,7 +148,7 @@ def generate_dataset(
         return {
             "sampler": sampler_facts(model.sampler),
             "controls": {
-                "values": controls_digest(model, defaults(model, fixed, by_column)),
+                "values": controls_digest(_OPERATION, model, defaults(model, fixed, by_column)),
                 "columns": by_column,
             },
             "vectors": digests,
@@ -200,7 +200,7 @@ class _Work:
             )
         controls = defaults(lm, self.fixed, self.by_column)
         shortest = pack_right([np.zeros(1, np.int32)], 1, 0)
-        read_request(lm, shortest, seed=0, controls=controls, **self.options)
+        read_request(lm, shortest, seed=0, controls=controls, operation=_OPERATION, **self.options)
         if self.output_column in self.scores:
             raise SurgeryError(
                 f"{_OPERATION} at 'score': expected names other than '{self.output_column}', where "
@@ -227,7 +227,7 @@ class _Work:
 
         def bind(index: list[int]) -> None:
             bound = self._controls(lm, strengths, index)
-            bind_controls(lm.opened, bound, np.ones(len(index), np.int32))
+            bind_controls(lm.opened, bound, np.ones(len(index), np.int32), _OPERATION)
 
         by_row(_OPERATION, shard, {i: i for i in texts}, bind)
         others = defaults(lm, self.fixed, self.by_column)
@@ -235,7 +235,8 @@ class _Work:
             for vector in dict.fromkeys(values.vectors or ()):
                 control = Control(1.0, self.vectors[vector])
                 try:
-                    bind_controls(lm.opened, {**others, name: control}, np.ones(1, np.int32))
+                    bound = {**others, name: control}
+                    bind_controls(lm.opened, bound, np.ones(1, np.int32), _OPERATION)
                 except SurgeryError as error:
                     raise SurgeryError(f"{_OPERATION} at vector '{vector}': {error}") from error
 

@@ -113,7 +113,7 @@ def harvest(
         return {
             "sites": list(_capturing(model, selectors, dtype).output),
             "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
-            "controls": {"values": controls_digest(model, controls)},
+            "controls": {"values": controls_digest(_OPERATION, model, controls)},
             "columns": [column],
         }
 
@@ -223,7 +223,7 @@ class _Work:
         filled = np.resize(np.arange(len(chosen)), self.batch_size)
         width = min(bucket(int(lengths.max()), **_WIDTHS), lm.max_positions or LONGEST)
         inputs = pack_right([chosen[i] for i in filled], width, 0)
-        inputs |= bind_controls(lm.opened, self.controls, lengths[filled])
+        inputs |= bind_controls(lm.opened, self.controls, lengths[filled], _OPERATION)
         outputs = predict(model, inputs)
         mask = inputs["padding_mask"][: len(chosen)]
         columns = {

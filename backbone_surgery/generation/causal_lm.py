@@ -203,7 +203,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         """
         flags = {"strip_prompt": strip_prompt, "return_captures": return_captures}
         for name, flag in {**flags, "verbose": verbose}.items():
-            request.check_flag(name, flag)
+            request.check_flag("generate", name, flag)
         if batch_size is not None:
             request.check_count("generate", "batch_size", batch_size, "rows")
         prompts, limits, batch = request.read_request(
@@ -218,7 +218,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
             bool(return_captures),
         )
         at_once = min(len(prompts.rows), batch_size or len(prompts.rows))
-        strategy = self._strategy(lookup, at_once)
+        strategy = self._strategy(lookup, at_once, "generate")
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
@@ -239,10 +239,10 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
             return result
         return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in rows])
 
-    def _strategy(self, lookup: int | None, rows: int) -> Strategy:
+    def _strategy(self, lookup: int | None, rows: int, operation: str) -> Strategy:
         """Return how tokens are chosen for some rows at once."""
         strategy = make_strategy(self.sampler)
-        return look_up(strategy, lookup, rows, self.backbone_with_cache.states)
+        return look_up(strategy, lookup, rows, self.backbone_with_cache.states, operation)
 
     def stream(
         self,
@@ -283,7 +283,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
                 "Attach a preprocessor, or use `generate`."
             )
         request.check_count("stream", "chunk_size", chunk_size, "tokens")
-        request.check_flag("strip_prompt", strip_prompt)
+        request.check_flag("stream", "strip_prompt", strip_prompt)
         prompts, _, batch = request.read_request(
             self,
             inputs,
@@ -293,8 +293,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
             stop_sequences,
             controls,
             seed,
+            operation="stream",
         )
-        strategy = self._strategy(lookup, len(prompts.rows))
+        strategy = self._strategy(lookup, len(prompts.rows), "stream")
         return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
 
     def _stream(

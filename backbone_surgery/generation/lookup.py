@@ -43,6 +43,7 @@ def look_up(
     tokens: int | None,
     rows: int,
     states: Iterable[Mapping[str, StateSpec]],
+    operation: str,
 ) -> Strategy:
     """Have a strategy choose for guesses too.
 
@@ -51,6 +52,7 @@ def look_up(
         tokens: how many to guess at once; `None` leaves the strategy as it is.
         rows: how many are run at once.
         states: of the graph, see `BackboneWithCache`.
+        operation: what was called, for errors.
 
     Raises:
         SurgeryError: these cannot be run with guesses.
@@ -59,24 +61,24 @@ def look_up(
         return strategy
     if not is_int(tokens) or not 1 <= tokens <= MOST:
         raise SurgeryError(
-            f"generate at 'lookup': expected an int from 1 to {MOST}, or None. Received "
+            f"{operation} at 'lookup': expected an int from 1 to {MOST}, or None. Received "
             f"{shown(tokens)}. Pass how many tokens to guess at once, such as 4."
         )
     if rows != 1:
         raise SurgeryError(
-            f"generate at 'lookup': expected one prompt at a time. Received {rows}. Pass one, or "
-            "`batch_size=1` to `generate`. Or leave `lookup` out: rows that run together share "
+            f"{operation} at 'lookup': expected one prompt at a time. Received {rows}. Pass one, "
+            "or `batch_size=1` to `generate`. Or leave `lookup` out: rows that run together share "
             "the reading of the weights already."
         )
     if strategy.width > 1:
         raise SurgeryError(
-            "generate at 'lookup': expected a sampler that keeps one text. Received beam search. "
-            "Compile with another sampler, such as 'greedy', or leave `lookup` out."
+            f"{operation} at 'lookup': expected a sampler that keeps one text. Received beam "
+            "search. Compile with another sampler, such as 'greedy', or leave `lookup` out."
         )
     fixed = [s.name for specs in states for s in specs.values() if s.slot_axis is None]
     if fixed:
         raise SurgeryError(
-            "generate at 'lookup': expected layers whose state has an entry for each token, so "
+            f"{operation} at 'lookup': expected layers whose state has an entry for each token, so "
             f"that wrong guesses can be taken back. Received one that keeps '{fixed[0]}', one "
             "array for the whole text. Leave `lookup` out."
         )

@@ -31,9 +31,7 @@ class Prompts:
         return np.array([len(row) for row in self.rows], np.int32)
 
 
-def read_prompts(
-    inputs: Any, preprocessor: Any, vocabulary_size: int, operation: str = "generate"
-) -> Prompts:
+def read_prompts(inputs: Any, preprocessor: Any, vocabulary_size: int, operation: str) -> Prompts:
     """Read the prompts of a call to `generate`, or the texts of another operation.
 
     Args:

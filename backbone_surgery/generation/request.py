@@ -52,6 +52,7 @@ def read_request(
     controls: Mapping[str, Any] | None = None,
     seed: Any = None,
     captures: bool = False,
+    operation: str = "generate",
 ) -> Request:
     """Check everything a call of a task asks for, before anything is compiled.
 
@@ -65,39 +66,43 @@ def read_request(
         controls: see there.
         seed: see there.
         captures: whether to return what the graph captures.
+        operation: what was called, for errors.
 
     Raises:
         SurgeryError: bad input, or a backend that cannot generate.
     """
     if keras.config.backend() != "jax":
         raise SurgeryError(
-            f"generate: expected the JAX backend of Keras. Received '{keras.config.backend()}'. "
+            f"{operation}: expected the JAX backend of Keras. Received '{keras.config.backend()}'. "
             "Set KERAS_BACKEND=jax; surgery itself works on every backend."
         )
     preprocessor, vocabulary_size = lm.preprocessor, lm.programs.head.input_dim
-    prompts = read_prompts(inputs, preprocessor, vocabulary_size)
+    prompts = read_prompts(inputs, preprocessor, vocabulary_size, operation)
     limits = resolve_limits(
         prompts,
         max_length,
         max_new_tokens,
         getattr(preprocessor, "sequence_length", None),
         lm.max_positions,
+        operation,
     )
     stop_ids = resolve_stop_ids(
-        stop_token_ids, preprocessor, vocabulary_size, lm.opened.family.stop_tokens
+        stop_token_ids, preprocessor, vocabulary_size, lm.opened.family.stop_tokens, operation
     )
-    texts, sequences = resolve_stop_sequences(stop_sequences, preprocessor, vocabulary_size)
+    texts, sequences = resolve_stop_sequences(
+        stop_sequences, preprocessor, vocabulary_size, operation
+    )
     batch = Batch(
         rows=prompts.rows,
         budget=limits.budget,
-        seeds=resolve_seeds(seed, len(prompts.rows), lm.sampler),
-        controls=bind_controls(lm.opened, controls, prompts.lengths),
+        seeds=resolve_seeds(seed, len(prompts.rows), lm.sampler, operation),
+        controls=bind_controls(lm.opened, controls, prompts.lengths, operation),
         stops=Stops(stop_ids, texts, sequences, preprocessor),
         captures=captures,
     )
     if captures and not lm.opened.captures:
         raise SurgeryError(
-            "generate at 'return_captures': expected a backbone that captures something. "
+            f"{operation} at 'return_captures': expected a backbone that captures something. "
             "Received one without a `Capture`. Add `backbone_surgery.Capture('blocks.*')`, "
             "say, to its rewrites."
         )
@@ -110,6 +115,7 @@ def resolve_limits(
     max_new_tokens: int | None,
     default_length: int | None,
     max_positions: int | None,
+    operation: str,
 ) -> Limits:
     """Resolve how long each row may become.
 
@@ -119,8 +125,9 @@ def resolve_limits(
         max_new_tokens: new tokens of a row at most.
         default_length: taken for `max_length` when neither of them is passed.
         max_positions: how many positions the model has learned, if it is limited.
+        operation: what was called, for errors.
     """
-    _check_numbers(max_length, max_new_tokens)
+    _check_numbers(max_length, max_new_tokens, operation)
     lengths = prompts.lengths
     longest = int(lengths.max())
     if max_new_tokens is not None:
@@ -132,40 +139,40 @@ def resolve_limits(
         budget = (total - lengths).astype(np.int32)
         if longest > total:
             raise SurgeryError(
-                f"generate at row {int(lengths.argmax())}: expected a prompt of at most {total} "
+                f"{operation} at row {int(lengths.argmax())}: expected a prompt of at most {total} "
                 f"tokens, the maximal length. Received one of {longest}. Shorten it, or pass a "
                 "larger `max_length`."
             )
     needed = int((lengths + budget).max())
     if max_positions is not None and needed > max_positions:
         raise SurgeryError(
-            f"generate: expected at most {max_positions} tokens in a row, prompt included, since "
-            f"the model has learned no more positions. Received a request for {needed} (the "
+            f"{operation}: expected at most {max_positions} tokens in a row, prompt included, "
+            f"since the model has learned no more positions. Received a request for {needed} (the "
             f"longest prompt has {longest}). Shorten the prompt or ask for fewer new tokens."
         )
     return Limits(budget, needed)
 
 
-def _check_numbers(max_length: Any, max_new_tokens: Any) -> None:
+def _check_numbers(max_length: Any, max_new_tokens: Any, operation: str) -> None:
     if max_length is not None and max_new_tokens is not None:
         raise SurgeryError(
-            "generate: expected `max_length` or `max_new_tokens`. Received both, "
+            f"{operation}: expected `max_length` or `max_new_tokens`. Received both, "
             f"{shown(max_length)} and {shown(max_new_tokens)}. Leave one out."
         )
     for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
         smallest = 1 if name == "max_length" else 0
         if value is not None and (not is_int(value) or not smallest <= value <= LONGEST):
             raise SurgeryError(
-                f"generate at '{name}': expected an int of at least {smallest}, and at most "
+                f"{operation} at '{name}': expected an int of at least {smallest}, and at most "
                 f"{LONGEST}. Received {shown(value)}. Pass a number of tokens."
             )
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(operation: str, name: str, value: Any) -> None:
     """Refuse what is neither true nor false."""
     if not isinstance(value, bool | np.bool_) and not is_int(value):
         raise SurgeryError(
-            f"generate at '{name}': expected True or False. Received {shown(value)}. Pass one."
+            f"{operation} at '{name}': expected True or False. Received {shown(value)}. Pass one."
         )
 
 
@@ -179,7 +186,11 @@ def check_count(operation: str, name: str, value: Any, unit: str) -> None:
 
 
 def resolve_stop_ids(
-    stop_token_ids: Any, preprocessor: Any, vocabulary_size: int, stop_tokens: tuple[str, ...]
+    stop_token_ids: Any,
+    preprocessor: Any,
+    vocabulary_size: int,
+    stop_tokens: tuple[str, ...],
+    operation: str,
 ) -> list[int]:
     """Resolve the stop token ids as KerasHub does.
 
@@ -190,7 +201,7 @@ def resolve_stop_ids(
     if isinstance(stop_token_ids, str):
         if stop_token_ids != "auto" or preprocessor is None:
             raise SurgeryError(
-                "generate at 'stop_token_ids': expected 'auto' with a preprocessor attached, "
+                f"{operation} at 'stop_token_ids': expected 'auto' with a preprocessor attached, "
                 f"`None`, or token ids. Received {shown(stop_token_ids)} with preprocessor "
                 f"{'attached' if preprocessor is not None else 'None'}. Pass "
                 "`stop_token_ids=None` to go on to the maximal length, or token ids."
@@ -202,7 +213,7 @@ def resolve_stop_ids(
     ids = _read_ids(stop_token_ids, vocabulary_size)
     if ids is None:
         raise SurgeryError(
-            f"generate at 'stop_token_ids': expected token ids from 0 to {vocabulary_size - 1}. "
+            f"{operation} at 'stop_token_ids': expected token ids from 0 to {vocabulary_size - 1}. "
             f"Received {shown(stop_token_ids)}. Pass a tuple of ints; for text use "
             "`stop_sequences`."
         )
@@ -226,7 +237,7 @@ def _read_ids(value: Any, vocabulary_size: int) -> np.ndarray | None:
     return None if ids is None or ids.ndim > 1 else np.atleast_1d(ids)
 
 
-def resolve_seeds(seed: Any, batch: int, sampler: Any) -> np.ndarray:
+def resolve_seeds(seed: Any, batch: int, sampler: Any, operation: str) -> np.ndarray:
     """Resolve the random state of each row, uint32[batch, 2].
 
     A row with seed s starts in the state of `keras.random.SeedGenerator(s)`. One int is the seed
@@ -242,8 +253,8 @@ def resolve_seeds(seed: Any, batch: int, sampler: Any) -> np.ndarray:
         fits = values is not None and values.shape == (batch,) and values.dtype.kind in "iu"
         if values is None or not fits or not ((0 <= values) & (values < 2**32)).all():
             raise SurgeryError(
-                f"generate at 'seed': expected an int from 0 to 2**32 - 1, or a list of {batch}, "
-                f"one for each row. Received {shown(seed)}. Pass one of these."
+                f"{operation} at 'seed': expected an int from 0 to 2**32 - 1, or a list of "
+                f"{batch}, one for each row. Received {shown(seed)}. Pass one of these."
             )
         seeds = values.astype(np.uint32)
     return np.stack([seeds, np.zeros_like(seeds)], axis=-1).astype(np.uint32)
@@ -254,7 +265,7 @@ def _generators(sampler: Any) -> list[keras.random.SeedGenerator]:
 
 
 def resolve_stop_sequences(
-    stop_sequences: Any, preprocessor: Any, vocabulary_size: int
+    stop_sequences: Any, preprocessor: Any, vocabulary_size: int, operation: str
 ) -> tuple[list, list]:
     """Resolve stop sequences into texts and sequences of token ids.
 
@@ -271,7 +282,7 @@ def resolve_stop_sequences(
     well_formed = len(sequences) == len(others) and all(s is not None and len(s) for s in sequences)
     if not well_formed or "" in texts or (texts and preprocessor is None):
         raise SurgeryError(
-            "generate at 'stop_sequences': expected a list of non-empty strings (with a "
+            f"{operation} at 'stop_sequences': expected a list of non-empty strings (with a "
             f"preprocessor attached) or of sequences of token ids from 0 to {vocabulary_size - 1}. "
             f"Received {shown(stop_sequences)}. Pass one of these."
         )

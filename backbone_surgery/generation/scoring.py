@@ -186,7 +186,7 @@ def _defaults(
 ) -> dict[str, np.ndarray]:
     """Return the defaults of the inputs that have one, as generation binds them to prompts."""
     others = dict.fromkeys(set(inputs) - set(opened.defaults), 0)
-    bound = bind_controls(opened, others, prompt_lengths)
+    bound = bind_controls(opened, others, prompt_lengths, "score")
     return {name: array for name, array in bound.items() if name in opened.defaults}
 
 

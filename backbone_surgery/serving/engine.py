@@ -237,7 +237,7 @@ class Engine:
             "logprobs": logprobs,
         }
         for name, value in flags.items():
-            check_flag(name, value)
+            check_flag("generate", name, value)
         sampling = read_sampling(self.lm.sampler, *asked["sampling"])
         sampling = replace(sampling, logprobs=bool(logprobs))
         _, _, batch = read_request(

@@ -57,7 +57,7 @@ def feature_vector(
     """
     rows = read_texts(lm, [text for pair in pairs for text in pair], "tune")
     last = np.array([len(row) - 1 for row in rows], "int32")
-    states = measure(lm, rows, TokenStates, tokens=last)
+    states = measure(lm, rows, TokenStates, "tune", tokens=last)
     directions, chosen = {}, {}
     for block, autoencoder in autoencoders.items():
         features = encode(states[f"blocks.{block}"], autoencoder)

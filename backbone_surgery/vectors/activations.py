@@ -128,6 +128,7 @@ def measure(
     lm: Any,
     rows: list[np.ndarray],
     make_layer: Callable[[], keras.layers.Layer],
+    operation: str,
     *,
     at: str = "blocks.*",
     tokens: np.ndarray | None = None,
@@ -144,6 +145,7 @@ def measure(
         lm: a `CachedCausalLM`.
         rows: token ids of each text.
         make_layer: makes what measures one site, such as `TokenStates`.
+        operation: for errors.
         at: site selector.
         tokens: int32[rows], a position in each row, for `TokenStates`.
         batch_size: how many rows to run at once.
@@ -155,7 +157,7 @@ def measure(
     """
     model = _measuring(lm.opened, at, make_layer)
     lengths = Prompts(rows).lengths
-    bound = bind_controls(lm.opened, controls, lengths)
+    bound = bind_controls(lm.opened, controls, lengths, operation)
     runs = plan_runs(rows, tokens, bound)
     width = min(bucket(int(lengths.max()), 16, steps=8), lm.max_positions or LONGEST)
     inputs = {name: value[runs.texts] for name, value in bound.items()}

@@ -114,7 +114,12 @@ def largest_projections(
     check_fits(lm, vector, "score_detection")
     directions = np.stack(list(vector.directions.values()))
     measured = measure(
-        lm, rows, lambda: LargestProjections(directions), batch_size=batch_size, controls=controls
+        lm,
+        rows,
+        lambda: LargestProjections(directions),
+        "score_detection",
+        batch_size=batch_size,
+        controls=controls,
     )
     return {block: measured[f"blocks.{block}"][:, i] for i, block in enumerate(vector.directions)}
 

@@ -64,7 +64,7 @@ def residual_norms(
             "relative_to: expected texts of at least two tokens, since the first is not "
             "counted. Received a shorter one. Pass longer texts."
         )
-    norms = measure(lm, rows, TokenNorms, batch_size=batch_size)
+    norms = measure(lm, rows, TokenNorms, "relative_to", batch_size=batch_size)
     blocks = {block: path for path in norms if (block := site.block_of(path)) is not None}
     return {block: float(norms[path].mean()) for block, path in sorted(blocks.items())}
 

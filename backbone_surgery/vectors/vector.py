@@ -129,6 +129,7 @@ class ControlVector:
             lm,
             rows,
             TokenStates,
+            "train",
             at=at,
             tokens=_token_positions(rows, int(token)),
             batch_size=batch_size,

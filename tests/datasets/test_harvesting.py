@@ -118,6 +118,7 @@ def test_what_float16_cannot_hold_is_refused(lines, tmp_path):
         ({"dtype": "int8"}, "expected 'float16' or 'float32'"),
         ({"length": 0}, "at 'length'"),
         ({"controls": {"mood": "strength"}}, "mood"),
+        ({"controls": {"mod": 1.0}}, "^harvest at control 'mod'"),
         ({"column": "txt"}, "expected a column 'txt'"),
     ],
 )

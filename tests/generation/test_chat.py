@@ -51,7 +51,7 @@ def lm(models):
 def ids(lm, prompt):
     """The token ids that `generate` starts from."""
     vocabulary = lm.opened.token_embedding.input_dim
-    return read_prompts(prompt, lm.preprocessor, vocabulary).rows[0].tolist()
+    return read_prompts(prompt, lm.preprocessor, vocabulary, "generate").rows[0].tolist()
 
 
 def load(config, tmp_path, files=()):

@@ -284,7 +284,9 @@ def test_threads_that_ask_at_once_draw_seeds_of_their_own():
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(8) as pool:
-            drawn = list(pool.map(lambda _: resolve_seeds(None, 1, sampler)[0, 0], range(200)))
+            drawn = list(
+                pool.map(lambda _: resolve_seeds(None, 1, sampler, "generate")[0, 0], range(200))
+            )
     finally:
         sys.setswitchinterval(interval)
     assert len(set(drawn)) == len(drawn)

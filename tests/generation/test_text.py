@@ -96,6 +96,19 @@ def test_a_stream_of_one_token_needs_no_second_program():
     assert lm.programs.compilations == {"prefill": 1, "decode": 0}
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("controls", {"mod": 1}), ("max_length", 1), ("max_new_tokens", -1), ("seed", -1)],
+        *[("stop_token_ids", "a"), ("stop_sequences", 1.5), ("lookup", 0)],
+    ],
+)
+def test_errors_name_what_was_called(lm, option, value):
+    for called in (lm.generate, lm.stream):
+        with pytest.raises(bs.SurgeryError, match=f"^{called.__name__} at "):
+            called(PROMPTS[0], **{option: value})
+
+
 def test_stop_sequence_ends_the_text_exactly(lm):
     free = lm.generate(PROMPTS[0], max_new_tokens=60, strip_prompt=True)
     stop = free[len(free) // 3 : len(free) // 3 + 5]

@@ -107,10 +107,10 @@ def test_text_is_generated_as_by_kerashub(backbone, preprocessor):
 def test_the_end_of_a_turn_is_a_stop_token_where_there_is_one(preprocessor):
     family, tokenizer = find_family(ROWS["gemma3"].make()), preprocessor.tokenizer
     ends = [tokenizer.end_token_id, tokenizer.token_to_id("<end_of_turn>")]
-    assert resolve_stop_ids("auto", preprocessor, 60, family.stop_tokens) == ends
+    assert resolve_stop_ids("auto", preprocessor, 60, family.stop_tokens, "generate") == ends
     plain = keras_hub.models.Gemma3CausalLMPreprocessor(make_tokenizer([]))
     ends = [plain.tokenizer.end_token_id]
-    assert resolve_stop_ids("auto", plain, 60, family.stop_tokens) == ends
+    assert resolve_stop_ids("auto", plain, 60, family.stop_tokens, "generate") == ends
 
 
 @pytest.mark.slow

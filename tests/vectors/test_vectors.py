@@ -318,6 +318,7 @@ def test_bad_training(trained):
         (pairs, {"token": 7}, "token=7: expected texts with such a token"),
         ([([1, 99], [1, 2])], {}, "expected token ids from 0 to 59"),
         ([("happy", "sad")], {}, "has no preprocessor"),
+        (pairs, {"controls": {"mood": 1}}, "^train at control 'mood'"),
         (pairs[:1], {}, "Add pairs that differ"),
         ([([1, 2], [1, 3])], {"token": 0, "method": "mean_diff"}, "two sides that are the same"),
     ]:
