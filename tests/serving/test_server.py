@@ -315,6 +315,22 @@ def test_nothing_is_silently_ignored(server, body, words):
     assert words in answer.json()["error"]["message"]
 
 
+def test_what_is_surely_too_long_is_not_tokenized(lm, server, monkeypatch):
+    tokenizer = lm.preprocessor.tokenizer
+    longest = max(tokenizer.get_vocabulary(), key=len).replace("\u0120", " ")
+    fitting = {"prompt": 127 * longest, "max_tokens": 0}
+    usage = server.send("POST", "/v1/completions", json=fitting).json()["usage"]
+    assert usage["prompt_tokens"] == 128  # with the start token
+    monkeypatch.setattr(type(tokenizer), "tokenize", lambda *_: pytest.fail("tokenized"))
+    text = 128 * longest + "."
+    message = {"role": "user", "content": [{"type": "text", "text": text}]}
+    words = f"expected at most {128 * len(longest)} characters"
+    for path, body in (("", {"prompt": ["a", text]}), ("chat/", {"messages": [message]})):
+        answer = server.send("POST", f"/v1/{path}completions", json=body)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "words"),
     [

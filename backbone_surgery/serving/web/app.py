@@ -61,6 +61,7 @@ class Service:
         self.vectors = Vectors(engine.lm, vectors)
         self.api_key, self.chat_template = api_key, chat_template
         self.metrics = Metrics(engine)
+        self.most_characters = engine.length * _longest_token(engine.lm.preprocessor)
         self.model = {
             "id": name,
             "object": "model",
@@ -94,6 +95,15 @@ class Service:
             "another. `GET /v1/models` names it."
         )
 
+    def check_length(self, texts: Sequence[str]) -> None:
+        """Refuse a prompt too long for the engine at once: tokenizing it takes seconds a MB."""
+        count = sum(map(len, texts))
+        if count > self.most_characters:
+            raise SurgeryError(
+                f"prompt: expected at most {self.most_characters} characters, as many as "
+                f"{self.engine.length} of the longest tokens have. Received {count}. Shorten it."
+            )
+
     def submit(
         self,
         body: TextCompletion | ChatCompletion,
@@ -103,6 +113,9 @@ class Service:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
         if body.model not in (None, self.name):
             raise SurgeryError(self.no_model(body.model))
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.check_length([prompt])
         controls = read_steering(self.lm, self.vectors, body.steering or {})
         capture = self.sites(body)
         requests: list[EngineRequest] = []
@@ -209,6 +222,10 @@ def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
     return app
 
 
+def _longest_token(preprocessor: Any) -> int:
+    return max(map(len, preprocessor.tokenizer.get_vocabulary()))
+
+
 def _prompt(prompt: str | list[int]) -> Any:
     if isinstance(prompt, str):
         return prompt
@@ -245,6 +262,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             )
 
         def submit() -> list[EngineRequest]:
+            service.check_length([text for message in body.messages for text in message.texts])
             prompt = service.lm.chat_prompt(messages, template=service.chat_template)
             return service.submit(body, [prompt], given[0] if given else None)
 

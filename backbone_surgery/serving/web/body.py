@@ -133,6 +133,12 @@ class Message(_Body):
     tool_calls: Annotated[Any, _only([])] = None
 
     @property
+    def texts(self) -> list[str]:
+        """What is said, part by part."""
+        content = self.content or ""
+        return [content] if isinstance(content, str) else [part.text for part in content]
+
+    @property
     def plain(self) -> dict[str, Any]:
         """The message as `lm.chat_prompt` takes it; an assistant may have said nothing."""
         plain = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
