@@ -1,6 +1,7 @@
 """Presets: find the backbone and preprocessor behind a name or a folder."""
 
 import contextlib
+import json
 import os
 import weakref
 from collections.abc import Iterator
@@ -88,6 +89,8 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     """Load a backbone alone, and remember the name of the preset it came from."""
     path = preset_path(preset)
     _check_there(preset, path)
+    if kwargs.get("dtype") is None:
+        kwargs["dtype"] = _dtypes_of_layers(preset, path)
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
     as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
     with _in_words(preset), on_host, as_assigned:
@@ -95,6 +98,20 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone
+
+
+def _dtypes_of_layers(preset: str, path: str) -> Any:
+    """Return what layers a folder says have dtypes of their own, as of a quantised model, if any.
+
+    Tasks of KerasHub read that by themselves, its backbones do not.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return None
+    with _in_words(preset):
+        dtype = json.loads(file.read_text("utf-8")).get("config", {}).get("dtype")
+    is_map = isinstance(dtype, dict) and dtype.get("class_name") == "DTypePolicyMap"
+    return dtype if is_map else None
 
 
 def preset_of(backbone: keras.Model) -> str | None:

@@ -42,7 +42,7 @@ def save_preset(
     if quantized:
         raise SurgeryError(
             f"save_to_preset at '{path}': expected a backbone that is not quantised, since "
-            "KerasHub loads no preset of one that is. Received one quantised to "
+            "KerasHub loads some of those alone. Received one quantised to "
             f"{quantized['mode']}. Use `save_recipe`, which holds the quantisation as a part of "
             "the edit."
         )
