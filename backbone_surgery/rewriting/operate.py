@@ -1,7 +1,9 @@
 """Pass 2, operate: apply rewrites to a backbone's graph, in order, and get a new model."""
 
+import contextlib
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +40,24 @@ class Fired:
     sites: tuple[str, ...]
 
 
+@contextlib.contextmanager
+def _names_in_words() -> Iterator[None]:
+    """Say what to do where Keras finds two layers of one name in a model."""
+    try:
+        yield
+    except ValueError as error:
+        name = re.match(r'The name "(.+)" is used \d+ times in the model', str(error))
+        if name is None:
+            raise
+        raise SurgeryError(
+            f"operate at layer '{name[1]}': expected layers of different names in one block, and "
+            "beside the blocks. Received a second one of that name. Give the layer that you put in "
+            "a `name` of its own."
+        ) from error
+
+
 @graph.building()
+@_names_in_words()
 def operate(backbone: keras.Model, rewrites: Iterable[Any]) -> EditedBackbone:
     """Apply rewrites to a backbone, in order, and return a new model. Nothing is mutated.
 
@@ -258,7 +277,7 @@ def _apply_clone_fn(model: keras.Model, clone_fn: Any) -> tuple[keras.Model, lis
         warnings.warn(
             f"operate with {clone_fn!r}: the clone_fn left every layer as it was. Plain functions "
             "see decoder blocks only before the first Rewrite; later, their sub-layers.",
-            stacklevel=4,
+            stacklevel=5,
         )
     if opened:
         _check_trained(clone_fn, model.trained_layers, [outputs, signals])

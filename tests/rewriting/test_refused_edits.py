@@ -285,3 +285,21 @@ ROWS = Rows(np.array([3, 4]))
 def test_refusals_say_what_is_expected(backbone, edit, words):
     with pytest.raises(bs.SurgeryError, match=words):
         edit(backbone)
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "name"),
+    [
+        (lambda: [bs.Wrap("blocks.1", Scaled), bs.Wrap("blocks.1", Scaled)], "scaled_before"),
+        (lambda: [bs.Insert("blocks.1.mlp_output", dense(32)) for _ in range(2)], "brought"),
+        (lambda: [bs.Insert("final_norm", keras.layers.Identity(name="layer_norm"))], "layer_norm"),
+    ],
+)
+def test_two_layers_of_one_name_in_one_block_are_refused(backbone, rewrites, name):
+    words = f"operate at layer '{name}': expected layers of different names.*`name` of its own"
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.operate(backbone, rewrites())
+
+
+def test_layers_of_one_name_in_different_blocks(backbone):
+    assert len(bs.operate(backbone, [bs.Wrap("blocks.1:", Scaled)]).trainable_variables) == 2
