@@ -2,6 +2,7 @@
 
 import typer
 
+from backbone_surgery.cli.console import plain_warnings
 from backbone_surgery.cli.datasets import batch, harvest
 from backbone_surgery.cli.generating import generate
 from backbone_surgery.cli.serving import serve
@@ -14,5 +15,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _prepare(context: typer.Context) -> None:
+    context.with_resource(plain_warnings())
+
+
 for command in (generate, steer, sweep, batch, harvest, train_vector, inspect, plot, plan, serve):
     app.command()(command)

@@ -1,9 +1,11 @@
-"""What commands write: text as it is, tables, and errors with exit code 2.
+"""What commands write: text as it is, tables, warnings, and errors with exit code 2.
 
 Nothing that comes from a model or a user is read as markup of rich.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +31,20 @@ def note(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Write warnings to standard error as they are, without a line of Python."""
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        typer.echo(f"warning: {message}", err=True)
+
+    before, warnings.showwarning = warnings.showwarning, show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
 def fail(message: str) -> NoReturn:
     """Write an error, and end with exit code 2."""
     typer.secho("error:", fg="red", bold=True, err=True, nl=False)
@@ -44,6 +60,11 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fail(f"{type(error).__name__} {error}")
     except ValueError as error:
         fail(str(error))
+
+
+def count_files(files: Sized) -> str:
+    """Say how many files there are."""
+    return f"{len(files)} file{'' if len(files) == 1 else 's'}"
 
 
 def read_text(path: Path, operation: str) -> str:

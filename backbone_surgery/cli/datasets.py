@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from backbone_surgery.cli.console import attempt, fail, write
+from backbone_surgery.cli.console import attempt, count_files, fail, write
 from backbone_surgery.cli.loading import is_vector_file, load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,
@@ -110,7 +110,7 @@ def batch(
         shard_rows=shard_rows,
         ray=ray,
     )
-    write(f"{len(written)} files in {output}")
+    write(f"{count_files(written)} in {output}")
 
 
 def harvest(
@@ -139,7 +139,7 @@ def harvest(
     make = functools.partial(load, _absolute(model), recipe=_absolute(recipe), mesh=mesh)
     options = {"dtype": dtype.value, "length": length, "batch_size": batch_size, "ray": ray}
     written = attempt(bs.harvest, make, inputs, output, site, column, **options)
-    write(f"{len(written)} files in {output}")
+    write(f"{count_files(written)} in {output}")
 
 
 def _absolute(path: Any) -> Any:

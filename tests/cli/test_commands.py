@@ -25,6 +25,18 @@ def test_generate_prints_one_text_for_each_prompt(run):
     assert len(lines[0]) > len(PROMPT) + 10
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_plain_line(run, tmp_path):
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    file = tmp_path / "mood.gguf"
+    bs.ControlVector(vector.directions, {"model_hint": "llama"}).save(file)
+    steering = ["--vector", f"mood={file}", "-c", "mood=1"]
+    result = run("generate", PROMPT, *steering, "--max-new-tokens", "1")
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stderr.splitlines() if "warn" in line]
+    assert line.startswith("warning: Steer at 'mood': the vector says that it was made for")
+
+
 @pytest.mark.slow
 def test_stream_prints_the_same_text(run):
     options = ["generate", PROMPT, "--max-new-tokens", "12", "--sampler", "top_p", "--seed", "4"]

@@ -30,7 +30,7 @@ def test_batch_writes_the_texts_of_steered_rows_and_goes_on(run, lines, tmp_path
     for _ in range(2):
         result = run(*words)
         assert result.exit_code == 0, result.output
-        assert "1 files in" in result.stdout
+        assert "1 file in" in result.stdout
     text = (tmp_path / "out" / "in-00000.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     edit = bs.Steer("mood", bs.ControlVector.from_preset("tiny_gpt2", "mood"))
