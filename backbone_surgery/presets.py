@@ -1,6 +1,7 @@
 """Presets: find the backbone and preprocessor behind a name or a folder."""
 
 import contextlib
+import difflib
 import json
 import os
 import weakref
@@ -82,6 +83,15 @@ def _check_there(preset: str, path: str) -> None:
         raise SurgeryError(
             f"from_preset at '{preset}': expected a folder that exists. Received a path where "
             f"there is none. Bundled models: {', '.join(bundled_models()) or '(none)'}."
+        )
+    elif "://" not in path and path not in keras_hub.models.Backbone.presets:
+        names = [*bundled_models(), *keras_hub.models.Backbone.presets]
+        near = difflib.get_close_matches(path, names)
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected a bundled model, a preset of KerasHub, a URL "
+            "such as 'hf://owner/name', or a folder. Received none of these. "
+            f"{'Did you mean ' + ' or '.join(near) + '?' if near else 'Check it.'} Bundled "
+            f"models: {', '.join(bundled_models()) or '(none)'}."
         )
 
 

@@ -64,6 +64,16 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [".r.old"]
 
 
+@pytest.mark.parametrize("load", [bs.CachedCausalLM.from_preset, bs.plan])
+def test_names_of_no_preset(load):
+    with pytest.raises(bs.SurgeryError, match=r"from_preset at 'tiny_gp2': .*mean tiny_gpt2"):
+        load("tiny_gp2")
+    with pytest.raises(bs.SurgeryError, match=r"Did you mean gemma_2b_en .*Bundled models: tiny"):
+        load("gema_2b_en")
+    with pytest.raises(bs.SurgeryError, match=r"preset of KerasHub.*Check it\. Bundled"):
+        load("no/such/folder-at-all")
+
+
 @pytest.mark.parametrize("folder", ["/", "..", "."])
 def test_folders_without_a_preset(tmp_path, monkeypatch, folder):
     (tmp_path / "inner").mkdir()
