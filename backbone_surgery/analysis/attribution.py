@@ -10,6 +10,7 @@ import numpy as np
 from backbone_surgery import graph, hosts
 from backbone_surgery.analysis.question import (
     bind_row,
+    check_selector,
     derived,
     make_metric,
     next_token_logits,
@@ -77,7 +78,8 @@ def attribution(
     import jax
 
     question = read_text(lm, text, "attribution")
-    measure = make_metric(lm, target, "attribution")
+    check_selector(at, "attribution")
+    measure = make_metric(lm, target, "attribution at 'target'")
     model = derived(lm, Capture(at, name=_NAME), _Nudge(at))
     sites = list(model.report[-1].sites)
     inputs = {**question.inputs(), **bind_row(lm, controls, question, "attribution")}
@@ -115,7 +117,7 @@ def _differentiable(value: Any) -> Any:
     """Refuse a metric without gradients."""
     if not keras.backend.is_float_dtype(value.dtype):
         raise SurgeryError(
-            "attribution at 'metric': expected a function that returns floats. Received one that "
+            "attribution at 'target': expected a function that returns floats. Received one that "
             f"returns {value.dtype}. Return logits, or what is computed from them."
         )
     return value

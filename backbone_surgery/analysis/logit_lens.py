@@ -8,7 +8,13 @@ import keras
 import numpy as np
 
 from backbone_surgery import graph
-from backbone_surgery.analysis.question import bind_row, derived, read_text, token_label
+from backbone_surgery.analysis.question import (
+    bind_row,
+    check_selector,
+    derived,
+    read_text,
+    token_label,
+)
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
@@ -68,6 +74,7 @@ def logit_lens(
         (2, 3)
     """
     question = read_text(lm, text, "logit_lens")
+    check_selector(at, "logit_lens")
     capturing = derived(lm, Capture(at, name=_NAME))
     sites = list(capturing.report[-1].sites)
     for site in sites:

@@ -8,7 +8,13 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import hosts
-from backbone_surgery.analysis.question import Metric, head_of, make_metric, read_text
+from backbone_surgery.analysis.question import (
+    Metric,
+    check_selector,
+    head_of,
+    make_metric,
+    read_text,
+)
 from backbone_surgery.analysis.runs import Runs, batches
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -90,6 +96,7 @@ def patch_grid(
         (2, 3)
     """
     check_batch_size(batch_size, "patch_grid")
+    check_selector(at, "patch_grid")
     texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
     ids = [text.token_ids for text in texts]
     if len(ids[0]) != len(ids[1]) or np.array_equal(ids[0], ids[1]):
@@ -97,7 +104,7 @@ def patch_grid(
             "patch_grid: expected two different texts of as many tokens. Received "
             f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
         )
-    measure = make_metric(lm, metric, "patch_grid")
+    measure = make_metric(lm, metric, "patch_grid at 'metric'")
     runs = Runs(lm, at, texts[0], controls)
     whole = [runs.whole(text) for text in texts]
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]

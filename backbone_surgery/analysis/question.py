@@ -75,27 +75,37 @@ def token_label(lm: CachedCausalLM, token_id: int) -> str:
     return shown.replace(" ", "·").replace("\u2581", "·").replace("\n", "\u23ce")
 
 
-def make_metric(lm: CachedCausalLM, metric: Any, operation: str) -> Metric:
+def check_selector(at: Any, operation: str) -> None:
+    """Refuse what is no text, and so no selector of sites."""
+    if not isinstance(at, str):
+        raise SurgeryError(
+            f"{operation} at 'at': expected a site selector. Received {shown(at)}. Pass "
+            "'blocks.*', say."
+        )
+
+
+def make_metric(lm: CachedCausalLM, metric: Any, where: str) -> Metric:
     """Make a metric of a token, a pair of tokens (right, wrong), or a function of logits.
 
-    A token is its id or a text of exactly one token, such as `" dog"`.
+    A token is its id or a text of exactly one token, such as `" dog"`. `where` names the argument
+    in errors.
     """
     if callable(metric):
-        return _checked(metric, operation)
+        return _checked(metric, where)
     pair = metric if isinstance(metric, tuple | list) else (metric,)
     if len(pair) not in (1, 2):
         raise SurgeryError(
-            f"{operation} at 'metric': expected a token, a pair (right, wrong) or a function of "
+            f"{where}: expected a token, a pair (right, wrong) or a function of "
             f"logits [batch, vocabulary]. Received {shown(metric)}. Pass one of these."
         )
-    ids = [_token_id(lm, token, operation) for token in pair]
-    hosts.agree(lm, operation, {"metric": ids})
+    ids = [_token_id(lm, token, where) for token in pair]
+    hosts.agree(lm, where.partition(" ")[0], {"metric": ids})
     if len(ids) == 1:
         return lambda logits: logits[:, ids[0]]
     return lambda logits: logits[:, ids[0]] - logits[:, ids[1]]
 
 
-def _checked(metric: Metric, operation: str) -> Metric:
+def _checked(metric: Metric, where: str) -> Metric:
     """Return a user's metric, which refuses to return anything but a number for each row."""
 
     def measure(logits: Any) -> Any:
@@ -104,12 +114,12 @@ def _checked(metric: Metric, operation: str) -> Metric:
             shape, dtype = tuple(value.shape), keras.backend.standardize_dtype(value.dtype)
         except Exception as error:  # whatever the user's code runs into
             raise SurgeryError(
-                f"{operation} at 'metric': expected a function of logits [batch, vocabulary] that "
+                f"{where}: expected a function of logits [batch, vocabulary] that "
                 f"returns [batch]. Received one that fails with: {error} Use `keras.ops`."
             ) from error
         if shape != (len(logits),) or dtype == "bool":
             raise SurgeryError(
-                f"{operation} at 'metric': expected a function of logits [batch, vocabulary] that "
+                f"{where}: expected a function of logits [batch, vocabulary] that "
                 f"returns [batch], {len(logits)} numbers here. Received {dtype} of shape "
                 f"{list(shape)}. Index rows by a colon: `logits[:, 7]`."
             )
@@ -118,7 +128,7 @@ def _checked(metric: Metric, operation: str) -> Metric:
     return measure
 
 
-def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:
+def _token_id(lm: CachedCausalLM, token: Any, where: str) -> int:
     size = lm.opened.token_embedding.input_dim
     ids = [token]
     if isinstance(token, str) and lm.preprocessor is not None:
@@ -126,9 +136,8 @@ def _token_id(lm: CachedCausalLM, token: Any, operation: str) -> int:
     known = all(is_int(i) and 0 <= i < size for i in ids)
     if len(ids) != 1 or not known:
         raise SurgeryError(
-            f"{operation} at token {shown(token)}: expected one token, as text or as an id from 0 "
-            f"to {size - 1}. Received {len(ids) if known else 'no'} token(s). Mind the space "
-            "before a word."
+            f"{where}: expected one token, as text or as an id from 0 to {size - 1}. Received "
+            f"{shown(token)}, {len(ids) if known else 'no'} token(s). Mind the space before a word."
         )
     return int(ids[0])
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import keras
 
 from backbone_surgery import graph
-from backbone_surgery.errors import SelectorError, closest, shown
+from backbone_surgery.errors import SelectorError, SurgeryError, closest, shown
 from backbone_surgery.opening.layers import DirectLayer
 
 BLOCK = "block"
@@ -59,6 +59,11 @@ class Site(Identity):
     """
 
     def __init__(self, role: str, **kwargs) -> None:
+        if not isinstance(role, str) or not role.isidentifier():
+            raise SurgeryError(
+                f"Site at 'role': expected a name of letters, digits and underscores, the last "
+                f"part of a path. Received {shown(role)}. Pass 'mlp_output', say."
+            )
         kwargs.setdefault("name", f"site_{role}")
         super().__init__(**kwargs)
         self.role = role

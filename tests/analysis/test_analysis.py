@@ -253,7 +253,7 @@ def test_figures(tmp_path):
         ),
         (lambda lm: bs.logit_lens(lm, [[1, 2], [1, 3]]), "expected one text. Received 2"),
         (lambda lm: bs.logit_lens(lm, [1], at="blocks.0.query"), "'blocks.0.query': expected a"),
-        (lambda lm: bs.attribution(lm, [1, 2], "dog"), "at token 'dog'"),
+        (lambda lm: bs.attribution(lm, [1, 2], "dog"), "at 'target': .*Received 'dog'"),
         (
             lambda lm: bs.attribution(lm, [1], 7, at="blocks.0.attention_pattern"),
             "with a value for",

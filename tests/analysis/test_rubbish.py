@@ -57,10 +57,25 @@ def test_metrics_that_give_no_number_are_refused(lm, metric, words):
         lambda: bs.patch_grid(lm, [1, 2], [1, 3], metric),
         lambda: bs.attribution(lm, [1, 2], metric),
     ):
-        with pytest.raises(bs.SurgeryError, match=f"at 'metric': expected .*{words}"):
+        with pytest.raises(bs.SurgeryError, match=f"at '(metric|target)': expected .*{words}"):
             call()
     with pytest.raises(bs.SurgeryError, match=r"expected a function that returns floats"):
         bs.attribution(lm, [1, 2], lambda logits: keras.ops.argmax(logits, axis=-1))
+
+
+def test_errors_name_the_function_and_its_argument(lm):
+    grid, lens, attribution = bs.patch_grid, bs.logit_lens, bs.attribution
+    for words, call in {
+        "attribution at 'target': expected one": lambda: attribution(lm, [1, 2], 99),
+        "attribution at 'target': expected a token": lambda: attribution(lm, [1, 2], (1, 2, 3)),
+        "attribution at 'target': expected a func": lambda: attribution(lm, [1, 2], bs.Site("x")),
+        "attribution at 'at': .*Received 3": lambda: attribution(lm, [1, 2], 7, at=3),
+        "logit_lens at 'at': .*Received 3": lambda: lens(lm, [1, 2], at=3),
+        "patch_grid at 'at': .*Received 3": lambda: grid(lm, [1, 2], [1, 3], 7, at=3),
+        "patch_grid at 'metric': expected one": lambda: grid(lm, [1, 2], [1, 3], "a"),
+    }.items():
+        with pytest.raises(bs.SurgeryError, match=f"^{words}"):
+            call()
 
 
 @pytest.mark.parametrize("ids", [[1, 2**32 + 5], [1, True], [1, 2.0], [[1], [2, 3]], [1, -1], []])

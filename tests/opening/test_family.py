@@ -263,6 +263,12 @@ def test_a_selector_is_a_string():
         select(3, ["blocks.0"])
 
 
+@pytest.mark.parametrize("role", [3, "", "mlp.output", "a b", None])
+def test_a_role_is_a_part_of_a_path(role):
+    with pytest.raises(bs.SurgeryError, match=r"Site at 'role': expected a name of letters"):
+        bs.Site(role)
+
+
 def test_options_that_a_block_is_called_with_are_not_ignored():
     """Unless the family says so, as that of SmolLM3 does."""
 
