@@ -88,9 +88,12 @@ def read_step(text: str, in_loop: bool) -> Step:
     """
     module = read_module(text)
     name = _loop(module) if in_loop else _entry(text)
-    step = Step()
+    step, fused = Step(), dict[tuple[str, str], int]()
     for instruction, lines, times in _flat(module[name], module):
         _count(step, instruction, lines, module, times)
+        fused |= dict.fromkeys(_fused_exchanges(instruction, module), times)
+    for (kind, _), times in fused.items():
+        step.exchanges[kind] += times
     if step.cycles is not None and step.cycles >= _NO_ESTIMATE:
         step.cycles = None
     return step
@@ -219,6 +222,22 @@ def _runs(instruction: Instruction) -> bool:
     is_name = instruction.opcode == "custom-call" and _NAMES_ALONE.search(instruction.attributes)
     is_end = instruction.opcode.endswith("-done")
     return not (is_name or is_end or instruction.opcode in _FREE)
+
+
+def _fused_exchanges(
+    instruction: Instruction, module: dict[str, Computation]
+) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the channel of each exchange within a fusion.
+
+    A TPU exchanges while it computes: the fusions that begin an exchange, go on with it and end it
+    all name it, under one channel.
+    """
+    for name in instruction.calls("calls") if instruction.opcode == "fusion" else ():
+        for inner in module[name].values():
+            channel = re.search(r"channel_id=(\d+)", inner.attributes)
+            if inner.opcode in EXCHANGES and channel:
+                yield inner.opcode, channel[1]
+            yield from _fused_exchanges(inner, module)
 
 
 def _count(

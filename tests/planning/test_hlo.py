@@ -177,6 +177,18 @@ def test_a_fusion_within_a_fusion_reads_its_part():
     assert read_step(nested, in_loop=True) == read_step(TEXT, in_loop=True)
 
 
+def test_an_exchange_within_several_fusions_is_one():
+    """As a TPU has it: it begins in one fusion and ends in another, under one channel."""
+    gather = "  %g = f32[20]{0} all-gather(%p1), channel_id=7, dimensions={0}\n"
+    text = TEXT
+    for name in ("p1: f32[10], p2: s32[]) -> f32[100,10] {", "p1: s32[]) -> f32[10] {"):
+        assert name in text
+        text = text.replace(f"{name}\n", f"{name}\n{gather}", 1)
+    assert read_step(text, in_loop=True).exchanges == {"all-reduce": 1, "all-gather": 1}
+    two = text.replace("channel_id=7", "channel_id=8", 1)
+    assert read_step(two, in_loop=True).exchanges == {"all-reduce": 1, "all-gather": 2}
+
+
 def test_a_program_without_a_loop_is_read_whole():
     step = read_step(TEXT, in_loop=False)
     assert step.exchanges == {"all-gather": 1, "all-reduce": 1}
