@@ -12,19 +12,20 @@ class Decay(layers.Layer):
     """The share of its state that each head keeps at a token, float32[batch, time, heads].
 
     Args:
-        owner: the block's own linear attention, with `A_log` and `dt_bias`.
+        rate: logarithm of the rates of the heads, float[heads].
+        bias: of the rates' steps, float[heads]. Both are weights that the block itself owns.
 
     Call arguments:
         x: float[batch, time, heads].
     """
 
-    def __init__(self, owner: layers.Layer, **kwargs) -> None:
+    def __init__(self, rate: keras.Variable, bias: keras.Variable, **kwargs) -> None:
         super().__init__(**kwargs)
-        self.owner = owner
+        self.rate, self.bias = rate, bias
 
     def call(self, x):
-        rate = ops.exp(ops.cast(self.owner.A_log, "float32"))
-        x = ops.cast(x, "float32") + ops.cast(self.owner.dt_bias, "float32")
+        rate = ops.exp(ops.cast(self.rate, "float32"))
+        x = ops.cast(x, "float32") + ops.cast(self.bias, "float32")
         return ops.exp(-rate * ops.softplus(x))
 
     def compute_output_spec(self, x):
@@ -41,7 +42,7 @@ def linear_attention(layer, x, padding_mask, policy):
     """Spell out a Gated DeltaNet, from its input to its output projection."""
     gate_heads = SplitHeads(layer.head_v_dim, dtype=policy, name="gate_heads")
     gate = gate_heads(layer.in_proj_z(x))
-    convolution = CausalConvolution(layer, "conv1d_weight", dtype=policy, name="convolution")
+    convolution = CausalConvolution(layer.conv1d_weight, dtype=policy, name="convolution")
     mixed = convolution(layer.in_proj_qkv(x), padding_mask)
     mixed = layers.Activation("silu", dtype=policy, name="convolution_activation")(mixed)
 
@@ -54,7 +55,8 @@ def linear_attention(layer, x, padding_mask, policy):
     query = heads("query", query, layer.head_k_dim)
     key = heads("key", key, layer.head_k_dim)
     value = heads("value", value, layer.head_v_dim)
-    decay = Site(DECAY)(Decay(layer, dtype=policy, name=DECAY)(layer.in_proj_a(x)))
+    decay = Decay(layer.A_log, layer.dt_bias, dtype=policy, name=DECAY)
+    decay = Site(DECAY)(decay(layer.in_proj_a(x)))
     strength = layers.Activation("sigmoid", dtype=policy, name=WRITE_STRENGTH)
     strength = Site(WRITE_STRENGTH)(strength(layer.in_proj_b(x)))
     rule = DeltaRule(dtype=policy, name="delta_rule")

@@ -18,6 +18,7 @@ from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.opening.experts import MixedExperts
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.site import Site, is_block
 from backbone_surgery.presets import load_backbone
 
@@ -180,6 +181,9 @@ def _of_block(block: keras.Model, devices: int) -> Iterator[Split]:
         for layer in _projections(sites["mlp_output"]):
             yield from _of_projection(layer, shape, reads=True)
     for node in graph.graph_nodes(block):
+        if isinstance(node.operation, CausalConvolution):
+            for layer in _projections(node):
+                yield from _of_projection(layer, node.outputs[0].shape, reads=False)
         if isinstance(node.operation, MixedExperts):
             yield from _of_experts(node.operation, devices)
 

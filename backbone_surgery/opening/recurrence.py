@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from backbone_surgery import target
 from backbone_surgery.opening.state import StateSpec
 
 DECAY, WRITE_STRENGTH = "decay", "write_strength"
@@ -26,8 +27,7 @@ class CausalConvolution(keras.layers.Layer):
     """Convolve each channel over the latest tokens.
 
     Args:
-        owner: the layer that owns the kernel.
-        kernel: name of its attribute, float[channels, kernel_size].
+        kernel: a weight that the block itself owns, float[channels, kernel_size].
 
     Call arguments:
         x: float[batch, time, channels].
@@ -37,9 +37,9 @@ class CausalConvolution(keras.layers.Layer):
         float[batch, time, channels].
     """
 
-    def __init__(self, owner: keras.layers.Layer, kernel: str, **kwargs) -> None:
+    def __init__(self, kernel: keras.Variable, **kwargs) -> None:
         super().__init__(**kwargs)
-        self.owner, self.kernel = owner, kernel
+        self.kernel = kernel
 
     def call(self, x, padding_mask):
         before = ops.zeros((ops.shape(x)[0], *self._before(x)), x.dtype)
@@ -49,15 +49,15 @@ class CausalConvolution(keras.layers.Layer):
         return keras.KerasTensor(x.shape, self.compute_dtype)
 
     def state_specs(self, x, padding_mask):
-        return [StateSpec("inputs", (None, *self._before(x)), self.compute_dtype)]
+        return [StateSpec("inputs", (None, *self._before(x)), self.compute_dtype, head_axis=2)]
 
     def call_with_state(self, x, padding_mask, state):
         x, inputs = self._convolve(x, padding_mask, state["inputs"])
-        return x, {"inputs": inputs}
+        return _whole(x), {"inputs": inputs}
 
     def _before(self, x):
         """Return the shape of the inputs that the next token still sees, of one row."""
-        channels, size = getattr(self.owner, self.kernel).shape
+        channels, size = self.kernel.shape
         return size - 1, channels
 
     def _convolve(self, x, padding_mask, before):
@@ -65,7 +65,7 @@ class CausalConvolution(keras.layers.Layer):
         time = ops.shape(x)[1]
         x = x * ops.cast(padding_mask, x.dtype)[..., None]
         inputs = ops.concatenate([before, x], axis=1)
-        kernel = ops.cast(getattr(self.owner, self.kernel), "float32")
+        kernel = ops.cast(self.kernel, "float32")
         parts = [
             ops.cast(inputs[:, i : i + time], "float32") * kernel[:, i]
             for i in range(kernel.shape[1])
@@ -78,7 +78,7 @@ class CausalConvolution(keras.layers.Layer):
         time = padding_mask.shape[1]
         if time == 1:
             return ops.where(is_token[..., None] > 0, inputs[:, 1:], inputs[:, :-1])
-        kept = getattr(self.owner, self.kernel).shape[1] - 1
+        kept = self.kernel.shape[1] - 1
         last = ops.max(is_token * (ops.arange(time, dtype="int32") + 1), axis=1)
         index = last[:, None] + ops.arange(kept, dtype="int32")
         return ops.take_along_axis(inputs, index[..., None], axis=1)
@@ -92,15 +92,15 @@ class _DeltaRule(keras.layers.Layer):
 
     def query_heads(self, query, groups):
         """Return queries of length 1 / sqrt(key_dim), one for each value head."""
-        return ops.repeat(_unit(query), groups, axis=2) * query.shape[-1] ** -0.5
+        return ops.repeat(_unit(_whole(query)), groups, axis=2) * query.shape[-1] ** -0.5
 
     def steps(self, key, value, decay, write_strength, padding_mask):
         """Return for each token, by value head, its key, its value, log of its decay, strength."""
         is_token = ops.cast(padding_mask, "float32")[..., None]
         decay = ops.maximum(ops.cast(decay, "float32"), _SMALLEST)
         return (
-            ops.repeat(_unit(key), value.shape[2] // key.shape[2], axis=2),
-            ops.cast(value, "float32"),
+            ops.repeat(_unit(_whole(key)), value.shape[2] // key.shape[2], axis=2),
+            ops.cast(_whole(value), "float32"),
             ops.log(decay) * is_token,
             ops.cast(write_strength, "float32") * is_token,
         )
@@ -222,6 +222,16 @@ class DeltaReading(_DeltaRule):
 
     def compute_output_spec(self, query, states):
         return keras.KerasTensor((*states.shape[:3], states.shape[4]), self.output_dtype)
+
+
+def _whole(x):
+    """Have what is made for all heads side by side on every device of a mesh; inside a program.
+
+    Queries, keys and values are of different sizes, so even parts of such channels are no heads.
+    Out of whole ones each device takes its own heads, and nothing more is exchanged.
+    """
+    placement = target.placement()
+    return x if placement is None else placement.pin_rows(x)
 
 
 def _sizes(key, value):

@@ -37,7 +37,8 @@ class StateSpec:
         shape: of the array; `None` for the rows and for the slots.
         dtype: of the array.
         slot_axis: which axis counts slots; `None` if none does.
-        head_axis: which axis counts attention heads, along which devices may share the array.
+        head_axis: which axis counts attention heads, or channels that do not depend on each other:
+            devices may share the array along it.
         initial: the number that the array is filled with before the first token.
     """
 

@@ -22,6 +22,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import is_int
+from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.state import Stateful
 from backbone_surgery.planning.abstract import Sizes, abstract_placement, sizes_of_run, trace
 from backbone_surgery.planning.compilers import check_compiler, compile_programs
@@ -249,13 +250,26 @@ def _collectives(
     choices = 2 if any(s.vocabulary for s in split) else 0
     test = 1 if sizes["batch"] > 1 else 0
     count = sums + scales + choices + test
-    states = cached.output["hidden_states"]
-    size = states.shape[-1] * _itemsize(states.dtype)
+    shared_out = [x for x in _convolved(cached.source) if model > 1 and x.shape[-1] % model == 0]
+    gathered = [_bytes_of_token(x) for x in shared_out]
+    size = _bytes_of_token(cached.output["hidden_states"])
+    scale = size // cached.output["hidden_states"].shape[-1]
+    each = sums * size + scales * scale + choices * 4 + sum(gathered)
+    counts = {"all-reduce": count, "all-gather": len(gathered)}
     return {
-        "collectives": {"all-reduce": count} if count else {},
-        "collective_bytes": (sums * size + scales * (size // states.shape[-1]) + choices * 4) * rows
-        + test,
+        "collectives": {kind: n for kind, n in counts.items() if n},
+        "collective_bytes": each * rows + test,
     }
+
+
+def _convolved(model: keras.Model) -> list[keras.KerasTensor]:
+    """Return what convolutions give: their channels are shared, and then gathered for the heads."""
+    nodes = graph.all_nodes(model)
+    return [x.outputs[0] for x in nodes if isinstance(x.operation, CausalConvolution)]
+
+
+def _bytes_of_token(x: keras.KerasTensor) -> int:
+    return x.shape[-1] * _itemsize(x.dtype)
 
 
 def _uses(model: keras.Model) -> Counter[int]:

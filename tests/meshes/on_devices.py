@@ -130,6 +130,8 @@ def make_divisible(name="gpt2", dtype="float32", **others):
     sizes = {"vocabulary_size": 64, "num_layers": 3, "hidden_dim": 64, "intermediate_dim": inner}
     if name == "qwen2_moe":
         sizes |= {"moe_intermediate_dim": 32, "shared_expert_intermediate_dim": 96}
+    if name == "qwen3_5":
+        sizes |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
     if name == "gpt2":
         heads = {"num_heads": 8}
     else:
@@ -149,8 +151,8 @@ def check_placement(name):
         lm.generate(prompts(4), **OPTIONS)
         lm.predict(prompts(4), verbose=0)  # it writes the shardings of the weights another way
         lm.generate(prompts(4), **OPTIONS)
-    shard = first["key"].addressable_shards[0].data
-    assert shard.nbytes * 8 == first["key"].nbytes, first["key"].sharding
+    for x in first.values():
+        assert x.addressable_shards[0].data.nbytes * 8 == x.nbytes, x.sharding
     thread = threading.Thread(target=lambda: lm.generate(prompts(4), **OPTIONS))
     thread.start()
     thread.join()
@@ -160,13 +162,15 @@ def check_placement(name):
     # Two a block, one for the embedding, two for the choice. XLA does not split the choice of
     # experts by rows, so their logits are gathered.
     choices = {"all-gather": 3} if name in MIXTURES else {}
-    assert step == {"all-reduce": 2 * 3 + 3, **choices}, step
+    # Two blocks of three have channels of queries, keys and values side by side.
+    channels = {"all-gather": 2} if name == "qwen3_5" else {}
+    assert step == {"all-reduce": 2 * 3 + 3, **choices, **channels}, step
     assert test == {"all-reduce": 1}, test
     assert rest == {"all-gather": 2}, rest  # the tokens and flags that the host reads
     paper = bs.plan(lm.backbone, {"batch": 2, "model": 4}, batch=4, length=16)
     # XLA sums what the mixture and the expert beside it give in one go.
     beside = 3 if name == "qwen2_moe" else 0
-    assert paper.collectives == {"all-reduce": step["all-reduce"] + 1 + beside}
+    assert paper.collectives == {"all-reduce": step["all-reduce"] + 1 + beside, **channels}
     shards = [v.value.addressable_shards[0].data.nbytes for v in lm.backbone.weights]
     assert paper.weight_bytes == sum(shards)
     cache = bs.new_cache(lm.backbone_with_cache, paper.rows, paper.slots)

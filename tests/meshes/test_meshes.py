@@ -40,7 +40,7 @@ def test_texts_and_captures_are_those_of_one_device(name):
 
 @slow
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma", "llama", "qwen3", "mixtral", "gpt_oss", "qwen2_moe"]
+    "name", ["gpt2", "gemma", "llama", "qwen3", "mixtral", "gpt_oss", "qwen2_moe", "qwen3_5"]
 )
 def test_what_is_exchanged_and_where_caches_lie(name):
     run("-m", "tests.meshes.on_devices", "placement", name)

@@ -80,9 +80,8 @@ def test_padding_leaves_the_state_bit_equal(rng):
     _, after = DeltaRule(name="rule").call_with_state(**pieces, state={"state": state})
     assert np.array_equal(after["state"], state)
 
-    owner = keras.layers.Layer(name="owner")
-    owner.kernel = owner.add_weight(shape=(5, 4))
-    convolution = CausalConvolution(owner, "kernel", name="convolution")
+    kernel = keras.Variable(np.ones((5, 4), "float32"))
+    convolution = CausalConvolution(kernel, name="convolution")
     x = ops.convert_to_tensor(rng.normal(size=(2, 9, 5)).astype("float32"))
     zeros = ops.zeros((2, 3, 5))
     _, after = convolution.call_with_state(x, pieces["padding_mask"], {"inputs": zeros})

@@ -54,6 +54,19 @@ def test_what_an_edit_brings_along_is_on_every_device_and_all_else_as_before():
     assert shorter.collectives == bs.plan(ROWS["llama"].make(num_layers=1), **shared).collectives
 
 
+def test_channels_of_linear_attention_are_gathered():
+    """Two blocks of three have them: two sums a block, and three more, as in other models."""
+    backbone = ROWS["qwen3_5"].make(num_layers=3, vocabulary_size=64, dtype="bfloat16")
+    plain, shared = (bs.plan(backbone, {"model": n}, batch=4, length=20) for n in (1, 2))
+    assert shared.collectives == {"all-reduce": 2 * 3 + 3, "all-gather": 2}
+    channels = 2 * (2 * 6) + 4 * 10
+    assert shared.collective_bytes == 4 * (7 * 2 * backbone.hidden_dim + 2 * 4 + 2 * 2 * channels)
+    kernels = sum(v.value.nbytes for v in backbone.weights if "in_proj_qkv" in v.path)
+    assert plain.weight_bytes - shared.weight_bytes > kernels // 2
+    whole = bs.plan(backbone, {"model": 3}, batch=4, length=20)
+    assert "all-gather" not in whole.collectives  # 64 channels on three devices
+
+
 @pytest.mark.slow
 def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
     """Of the shape of Llama 3 70B; nothing but `config.json` is there."""
