@@ -230,7 +230,9 @@ def has_orders() -> bool:
     return platform() != "cpu" and not on_mesh() and keras.config.backend() == "jax"
 
 
-def in_order(x: Any, slots: int | None = None, axes: tuple[int, ...] | None = None) -> Any:
+def in_order(
+    x: Any, slots: int | None = None, axes: tuple[int, ...] | None = None, whole: bool = False
+) -> Any:
     """Have an array lie as a GPU or a TPU lays what comes into a program; inside a program.
 
     Else their compilers choose an order for each array of a loop, and copy what comes in another.
@@ -238,18 +240,20 @@ def in_order(x: Any, slots: int | None = None, axes: tuple[int, ...] | None = No
     leave lanes empty: where entries are narrower, their slots come last.
 
     Not on a mesh: XLA would gather on GPUs what has an order that was asked for, and a TPU pads an
-    array of few heads.
+    array of few heads. But it has all narrow heads of a cache that devices do not share.
 
     Args:
         x: the array.
         slots: the axis that counts slots, of a cache.
         axes: in which order the axes are to be, if not in their own.
+        whole: whether each device of a mesh has all heads of its rows.
     """
-    if not has_orders():
+    is_narrow = platform() == "tpu" and x.shape[-1] % _LANES > 0
+    if not has_orders() and not (whole and is_narrow):
         return x
     from jax.experimental.layout import Layout, with_layout_constraint
 
     order = list(axes or range(x.ndim))
-    if platform() == "tpu" and slots is not None and x.shape[-1] % _LANES:
+    if is_narrow and slots is not None:
         order.append(order.pop(slots))
     return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))

@@ -20,6 +20,7 @@ from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.opening.placement import Placement, placement_of
+from backbone_surgery.opening.state import StateSpec
 from backbone_surgery.products import with_fast_products
 
 State = dict[str, Any]
@@ -83,9 +84,7 @@ class Forward:
             made_for = target.made_for(self.platform, self.placement, whole_prompts)
             scope = keras.StatelessScope(state_mapping=mapping)
             with scope, made_for, target.precision(self.precision):
-                cache = map_cache(
-                    lambda spec, x: target.in_order(x, spec.slot_axis), cache, self.model
-                )
+                cache = map_cache(self._in_order, cache, self.model)
                 outputs = self.model({**inputs, "cache": cache})
                 states = outputs["hidden_states"]
                 if token is None and not every:
@@ -100,6 +99,10 @@ class Forward:
         if self.placement is not None:
             return forward
         return with_fast_products(forward, self.model, self.platform)
+
+    def _in_order(self, spec: StateSpec, array: Any) -> Any:
+        whole = self.placement is not None and self.placement.has_all_heads(spec)
+        return target.in_order(array, spec.slot_axis, whole=whole)
 
     def pin_cache(self, cache: Any) -> Any:
         """Hold an unpacked cache where the devices of a mesh have it; inside a program."""

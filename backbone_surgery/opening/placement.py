@@ -38,10 +38,20 @@ class Placement:
     def of_state(self, spec: StateSpec, rows: int) -> Any:
         """Return the sharding of an array of state, unpacked."""
         axes = self._rows(rows, len(spec.shape))
-        others, shares = self.axes_of_heads, self.shares_of_heads
-        if spec.head_axis and others and spec.sizes(rows, 1)[spec.head_axis] % shares == 0:
-            axes[spec.head_axis] = others
+        if (axis := self._shared_axis(spec)) is not None:
+            axes[axis] = self.axes_of_heads
         return self._sharding(axes)
+
+    def has_all_heads(self, spec: StateSpec) -> bool:
+        """Tell whether an array of state has heads, and each device all of them."""
+        alone = self.shares_of_heads == 1 or self._shared_axis(spec) is None
+        return spec.head_axis is not None and alone
+
+    def _shared_axis(self, spec: StateSpec) -> int | None:
+        """Return the axis of an array of state along which devices share it, if they do."""
+        axis = spec.head_axis
+        divides = axis and spec.sizes(1, 1)[axis] % self.shares_of_heads == 0
+        return axis if divides and self.axes_of_heads else None
 
     def put(self, values: Any, by_rows: bool = False) -> Any:
         """Put arrays on the devices, but for those that lie on the mesh already.

@@ -14,6 +14,9 @@ from jax import export
 
 import backbone_surgery as bs
 from backbone_surgery import graph
+from backbone_surgery.generation.programs import Programs
+from backbone_surgery.generation.samplers import make_strategy
+from backbone_surgery.planning.abstract import Sizes, abstract_placement, trace
 from backbone_surgery.planning.compilers import CompiledProgram
 from tests.families import ROWS
 
@@ -170,6 +173,22 @@ def test_what_goes_into_the_programs_is_what_is_on_paper(monkeypatch, settings, 
     sizes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
     held = paper.weight_bytes + paper.cache_bytes
     assert held <= sizes <= held + rows * 4096  # tokens, masks and the random state
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads", "asked"),
+    [((1, 4), 6, 4), ((2, 2), 5, 4), ((4, 1), 6, 4), ((1, 2), 6, 0), ((1, 1), 6, 4)],
+)
+def test_a_tpu_lays_slots_last_in_narrow_caches_that_it_has_whole(mesh, heads, asked):
+    """Two caches in each of two blocks; of those that chips share a chip has few heads."""
+    backbone = ROWS["gpt2"].make(num_layers=2, num_heads=heads, hidden_dim=8 * heads)
+    cached, sizes = bs.rewire(backbone), dict(zip(("batch", "model"), mesh, strict=True))
+    placement = abstract_placement(sizes)
+    programs = Programs(cached, cached.source.token_embedding, "tpu", placement)
+    greedy = make_strategy(keras_hub.samplers.get("greedy"))
+    traced = trace(programs, greedy, {}, Sizes(rows=4, prompt=8, length=16), 4)
+    text = str(export.deserialize(bytearray(traced["decode"].program)).mlir_module())
+    assert text.count("@LayoutConstraint") == asked
 
 
 def test_what_does_not_fit_and_what_is_not_known():
