@@ -1,6 +1,5 @@
 """Pictures of a model in a file: placed by `layout`, drawn by matplotlib."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +127,9 @@ def _draw(
     frames = list(zip(picture.frames, layout.frames, strict=True))
     for _, box in frames:
         _draw_frame(ax, box)
-    for arrow in layout.arrows:
-        _draw_arrow(ax, arrow)
-    points = [point for arrow in layout.arrows for point in _along(arrow.curve)]
+    curves = [_draw_arrow(ax, arrow) for arrow in layout.arrows]
     for frame, box in frames:
-        _draw_title(ax, frame.name, box, points)
+        _draw_title(ax, frame.name, box, curves)
     for node, label, center, size in zip(picture.nodes, labels, layout.centers, sizes, strict=True):
         _draw_node(ax, COLOURS[node.kind], label, center, size)
     # Text stays text, to be searched and selected.
@@ -147,32 +144,20 @@ def _draw_frame(ax: Any, box: Box) -> None:
     _draw_box(ax, (left, bottom), size, 6, facecolor=_FRAME, edgecolor="#8c959f")
 
 
-def _draw_title(ax: Any, title: str, box: Box, points: list[Point]) -> None:
+def _draw_title(ax: Any, title: str, box: Box, curves: list[Any]) -> None:
     """Write the title of a frame where the fewest arrows come in: to the left, or to the right."""
+    from matplotlib.transforms import Bbox
+
     left, _, right, top = box
     width = _width(title, _NAME)
-    beside = [x for x, y in points if abs(y - top + 10) <= 8]
 
     def crossings(start: float) -> int:
-        return sum(start - 2 <= x <= start + width + 2 for x in beside)
+        place = Bbox.from_extents(start - 2, top - 18, start + width + 2, top - 2)
+        return sum(curve.intersects_bbox(place, filled=False) for curve in curves)
 
     start = min(left + 10, right - 10 - width, key=crossings)
     patch = {"facecolor": _FRAME, "edgecolor": "none", "pad": 1}
     ax.text(start, top - 10, title, va="center", parse_math=False, bbox=patch, **_NAME)
-
-
-def _along(curve: list[Point]) -> Iterator[Point]:
-    """Yield points of a chain of cubic Bézier curves, close to one another."""
-    for i in range(0, len(curve) - 1, 3):
-        a, b, c, d = curve[i : i + 4]
-        count = int(abs(d[0] - a[0]) + abs(d[1] - a[1])) // 4 + 2
-        for t in (n / count for n in range(count + 1)):
-            weights = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3)
-            points = (a, b, c, d)
-            yield (
-                sum(w * p[0] for w, p in zip(weights, points, strict=True)),
-                sum(w * p[1] for w, p in zip(weights, points, strict=True)),
-            )
 
 
 def _draw_node(ax: Any, colour: str, label: Label, center: Point, size: Size) -> None:
@@ -187,21 +172,24 @@ def _draw_node(ax: Any, colour: str, label: Label, center: Point, size: Size) ->
 def _draw_box(ax: Any, corner: Point, size: Size, radius: float, **style: Any) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    ax.add_patch(FancyBboxPatch(corner, *size, f"round,pad=0,rounding_size={radius}", **style))
+    ax.add_artist(FancyBboxPatch(corner, *size, f"round,pad=0,rounding_size={radius}", **style))
 
 
-def _draw_arrow(ax: Any, arrow: Arrow) -> None:
+def _draw_arrow(ax: Any, arrow: Arrow) -> Any:
+    """Draw an arrow, and return its path."""
     from matplotlib.patches import PathPatch, Polygon
     from matplotlib.path import Path as Curve
 
     colour, width = ("#8c959f", 0.8) if arrow.is_side else ("#24292f", 1.4)
     codes = [Curve.MOVETO, *[Curve.CURVE4] * (len(arrow.curve) - 1)]
-    ax.add_patch(PathPatch(Curve(arrow.curve, codes), fill=False, edgecolor=colour, lw=width))
+    curve = Curve(arrow.curve, codes)
+    ax.add_artist(PathPatch(curve, fill=False, edgecolor=colour, lw=width))
     if arrow.tip is not None:
         (x, y), (tip_x, tip_y) = arrow.curve[-1], arrow.tip
         dx, dy = 0.35 * (tip_x - x), 0.35 * (tip_y - y)
         head = [arrow.tip, (x - dy, y + dx), (x + dy, y - dx)]
-        ax.add_patch(Polygon(head, facecolor=colour, edgecolor="none"))
+        ax.add_artist(Polygon(head, facecolor=colour, edgecolor="none"))
+    return curve
 
 
 def _image(path: Path) -> Any:

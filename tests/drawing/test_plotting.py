@@ -12,8 +12,8 @@ from backbone_surgery.analysis.logit_lens import LogitLens
 from backbone_surgery.analysis.patch_grid import PatchGrid
 from backbone_surgery.drawing.layout import lay_out
 from backbone_surgery.drawing.picture import make_picture
-from backbone_surgery.drawing.plotting import _NAME, _along, _draw, _label, _size, _width
-from tests.helpers import make_deep_gpt2
+from backbone_surgery.drawing.plotting import _NAME, _draw, _label, _size, _width
+from tests.helpers import make_deep_gpt2, make_gpt2
 
 SIGNATURES = {
     ".PNG": b"\x89PNG",
@@ -127,15 +127,29 @@ def test_lines_meet_at_junctions(models):
     assert set(ends) <= starts
 
 
-def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path):
-    edited = bs.operate(make_deep_gpt2(), [bs.Skip("blocks.1")])
+def along(curve):
+    """Points of a chain of cubic Bézier curves, float[points, 2]."""
+    t = np.linspace(0, 1, 400)[:, None]
+    weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3
+    parts = [np.array(curve[i : i + 4]) for i in range(0, len(curve) - 1, 3)]
+    return np.concatenate([sum(w * p for w, p in zip(weights, x, strict=True)) for x in parts])
+
+
+@pytest.mark.parametrize("rankdir", ["TB", "LR"])
+@pytest.mark.parametrize("name", ["skipped", "captured"])
+def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path, name, rankdir):
+    if name == "skipped":
+        edited = bs.operate(make_deep_gpt2(), [bs.Skip("blocks.1")])
+    else:
+        steer = bs.Steer("mood", {0: np.ones(32), 1: np.ones(32)})
+        edited = bs.operate(make_gpt2(), [steer, bs.Capture("blocks.*")])
     picture = make_picture(edited, True)
     labels = [_label(node, False) for node in picture.nodes]
     titles = [(_width(frame.name, _NAME), 13.0) for frame in picture.frames]
-    layout = lay_out(picture, [_size(label) for label in labels], titles, "TB")
+    layout = lay_out(picture, [_size(label) for label in labels], titles, rankdir)
     figure = _draw(picture, layout, labels, [_size(x) for x in labels], tmp_path / "x.png", 96)
     texts = {x.get_text(): x for x in figure.axes[0].texts}
-    points = [p for arrow in layout.arrows for p in _along(arrow.curve)]
+    points = np.concatenate([along(arrow.curve) for arrow in layout.arrows])
     for frame in picture.frames:
         text = texts[frame.name]
         (left, y), width = text.get_position(), _width(frame.name, _NAME)
