@@ -72,12 +72,17 @@ def picture_path(path: Any, operation: str) -> Path:
             f"{operation} at '{path}': expected a file that ends in one of {', '.join(_PICTURES)}. "
             f"Received the ending {shown(found.suffix)}. Choose such a name."
         )
-    if not found.parent.is_dir():
+    check_folder(found, operation)
+    return found
+
+
+def check_folder(path: Path, operation: str) -> None:
+    """Refuse the path of a file to write whose folder is not there."""
+    if not path.parent.is_dir():
         raise SurgeryError(
             f"{operation} at '{path}': expected a file in a folder that exists. Received the "
-            f"folder '{found.parent}'. Make it first, or choose another."
+            f"folder '{path.parent}'. Make it first, or choose another."
         )
-    return found
 
 
 def read_json(path: Path, most: int) -> Any:

@@ -66,26 +66,31 @@ def measure(backbone: keras_hub.models.Backbone, rounds: int) -> Growth:
 
 def main(
     rounds: Annotated[int, typer.Option(help="Rounds to run.")] = 2000,
-    warm_up: Annotated[int, typer.Option(help="Rounds before the first measurement.")] = 100,
-    every: Annotated[int, typer.Option(help="Rounds between two measurements.")] = 100,
+    warm_up: Annotated[int, typer.Option(min=1, help="Rounds before the first measurement.")] = 100,
+    every: Annotated[int, typer.Option(min=1, help="Rounds between two measurements.")] = 100,
     limit: Annotated[float, typer.Option(help="MiB by which memory may grow.")] = 30,
 ) -> None:
     """Run the rounds, print a row for each measurement, and fail where something is kept."""
+    if rounds <= warm_up:
+        raise typer.BadParameter(
+            f"expected more rounds than those before the first measurement, {warm_up}. Received "
+            f"{rounds}. With fewer nothing is compared.",
+            param_hint="--rounds",
+        )
     backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16, dropout=0)
-    first: Growth | None = None
-    last: Growth | None = None
+    measured: list[Growth] = []
     print("rounds   memory, MiB   nodes on the backbone")
     for done in range(1, rounds + 1):
         run_round(backbone)
         if (done >= warm_up and (done - warm_up) % every == 0) or done == rounds:
             last = measure(backbone, done)
-            first = first or last
+            measured.append(last)
             print(f"{last.rounds:6} {last.memory:13.1f} {last.nodes:23}", flush=True)
-    if first and last:
-        grown = last.memory - first.memory
-        print(f"grown by {grown:.1f} MiB in {last.rounds - first.rounds} rounds")
-        if grown > limit or last.nodes > first.nodes:
-            raise typer.Exit(1)
+    first, last = measured[0], measured[-1]
+    grown = last.memory - first.memory
+    print(f"grown by {grown:.1f} MiB in {last.rounds - first.rounds} rounds")
+    if grown > limit or last.nodes > first.nodes:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ def command(name: str) -> str:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     match = re.search(rf"<!-- command: {re.escape(name)} -->\s*```sh\n(.*?)```", text, re.S)
     if match is None:
+        known = ", ".join(re.findall(r"<!-- command: (.*?) -->", text))
         raise SystemExit(
-            f"readme_command: expected a README block marked `<!-- command: {name} -->`. Received "
-            "a README without one. Mark the block."
+            f"readme_command: expected the name of a command that the README marks: {known}. "
+            f"Received {name!r}. Pass one of them, or mark the block."
         )
     return match[1].strip()
 
 
 if __name__ == "__main__":
-    print(command(sys.argv[1]))
+    print(command(" ".join(sys.argv[1:])))

@@ -10,6 +10,7 @@ from rich.text import Text
 from backbone_surgery.cli.console import attempt, write, write_table
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import Mesh, Model, parse_mesh
+from backbone_surgery.files import check_folder
 
 
 def inspect(model: Model = "tiny_gpt2") -> None:
@@ -48,6 +49,7 @@ def plot(
     """Draw the backbone with its caches. Mermaid is text that many viewers of Markdown draw."""
     import backbone_surgery as bs
 
+    attempt(check_folder, to_file, "plot")
     lm = load(model)
     if to_file.suffix == ".mmd":
         text = bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand)

@@ -34,7 +34,7 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         (["inspect", "--model", "README.md"], "README.md"),
         (["inspect", "--model", "docs"], "without `config.json`"),
         (["inspect", "--model", ""], "from_preset"),
-        (["plot", "missing/x.mmd"], "FileNotFoundError"),
+        (["plot", "missing/x.mmd"], "plot at 'missing/x.mmd': expected a file in a folder that"),
         (["plot", "x"], "ends in one of .png"),
         (["plot", "missing/x.png"], "a folder that exists"),
         ([*STEER, "moot"], "Did you mean 'mood'"),

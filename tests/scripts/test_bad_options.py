@@ -1,6 +1,8 @@
 """Scripts that run for hours refuse bad options before they begin."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,24 @@ def test_what_was_measured_is_read_before_anything_is_compared(tmp_path):
         with pytest.raises(typer.BadParameter, match="Measure them first"):
             compare_steering.main(file, case=["tiny_gpt2:mood"])
         file.write_text(json.dumps({"tiny_gpt2:pet": {}}))
+
+
+@pytest.mark.parametrize(("rounds", "warm_up"), [(0, 100), (100, 100), (5, 10)])
+def test_rounds_that_compare_nothing(monkeypatch, rounds, warm_up):
+    import bench_leaks
+
+    monkeypatch.setattr(bench_leaks, "run_round", pytest.fail)
+    with pytest.raises(typer.BadParameter, match="expected more rounds"):
+        bench_leaks.main(rounds, warm_up)
+
+
+@pytest.mark.parametrize("given", [[], ["tset"], ["test", "test"]])
+def test_commands_that_the_readme_has_not(given):
+    script = [sys.executable, f"{SCRIPTS}/readme_command.py"]
+    result = subprocess.run([*script, *given], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert not result.stdout
+    assert "expected the name of a command that the README marks: steer" in result.stderr
 
 
 def test_parts_of_steering(monkeypatch):
