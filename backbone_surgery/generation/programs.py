@@ -23,6 +23,7 @@ from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
+from backbone_surgery.opening.placement import check_stayed
 
 _READ = ("tokens", "slot", "done", "draws")
 """What of the state is read between two calls."""
@@ -81,10 +82,15 @@ class Programs(Forward):
 
         Those that the chip wants in another order are laid so first: in the variable itself, so
         that there is one copy. Its value stays the same.
+
+        Raises:
+            SurgeryError: they lie on another mesh than when the programs were made.
         """
         for variable, order in weights_to_lay(self._to_lay, self.platform, lambda v: v.value):
             _lay(variable, order)
-        return [v.value for v in self.model.variables]
+        values = [v.value for v in self.model.variables]
+        check_stayed(self.placement, values)
+        return values
 
     def prefill(
         self, strategy: Strategy, cache: Any, arguments: State, length: int, captures: bool = False

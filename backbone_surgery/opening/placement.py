@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.state import StateSpec
 
 _BATCH_AXES = ("batch", "data")
@@ -131,9 +132,33 @@ def placement_of(variables: Iterable[keras.Variable]) -> Placement | None:
     if keras.config.backend() != "jax":
         return None
     shardings = [getattr(graph.array_of(variable), "sharding", None) for variable in variables]
-    meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
-    mesh = next((mesh for mesh in meshes if mesh is not None and mesh.size > 1), None)
+    mesh = _mesh(shardings)
     return None if mesh is None else Placement(mesh, _batch_axis(mesh, shardings))
+
+
+def check_stayed(placement: Placement | None, arrays: Iterable[Any]) -> None:
+    """Refuse weights that were moved to another mesh, onto one or off it.
+
+    Args:
+        placement: what `placement_of` returned before.
+        arrays: the values of the weights now.
+
+    Raises:
+        SurgeryError: they were moved.
+    """
+    meshes = None if placement is None else placement.mesh, _mesh(x.sharding for x in arrays)
+    if meshes[0] != meshes[1]:
+        then, now = ("one device" if m is None else f"a mesh {dict(m.shape)}" for m in meshes)
+        raise SurgeryError(
+            "generate: expected the weights where they were when the task was made, on "
+            f"{then}. Received weights on {now}. Make another CachedCausalLM of the backbone: "
+            "its cached graph is for where they are."
+        )
+
+
+def _mesh(shardings: Iterable[Any]) -> Any:
+    meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
+    return next((mesh for mesh in meshes if mesh is not None and mesh.size > 1), None)
 
 
 def _batch_axis(mesh: Any, shardings: Iterable[Any]) -> str | None:

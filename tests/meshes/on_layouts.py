@@ -3,6 +3,7 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_layouts
 """
 
+import re
 import threading
 from unittest import mock
 
@@ -10,8 +11,10 @@ import jax
 import keras
 import keras_hub
 import numpy as np
+import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import graph
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.packing import Packing
@@ -192,6 +195,36 @@ def check_repeated_heads():
             assert 8 * paper.cache_bytes == sum(x.nbytes for e in cache for x in e.values())
 
 
+def check_moved():
+    """Weights that are moved later are refused; another task of them runs, with other heads."""
+
+    def make():
+        return make_divisible("llama", num_key_value_heads=2)
+
+    def move(backbone, mesh):
+        devices = keras.distribution.DeviceMesh(mesh, ["batch", "model"])
+        layout = bs.layout_map(backbone, devices)
+        for v in backbone.variables:
+            whole = keras.distribution.TensorLayout([None] * len(v.shape), devices)
+            lies = (layout[v.path] or whole).backend_layout
+            graph.put_array(v, jax.device_put(v.value, lies))
+
+    backbone = make()
+    alone = greedy(backbone)
+    wanted = ids(alone, 4)
+    last, words = alone, "on one device. Received weights on a mesh {'batch': 2, 'model': 4}"
+    for mesh, heads in (((2, 4), 4), ((1, 8), 8)):
+        move(backbone, mesh)
+        engine = bs.Engine(last, rows=2, length=48)
+        for run in (lambda lm=last: ids(lm, 4), lambda: engine.generate(prompts(2), **OPTIONS)):  # noqa: B023
+            with pytest.raises(bs.SurgeryError, match=re.escape(words)):
+                run()
+        last = greedy(backbone)
+        assert bs.new_cache(last.backbone_with_cache, 4, 16)[0]["key"].shape[2] == heads
+        np.testing.assert_array_equal(ids(last, 4), wanted)
+        words = "on a mesh {'batch': 2, 'model': 4}. Received weights on a mesh {'batch': 1"
+
+
 EXPERTS = {
     "qwen2_moe": ((2, 4), 0, {}),
     "qwen3_moe": ((1, 8), 0, {}),
@@ -274,6 +307,7 @@ if __name__ == "__main__":
         check_growing,
         check_inserted,
         check_repeated_heads,
+        check_moved,
         check_experts,
         check_heads_first,
     ):
