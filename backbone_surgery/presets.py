@@ -100,7 +100,7 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     path = preset_path(preset)
     _check_there(preset, path)
     if kwargs.get("dtype") is None:
-        kwargs["dtype"] = _dtypes_of_layers(preset, path)
+        kwargs["dtype"] = dtypes_of_layers(preset)
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
     as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
     with _in_words(preset), on_host, as_assigned:
@@ -110,12 +110,12 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     return backbone
 
 
-def _dtypes_of_layers(preset: str, path: str) -> Any:
+def dtypes_of_layers(preset: str) -> Any:
     """Return what layers a folder says have dtypes of their own, as of a quantised model, if any.
 
     Tasks of KerasHub read that by themselves, its backbones do not.
     """
-    file = Path(path) / "config.json"
+    file = Path(preset_path(preset)) / "config.json"
     if not file.is_file():
         return None
     with _in_words(preset):

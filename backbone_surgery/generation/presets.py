@@ -10,7 +10,7 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import chat
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.quantizing import check_saves
-from backbone_surgery.presets import load_preset, preset_path
+from backbone_surgery.presets import dtypes_of_layers, load_preset, preset_path
 from backbone_surgery.recipes.preset import recipe_in, save_preset
 from backbone_surgery.recipes.recipe import load_recipe
 from backbone_surgery.recipes.store import read_document
@@ -39,7 +39,7 @@ def load_edited(
             "an edit of these very weights. Received False. Load the base with KerasHub."
         )
     if recipe is not None and kwargs.get("dtype") is None:
-        kwargs["dtype"] = read_document(recipe)["base"]["dtype"]
+        kwargs["dtype"] = dtypes_of_layers(preset) or read_document(recipe)["base"]["dtype"]
     backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
     if recipe is not None:
         backbone = load_recipe(recipe, backbone)

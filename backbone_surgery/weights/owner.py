@@ -33,8 +33,10 @@ def copy_backbone(
     """
     takes = inspect.signature(type(backbone).__init__).parameters
     left_out = {k: v for k, v in vars(backbone).items() if k in takes}  # by some configs
-    # The dtype in the config of one that is quantised does not say of what it was before.
-    config = {**left_out, **backbone.get_config(), "dtype": backbone.dtype_policy.name}
+    config = {**left_out, **backbone.get_config()}
+    if is_quantized(backbone):  # its config does not say of which dtype it was before
+        policy = backbone.dtype_policy
+        config["dtype"] = getattr(policy, "default_policy", policy).name
     copy = type(backbone).from_config(config)
     if quantize is not None:
         quantize(copy)

@@ -56,6 +56,18 @@ def test_a_preset_holds_base_and_edit(name, case, dtype, tmp_path, monkeypatch):
     assert files(tmp_path) == before
 
 
+def test_a_base_whose_layers_have_dtypes_of_their_own(tmp_path):
+    dtypes = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    dtypes["token_embedding"] = keras.dtype_policies.DTypePolicy("bfloat16")
+    backbone = make_gpt2(dtype=dtypes)
+    backbone.enable_lora(2)
+    edited = bs.operate(backbone, [bs.Steer("mood", {1: np.ones(32)})])
+    bs.CachedCausalLM(edited).save_to_preset(tmp_path / "p")
+    loaded = bs.CachedCausalLM.from_preset(str(tmp_path / "p")).backbone
+    assert [v.dtype for v in loaded.owner.weights] == [v.dtype for v in backbone.weights]
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+
+
 def test_what_a_preset_is_loaded_with_must_fit_its_edit(preset):
     with pytest.raises(bs.SurgeryError, match="expected `load_weights=True`"):
         bs.CachedCausalLM.from_preset(str(preset), load_weights=False)
