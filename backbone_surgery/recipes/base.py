@@ -113,9 +113,11 @@ def _check_facts(backbone: keras.Model, base: Mapping[str, Any]) -> None:
             raise _other_base(f"a backbone with {key}", wanted.get(key), own.get(key))
     if lora(backbone) and not base["lora"]:
         raise _other_base("a backbone", "without LoRA", "one with it")
-    quantized = quantization(backbone)
-    if quantized not in (None, base["quantization"]):
-        modes = (x and x["mode"] for x in (base["quantization"], quantized))
+    quantized, like = quantization(backbone), base["quantization"]
+    if quantized and like and None in (quantized["config"], like["config"]):
+        quantized = {**quantized, "config": like["config"]}  # of a file, which does not say it
+    if quantized not in (None, like):
+        modes = (x and x["mode"] for x in (like, quantized))
         raise _other_base("a backbone that is quantised to", *modes)
 
 

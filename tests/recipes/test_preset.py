@@ -68,6 +68,20 @@ def test_a_base_whose_layers_have_dtypes_of_their_own(tmp_path):
     np.testing.assert_array_equal(outputs(loaded), outputs(edited))
 
 
+@pytest.mark.parametrize("way", [1, -1])
+def test_a_recipe_of_a_quantised_model_and_of_its_folder(tmp_path, no_collecting, way):
+    """The one is loaded onto the other; a folder of KerasHub does not say the quantizers."""
+    backbone = make_gpt2(num_layers=1)
+    backbone.quantize("int8")
+    backbone.save_to_preset(tmp_path / "base")
+    both = backbone, bs.CachedCausalLM.from_preset(str(tmp_path / "base")).backbone
+    source, other = both[::way]
+    edited = bs.operate(source, [bs.Steer("mood", {0: np.ones(32)})])
+    bs.save_recipe(edited, tmp_path / "edit")
+    loaded = bs.load_recipe(tmp_path / "edit", other)
+    np.testing.assert_array_equal(outputs(loaded), outputs(edited))
+
+
 def test_what_a_preset_is_loaded_with_must_fit_its_edit(preset):
     with pytest.raises(bs.SurgeryError, match="expected `load_weights=True`"):
         bs.CachedCausalLM.from_preset(str(preset), load_weights=False)
