@@ -112,7 +112,7 @@ def sides_of(concepts: np.ndarray, categories: np.ndarray, concept: int) -> list
 
 def differences(lm: Any, sides: list[list[np.ndarray]]) -> bs.ControlVector:
     """Return the mean state of all tokens of one side less that of the other, of length 1."""
-    sums = measure(lm, [row for rows in sides for row in rows], SumOfStates)
+    sums = measure(lm, [row for rows in sides for row in rows], SumOfStates, "axbench")
     counts = [sum(len(row) - 1 for row in rows) for rows in sides]
     directions = {}
     for path, states in sums.items():

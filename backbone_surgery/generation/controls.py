@@ -18,7 +18,7 @@ def bind_controls(
     model: EditedBackbone,
     controls: Mapping[str, Any] | None,
     prompt_lengths: np.ndarray,
-    operation: str,
+    operation: str = "generate",
 ) -> dict[str, np.ndarray]:
     """Return an array `[batch, ...]` for each input of the graph that is a control.
 
