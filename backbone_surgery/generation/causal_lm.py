@@ -194,9 +194,10 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
                 edit. One prompt at a time; no beams.
 
         Returns:
-            Text for text, a list for a list; for arrays a dict of right-padded `token_ids`
-            int32[batch, length] and `padding_mask` bool[batch, length]. With `return_captures`, a
-            pair of that and `GeneratedActivations`.
+            With a preprocessor text: a string for a string, else a list with one for each row, for
+            arrays too. Without one a dict of right-padded `token_ids` int32[batch, length] and
+            `padding_mask` bool[batch, length]. With `return_captures`, a pair of that and
+            `GeneratedActivations`.
 
         Raises:
             SurgeryError: bad input, before anything is compiled.

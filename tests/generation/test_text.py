@@ -51,6 +51,11 @@ def test_a_whole_story_ends_by_itself(lm):
     assert text.rstrip().endswith(".")
 
 
+def test_arrays_give_texts_where_there_is_a_preprocessor(lm):
+    inputs = lm.preprocessor.generate_preprocess(PROMPTS, sequence_length=24)
+    assert lm.generate(inputs, max_new_tokens=4) == lm.generate(PROMPTS, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("strip_prompt", [False, True])
 @pytest.mark.parametrize("stop", [None, ["."], ["and", " the"]], ids=str)
 def test_stream_joins_to_what_generate_returns(lm, strip_prompt, stop):
