@@ -146,46 +146,41 @@ class ChosenExperts(keras.layers.Layer):
         from jax.sharding import PartitionSpec
 
         placement, platform = target.placement(), target.platform()
-        along, split = placement.axes_of_heads, placement.rows_axis(x.shape[0])
-        has_own = 0 in self.axes.values()
-        if has_own:  # the rows of no use choose none
-            given = _filled_up(self._weights(given)[:rows], x.shape[0])
-        count = given.shape[-1]
-        axes = {**dict.fromkeys(self.mixed.whole, 0 if has_own else None), **self.axes}
+        along, by_rows = placement.axes_of_heads, PartitionSpec(placement.rows_axis(x.shape[0]))
+        has_own, whole = 0 in self.axes.values(), self.mixed.whole
+        axes = {**dict.fromkeys(whole, 0 if has_own else None), **self.axes}
         with graph.as_stored():
             bank = {name: ops.convert_to_tensor(getattr(self.mixed.bank, name)) for name in axes}
 
         def run(x, given, bank):
-            used = min(rows, x.shape[0])
+            used, which = min(rows, x.shape[0]), jax.lax.axis_index(along)
             if not has_own:
-                is_first = jax.lax.axis_index(along) == 0
-                added = [name for name, is_added in self.mixed.whole.items() if is_added]
-                bank |= {name: ops.where(is_first, bank[name], 0) for name in added}
+                added = [name for name in whole if whole[name]]
+                bank |= {name: ops.where(which == 0, bank[name], 0) for name in added}
             with target.made_for(platform):
+                kernels = SimpleNamespace(**bank)
                 if has_own:
-                    made = self._run_own(x, given, SimpleNamespace(**bank), used, count)
+                    made = self._run_own(x, given, kernels, used, which)
                 else:
-                    made = self._run_few(x, given, SimpleNamespace(**bank), used)
+                    made = self._run_few(x, given, kernels, used)
             return jax.lax.psum(made, along)
 
-        def parts(axis):
+        def part(axis):
             return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, along)
 
-        return jax.shard_map(
-            run,
-            mesh=placement.mesh,
-            in_specs=(
-                PartitionSpec(split),
-                PartitionSpec(split, None, along if has_own else None),
-                {name: parts(axis) for name, axis in axes.items()},
-            ),
-            out_specs=PartitionSpec(split),
-            check_vma=False,
-        )(x, given, bank)
+        specs = by_rows, by_rows, {name: part(axis) for name, axis in axes.items()}
+        program = jax.shard_map(
+            run, mesh=placement.mesh, in_specs=specs, out_specs=by_rows, check_vma=False
+        )
+        return program(x, given, bank)
 
-    def _run_own(self, x, weights, bank, rows, count):
-        """Run the experts of one device, whose kernels and weights these are, of so many."""
-        tokens, own = rows * x.shape[1], weights.shape[-1]
+    def _run_own(self, x, given, bank, rows, which):
+        """Run the experts of one device, whose kernels these are: share number `which` of all."""
+        batch, time, _ = x.shape
+        tokens, count = rows * time, given.shape[-1]
+        own = getattr(bank, next(iter(self.axes))).shape[0]
+        weights = ops.slice(self._weights(given[:rows]), (0, 0, which * own), (rows, time, own))
+        weights = _filled_up(weights, batch)  # the rows of no use choose none
         if self._few_are_chosen(tokens, count, bank, _MOST_OWN_SHARE):
             return self._run_in_turn(x, weights, bank, tokens)
         if target.platform() == "gpu" and tokens * self.top_k < own:

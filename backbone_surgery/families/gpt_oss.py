@@ -67,12 +67,18 @@ def _mlp(layer, x, padding_mask):
         return experts.project(x, "down_proj") + experts.vector("down_proj_bias")
 
     logits = layer.router.router_dense(x)
-    settings = {"bank": bank, "expert": expert, "top_k": layer.top_k, "chosen_first": True}
-    settings |= {
-        "shared": {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1},
-        "whole": {"down_proj_bias": True},
-    }
-    x = mixture(x, logits, padding_mask, policy=layer.dtype_policy, **settings)
+    x = mixture(
+        x,
+        logits,
+        padding_mask,
+        bank=bank,
+        expert=expert,
+        shared={"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1},
+        whole={"down_proj_bias": True},
+        top_k=layer.top_k,
+        policy=layer.dtype_policy,
+        chosen_first=True,
+    )
     return Site("mlp_output")(x)
 
 

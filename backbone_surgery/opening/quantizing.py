@@ -24,8 +24,10 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
         **kwargs: `filters`.
 
     Raises:
-        SurgeryError: KerasHub does not say where the blocks are.
+        SurgeryError: KerasHub does not say where the blocks are; or the layouts of a distribution
+            that is set do not fit what int4 makes.
     """
+    _check_layouts(owner, getattr(config, "mode", mode))
     if getattr(config, "quantization_layer_structure", owner) is not None:
         owner.quantize(mode, config=config, **kwargs)
         return
@@ -35,6 +37,23 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
         owner.quantize(mode, config=config, **kwargs)
     finally:
         config.quantization_layer_structure = None  # the layers keep this config
+
+
+def _check_layouts(owner: keras.Model, mode: str | None) -> None:
+    """Refuse int4 where kernels are laid out: it packs them into arrays of two axes.
+
+    Keras would stop midway, with some layers quantised and others not.
+    """
+    parallel = keras.distribution.distribution()
+    if mode != "int4" or not isinstance(parallel, keras.distribution.ModelParallel):
+        return
+    layouts = (parallel.get_variable_layout(variable) for variable in owner.variables)
+    if any(axis is not None for layout in layouts for axis in layout.axes):
+        raise SurgeryError(
+            f"quantize at '{owner.name}': expected int8 where a `ModelParallel` is set, whose "
+            "layouts are for kernels as they come. Received int4, which packs them. Quantise "
+            "outside of its scope: what is packed is then on each device whole."
+        )
 
 
 def check_saves(owner: keras.Model) -> None:

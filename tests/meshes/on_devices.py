@@ -158,12 +158,10 @@ def check_placement(name):
     lm.generate(prompts(4), **OPTIONS)
     assert lm.programs.compilations == inside, (inside, lm.programs.compilations)
     step, test, rest = exchanged(lm.programs.compiled("decode")[-1].as_text())
-    # Two a block, one for the embedding, two for the choice. XLA does not split the choice of
-    # experts by rows, so their logits are gathered, where it is not each device that chooses.
-    choices = {"all-gather": 3} if name == "qwen2_moe" else {}
+    # Two a block, one for the embedding, two for the choice.
     # Two blocks of three have channels of queries, keys and values side by side.
     channels = {"all-gather": 2} if name == "qwen3_5" else {}
-    assert step == {"all-reduce": 2 * 3 + 3, **choices, **channels}, step
+    assert step == {"all-reduce": 2 * 3 + 3, **channels}, step
     assert test == {"all-reduce": 1}, test
     assert rest == {"all-gather": 2}, rest  # the tokens and flags that the host reads
     paper = bs.plan(lm.backbone, {"batch": 2, "model": 4}, batch=4, length=16)

@@ -225,6 +225,26 @@ def check_moved():
         words = "on a mesh {'batch': 2, 'model': 4}. Received weights on a mesh {'batch': 1"
 
 
+def check_int4():
+    """It is refused where layouts are set, before anything is changed, and right outside."""
+
+    def make():
+        backbone = make_divisible()
+        tokens = np.ones((8, 2), "int32")
+        backbone({"token_ids": tokens, "padding_mask": tokens})  # Keras wants all layers built
+        return backbone
+
+    alone = greedy(make())
+    alone.quantize("int4")
+    wanted = ids(alone, 3)
+    with on((2, 4), make()):
+        lm = greedy(make())
+        with pytest.raises(bs.SurgeryError, match="expected int8 where a `ModelParallel` is set"):
+            lm.quantize("int4")
+    lm.quantize("int4")
+    np.testing.assert_array_equal(ids(lm, 3), wanted)
+
+
 EXPERTS = {
     "qwen2_moe": ((2, 4), 0, {}),
     "qwen3_moe": ((1, 8), 0, {}),
@@ -308,6 +328,7 @@ if __name__ == "__main__":
         check_inserted,
         check_repeated_heads,
         check_moved,
+        check_int4,
         check_experts,
         check_heads_first,
     ):
