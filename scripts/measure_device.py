@@ -1,0 +1,151 @@
+"""Run on this machine's accelerator what `measure_accelerators.py` compiled for it.
+
+    KERAS_BACKEND=jax python scripts/measure_device.py gpt2/8 gemma2/1 llama3/8
+
+A case is model/rows, or model/rows/prompt/length, of `measure_accelerators.MODELS`; `/int8` or
+`/int4` after it quantises first. Weights are random, in bfloat16, and all rows are chosen greedily
+to their full length. Seconds for each token are those of a whole call over the new tokens of a
+row: the prompt, of 16 tokens unless the case says so, and the host are in them.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import keras
+import numpy as np
+from bench_machine import describe, read_bandwidth
+from bench_peers import KerasHub, Ours, Work
+from measure_accelerators import LENGTH, LENGTHS, MODELS, PROMPT, on_record
+
+
+def parse(case):
+    """Return model, rows, prompt, length and how it is quantised, of the text of a case."""
+    parts = case.split("/")
+    mode = parts.pop() if not parts[-1].isdigit() else None
+    name, rows, *sizes = parts
+    if name not in MODELS:
+        raise SystemExit(f"no model {name!r}; there are {', '.join(MODELS)}")
+    prompt, length = map(int, sizes or (PROMPT, LENGTHS.get(name, LENGTH)))
+    return name, int(rows), prompt, length, mode
+
+
+def make_work(backbone, rows, prompt, length):
+    """Draw prompts."""
+    shape = (rows, prompt)
+    rng = np.random.default_rng(1)
+    return Work(rng.integers(1, backbone.vocabulary_size, shape, dtype=np.int32), length)
+
+
+def measure(contender, work, runs):
+    """Return what calls took: the first, which compiles, and for each token the others."""
+    start = time.perf_counter()
+    tokens = contender.generate(work)
+    first = time.perf_counter() - start
+    calls = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        contender.generate(work)
+        calls.append((time.perf_counter() - start) / work.new_tokens)
+    until_first = []
+    if isinstance(contender, Ours):  # to which stop tokens are no new program
+        for _ in range(runs):
+            start = time.perf_counter()
+            contender.generate(work, tuple(np.unique(tokens[:, 0]).tolist()))
+            until_first.append(time.perf_counter() - start)
+    stats = jax.devices()[0].memory_stats() or {}
+    return tokens, {
+        "first_call_s": round(first, 2),
+        "us": statistics.median(calls) * 1e6,
+        "first_token_ms": [round(x * 1e3, 2) for x in until_first],
+        "us_of_all": [round(x * 1e6, 1) for x in calls],
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def profile(contender, work, folder):
+    """Return the kernels that a call ran on the device, for each token: [name, number, us]."""
+    with jax.profiler.trace(folder):
+        contender.generate(work)
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
+    lines = [line for plane in planes if "/device:" in plane.name for line in plane.lines]
+    numbers, times = Counter(), Counter()
+    for line in lines:
+        for event in line.events if line.name.startswith("Stream") else ():
+            numbers[event.name] += 1
+            times[event.name] += event.duration_ns
+    new = work.new_tokens
+    listed = [
+        [name, round(numbers[name] / new, 2), round(ns / new / 1e3, 2)]
+        for name, ns in times.most_common()
+    ]
+    return {
+        "kernels": sum(numbers.values()) / new,
+        "us_in_kernels": sum(times.values()) / new / 1e3,
+        "listed": [x for x in listed if x[1] >= 0.5 or x[2] >= 1],
+    }
+
+
+def run(case, options):
+    """Measure one case."""
+    name, rows, prompt, length, mode = parse(case)
+    keras.config.set_dtype_policy("bfloat16")
+    backbone = MODELS[name][0]()
+    work = make_work(backbone, rows, prompt, length)
+    ours = Ours(backbone)
+    line = {"case": case, "new_tokens": work.new_tokens}
+    if options.keras_hub:
+        line["keras_hub"] = None
+        peer = KerasHub(backbone)
+    if mode:
+        ours.lm.quantize(mode)
+    tokens, line["ours"] = measure(ours, work, options.runs)
+    if options.profile:
+        line["profile"] = profile(ours, work, options.profile)
+    if options.keras_hub:
+        others, line["keras_hub"] = measure(peer, work, options.runs)
+        line["same_tokens"] = float((np.asarray(others) == tokens).mean())
+    kept = {"model": name, "device": "h100", "rows": rows}
+    if not mode and (prompt, length) == (PROMPT, LENGTHS.get(name, LENGTH)):
+        for on_paper in (x for x in on_record() if kept.items() <= x.items()):
+            line["estimated_us"] = on_paper["ours"]["estimated_seconds"] * 1e6
+            line["least_bytes"] = on_paper["least_bytes"]
+    return line
+
+
+def main():
+    """Measure all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="+", help="model/rows or model/rows/prompt/length")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--keras-hub", action="store_true", help="measure KerasHub's task as well")
+    parser.add_argument(
+        "--profile", type=Path, help="list the kernels of each token; traces go here"
+    )
+    parser.add_argument("--write", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    for case in options.cases:
+        parse(case)
+    result = {"machine": describe(), "bandwidth": read_bandwidth(), "lines": []}
+    print(json.dumps(result), flush=True)
+    for case in options.cases:
+        try:
+            line = run(case, options)
+        except Exception as error:  # the others go on
+            line = {"case": case, "error": repr(error)[:2000]}
+        result["lines"].append(line)
+        shown = {k: v for k, v in line.items() if k != "profile"}
+        print(json.dumps(shown), flush=True)
+        if options.write:
+            options.write.write_text(json.dumps(result, indent=1) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
