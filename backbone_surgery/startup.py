@@ -1,11 +1,11 @@
-"""Startup of the command line: what Keras, JAX and XLA read when they begin, and nothing unused.
+"""Startup of the command line: what Keras and JAX read when they begin, and nothing unused.
 
-Keras reads its backend once, when it is imported, and XLA its flags when it begins. The console
-script imports this package before any code of `cli` runs, so the package looks here first. Nothing
-happens when it is imported as a library: then both are configured by whoever imports it, and
-KerasHub imports TensorFlow where it is installed. That cannot wait until it is used: KerasHub
-derives a class from it and makes tables for each tokenizer with it. Who uses none of it sets
-`BACKBONE_SURGERY_LEAN=1`, to import what the command line imports.
+Keras reads its backend once, when it is imported. The console script imports this package before
+any code of `cli` runs, so the package looks here first. Nothing happens when it is imported as a
+library: then both are configured by whoever imports it, and KerasHub imports TensorFlow where it is
+installed. That cannot wait until it is used: KerasHub derives a class from it and makes tables for
+each tokenizer with it. Who uses none of it sets `BACKBONE_SURGERY_LEAN=1`, to import what the
+command line imports.
 """
 
 import os
@@ -16,8 +16,6 @@ from pathlib import Path
 
 from backbone_surgery.bundled import bundled_models
 
-_GPU = Path("/dev/nvidia0")
-_COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 _FOR_OTHERS = ("sklearn", "pandas", "matplotlib", "IPython")
 """Keras and KerasHub import these, where they are, for what no command uses."""
 _LEAN = "BACKBONE_SURGERY_LEAN"
@@ -35,7 +33,6 @@ def prepare_command_line(arguments: list[str]) -> None:
             import_keras()
         return
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    run_loops_as_graphs()
     if arguments[1:2] == ["plan"]:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers that are installed look for chips
     else:
@@ -90,16 +87,6 @@ def keep_programs() -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     for name, value in _PROGRAMS.items():
         os.environ.setdefault(name, value)
-
-
-def run_loops_as_graphs() -> None:
-    """Have XLA run a loop over tokens as one CUDA graph, where there is a GPU of NVIDIA.
-
-    Else the host launches each step. Does nothing where the user said what XLA should do.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _GPU.exists() and _COMMAND_BUFFER not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{_COMMAND_BUFFER}=+WHILE".strip()
 
 
 prepare_command_line(sys.argv)

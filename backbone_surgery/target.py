@@ -24,6 +24,9 @@ _TOKENS_AT_ONCE = {"gpu": 2048, "tpu": 1024}
 _SHORTEST_PIECE, _MOST_PIECES = 256, 8
 """Of the queries of a prompt that attend at once on a CPU."""
 
+_FEWEST_SLOTS = 1024
+"""From which on one query of a GPU attends by cuDNN, if heads share keys."""
+
 _LANES = 128
 """How many numbers a TPU reads at once."""
 
@@ -183,6 +186,21 @@ def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
+def fuses_one_query(slots: Any) -> bool:
+    """Tell whether cuDNN's attention is faster for one query of heads that share keys.
+
+    Else XLA reads keys and values once for each of these heads. A plan for a GPU that is not there
+    can't ask cuDNN, and nobody has tried it on a mesh. See docs/accelerators.md for what it takes.
+    """
+    if on_mesh() or keras.config.backend() != "jax" or not isinstance(slots, int):
+        return False
+    import jax
+
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    is_new = capability.replace(".", "").isdigit() and float(capability) >= 8
+    return is_new and slots >= _FEWEST_SLOTS
+
+
 def check_precision(name: Any) -> None:
     """Refuse what `precision` does not know."""
     if name not in (None, *PRECISIONS):
@@ -228,6 +246,15 @@ def placement() -> Any:
 def has_orders() -> bool:
     """Tell whether `in_order` changes anything in the program that is being made."""
     return platform() != "cpu" and not on_mesh() and keras.config.backend() == "jax"
+
+
+def apart(x: Any) -> Any:
+    """Have a GPU compute what an array comes from and what is made of it in different kernels."""
+    if platform() != "gpu" or keras.config.backend() != "jax":
+        return x
+    import jax
+
+    return jax.lax.optimization_barrier(x)
 
 
 def in_order(

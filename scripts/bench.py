@@ -38,7 +38,6 @@ from bench_report import plot, table
 from rich.console import Console
 
 from backbone_surgery.caching.cache import bytes_per_token
-from backbone_surgery.startup import run_loops_as_graphs
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2_124m": {
@@ -406,5 +405,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_loops_as_graphs()
     typer.run(main)

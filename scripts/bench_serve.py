@@ -35,7 +35,6 @@ from rich.console import Console
 from rich.table import Table
 
 import backbone_surgery as bs
-from backbone_surgery.startup import run_loops_as_graphs
 
 console = Console()
 PARTS = ("mixed", "vectors", "first")
@@ -328,5 +327,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_loops_as_graphs()
     typer.run(main)

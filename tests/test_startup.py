@@ -21,25 +21,6 @@ def _keep_what_is_there(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(
-    ("is_there", "before", "after"),
-    [
-        (False, "", ""),
-        (True, "", "--xla_gpu_enable_command_buffer=+WHILE"),
-        (True, "--a=1", "--a=1 --xla_gpu_enable_command_buffer=+WHILE"),
-        (True, "--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
-    ],
-)
-def test_a_gpu_runs_the_loop_as_one_graph(monkeypatch, tmp_path, is_there, before, after):
-    gpu = tmp_path / "nvidia0"
-    monkeypatch.setattr(startup, "_GPU", gpu)
-    monkeypatch.setenv("XLA_FLAGS", before)
-    if is_there:
-        gpu.touch()
-    startup.run_loops_as_graphs()
-    assert os.environ["XLA_FLAGS"] == after
-
-
 def test_a_plan_looks_for_no_chips(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     startup.prepare_command_line(["/usr/bin/backbone-surgery", "generate"])
@@ -48,13 +29,11 @@ def test_a_plan_looks_for_no_chips(monkeypatch):
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def test_a_library_sets_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(startup, "_GPU", tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", "")
+def test_a_library_sets_nothing():
     startup.prepare_command_line(["python"])
-    assert os.environ["XLA_FLAGS"] == ""
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     startup.prepare_command_line(["/usr/bin/backbone-surgery"])
-    assert os.environ["XLA_FLAGS"]
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"]
 
 
 def test_compiled_programs_are_kept_where_nobody_else_writes(tmp_path):

@@ -6,6 +6,7 @@ generation, caches included, is donated from call to call, so it exists once.
 """
 
 import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -27,6 +28,13 @@ from backbone_surgery.opening.placement import check_stayed
 
 _READ = ("tokens", "slot", "done", "draws")
 """What of the state is read between two calls."""
+
+_GRAPHS = "xla_gpu_enable_command_buffer"
+_LOOP_AS_GRAPH = {
+    _GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,  # the loop alone is one
+}
+"""Options of XLA's compiler for a GPU of NVIDIA."""
 
 _STRATEGIES = 16
 """How many strategies keep their programs: a sampler that was changed does not run its old ones."""
@@ -225,7 +233,7 @@ class Programs(Forward):
                     lowered = jax.jit(run, donate_argnums=donate).lower(*args)
                     if hosts.span(self.model):
                         hosts.agree(self.model, kind, {"edit and sampler": lowered.as_text()})
-                    program = lowered.compile()
+                    program = lowered.compile(_compiler_options(kind, leaves))
                     self.compilations[kind] = self.compilations.get(kind, 0) + 1
                     programs[key] = program
         return program(*args)
@@ -263,6 +271,18 @@ def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:
 def _array(x: Any) -> jax.Array:
     # `jnp.asarray` would compile a program for each kind of number.
     return x if isinstance(x, jax.Array) else jax.device_put(x)
+
+
+def _compiler_options(kind: str, leaves: list[jax.Array]) -> dict[str, Any]:
+    """Have a GPU of NVIDIA run the whole loop as one CUDA graph: else it waits for the host.
+
+    Unless the user said by XLA_FLAGS what becomes a graph.
+    """
+    devices = leaves[0].devices()
+    is_cuda = all("cuda" in device.client.platform_version for device in devices)
+    is_chosen = _GRAPHS in os.environ.get("XLA_FLAGS", "")
+    is_alone = kind == "decode" and len(devices) == 1
+    return _LOOP_AS_GRAPH if is_alone and is_cuda and not is_chosen else {}
 
 
 _grow = jax.jit(loop.pad, static_argnums=(1, 2, 3))

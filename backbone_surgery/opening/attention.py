@@ -191,10 +191,7 @@ class _Attention(keras.layers.Layer):
         That is for prompts on a GPU, in half precision and without a soft cap, slopes and sinks;
         Keras then chooses cuDNN's flash attention where the shapes allow it.
         """
-        half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
-        others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
-        plain = all(x is None for x in others) and not _adds_up(ops.shape(query)[1])
-        if half and plain and target.platform() == "gpu":
+        if self._is_fused(query, key):
             # All in one dtype, as cuDNN wants them.
             key, value = (ops.cast(x, query.dtype) for x in (key, value))
             return ops.dot_product_attention(
@@ -205,6 +202,15 @@ class _Attention(keras.layers.Layer):
             return self.mix(self.pattern(query, key, mask, distance, seen), value, seen)
         mixed = [self._attend_before(*x, query, key, value, mask, distance) for x in pieces]
         return ops.concatenate(mixed, axis=1)
+
+    def _is_fused(self, query, key):
+        half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
+        others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
+        if target.platform() != "gpu" or not half or any(x is not None for x in others):
+            return False
+        is_shared = self.num_heads > self.num_key_value_heads
+        one_is = is_shared and target.fuses_one_query(ops.shape(key)[1])
+        return one_is or not _adds_up(ops.shape(query)[1])
 
     def _attend_before(self, start, stop, query, key, value, mask, distance):
         """Let some queries attend to the keys up to the last of them, within their window."""
@@ -245,7 +251,8 @@ def _scores_of_one(query: Any, key: Any) -> Any:
     products = ops.cast(key[:, :, :, None], "float32") * ops.cast(query, "float32")
     scores = ops.cast(ops.sum(products, axis=-1), key.dtype)
     scores = ops.transpose(scores, (0, 2, 3, 1))[:, :, :, None]
-    return target.in_order(scores)  # so that its softmax is one kernel
+    # So that its softmax is one kernel, and is not in this one: of few slots that would be slow.
+    return target.apart(target.in_order(scores))
 
 
 def _mix_of_one(shares: Any, value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The programs as they are for a GPU: lowered for one here, and not run."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import keras_hub
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import target
+from backbone_surgery.generation import programs
 from backbone_surgery.generation.engine import Batch, make_arguments
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
@@ -68,3 +71,42 @@ def test_half_precision_runs_prompts_by_cudnn_and_one_donated_loop(gpu, family):
 def test_float32_calls_nothing_of_cudnn(gpu):
     prefill, decode, _ = lowered(BACKBONES["gpt2"]("float32"))
     assert calls(prefill) == calls(decode) == set()
+
+
+@pytest.mark.parametrize(("family", "called"), [("gpt2", 0), ("gemma", 2)])
+def test_one_query_of_heads_that_share_keys_attends_by_cudnn_to_many(
+    gpu, monkeypatch, family, called
+):
+    one = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda *platform: [one])
+    assert [target.fuses_one_query(slots) for slots in (512, 1024)] == [False, True]
+    monkeypatch.setattr(target, "fuses_one_query", lambda slots: slots == SLOTS)
+    _, decode, _ = lowered(BACKBONES[family]("bfloat16"))
+    assert decode.count("custom_call @__cudnn$fmhaScaleBiasSoftmax") == called
+
+
+@pytest.mark.parametrize("capability", ["7.5", "gfx90a", None])
+def test_others_do_not(monkeypatch, capability):
+    one = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda *platform: [one])
+    assert not target.fuses_one_query(4096)
+
+
+def on(version, count=1):
+    """Return an array that lies on devices of a platform."""
+    client = SimpleNamespace(platform_version=version)
+    devices = [SimpleNamespace(client=client)] * count
+    return [SimpleNamespace(devices=lambda: devices)]
+
+
+def test_a_gpu_of_nvidia_runs_the_loop_as_one_graph(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    options = programs._compiler_options("decode", on("cuda 13000"))
+    assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
+    jax.jit(lambda x: x).lower(1).compile(options)  # which knows them
+    assert programs._compiler_options("prefill", on("cuda 13000")) == {}
+    assert programs._compiler_options("decode", on("cuda 13000", 2)) == {}
+    assert programs._compiler_options("decode", on("rocm 60300")) == {}
+    assert programs._compiler_options("decode", on("cpu")) == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert programs._compiler_options("decode", on("cuda 13000")) == {}
