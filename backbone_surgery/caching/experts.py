@@ -23,6 +23,12 @@ _PIECE_BYTES = 2**22
 _MOST_PAIRS = 16
 """Of a token and an expert that are run one by one on a TPU: each is written out in the program."""
 
+_SLOWER_ALONE = 8
+"""Times as long as a GPU takes for an expert that was chosen as for one of all.
+
+Mixtral on an H200: 0.6 TB/s of those alone, where a product reads over 4 of all.
+"""
+
 _TURN_BYTES = 5 * 2**20
 """What a TPU reads of all experts while a turn of one begins: about 9 µs by a v5e's compiler."""
 
@@ -183,7 +189,7 @@ class ChosenExperts(keras.layers.Layer):
         weights = _filled_up(weights, batch)  # the rows of no use choose none
         if self._few_are_chosen(tokens, count, bank, _MOST_OWN_SHARE):
             return self._run_in_turn(x, weights, bank, tokens)
-        if target.platform() == "gpu" and tokens * self.top_k < own:
+        if target.platform() == "gpu" and tokens * self.top_k < self._most_pairs(own):
             made = self._run(x[:rows], weights[:rows], bank, partial(largest, k=self.top_k))
             return _filled_up(made, x.shape[0])
         return self.mixed.mix(x, weights, _Kernels(bank, self.compute_dtype))
@@ -204,9 +210,11 @@ class ChosenExperts(keras.layers.Layer):
     def _most_pairs(self, count):
         """Return from how many pairs of a token and an expert on these are not run by themselves.
 
-        A TPU multiplies by one kernel after the other, so there they are few.
+        A TPU multiplies by one kernel after the other, and a GPU adds up
+        slowly: there they are few.
         """
-        return min(count, _MOST_PAIRS + 1) if target.platform() == "tpu" else count
+        most = {"tpu": min(count, _MOST_PAIRS + 1), "gpu": -(-count // _SLOWER_ALONE)}
+        return most.get(target.platform(), count)
 
     def _few_are_chosen(self, tokens, count, bank, most):
         """Tell whether a TPU gains by running those of all experts in turn that any token weighs.

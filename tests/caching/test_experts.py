@@ -67,6 +67,7 @@ def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes,
 def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
     """An expert of NaNs shows where it is read, though its weight be zero."""
     monkeypatch.setattr(target, "platform", lambda: platform)
+    monkeypatch.setattr(experts, "_SLOWER_ALONE", 1)
     x, weights = inputs_of(rng, 3)
     weights[..., 5] = 0
     for variable in mixed.bank.weights:
@@ -78,6 +79,20 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
     assert np.isfinite(chosen(x, weights)).all()
     more = inputs_of(rng, 4)  # as many choices as experts
     assert np.isnan(chosen(*more)).all()
+
+
+@pytest.mark.parametrize(("times", "is_alone"), [(2, True), (4, False)])
+def test_a_gpu_runs_all_once_that_is_faster(rng, mixed, monkeypatch, times, is_alone):
+    """Two pairs, and eight experts."""
+    monkeypatch.setattr(experts, "_SLOWER_ALONE", times)
+    x, weights = inputs_of(rng, 1)
+    mixed(x, weights)
+    for variable in mixed.bank.weights:
+        value = np.array(variable)
+        value[~weights[0, 0].astype(bool)] = np.nan
+        variable.assign(value)
+    with target.made_for("gpu"):
+        assert np.isfinite(ChosenExperts(mixed, 2)(x, weights)).all() == is_alone
 
 
 @pytest.mark.parametrize("edited", [False, True])
@@ -115,6 +130,7 @@ def test_what_a_row_of_no_use_weighs_is_not_read(
     """Of twice as many rows the first half is of use: beams, each with an empty row."""
     monkeypatch.setattr(experts, "_MOST_PAIRS", pairs)
     monkeypatch.setattr(experts, "_TURN_BYTES", 0)
+    monkeypatch.setattr(experts, "_SLOWER_ALONE", 1)
     monkeypatch.setattr(target, "platform", lambda: platform)
     x, weights = inputs_of(rng, 2 * rows, time)
     unused = [i for i in range(EXPERTS) if not weights[:rows, ..., i].any()]
