@@ -1,5 +1,7 @@
 """Packed caches: the arrays of a cache as a loop carries them."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +36,33 @@ class Packing:
     def new_cache(self, rows: int, slots: int) -> Cache:
         """Make an empty cache, packed; each shard on its device, if the weights lie on a mesh."""
         placement = placement_of(self.model.variables)
+        if placement is None:
+            made = self._new_on_one_device(rows, slots)
+            pairs = zip(states_of(self.model), made, strict=True)
+            return [{name: arrays[name] for name in specs} for specs, arrays in pairs]
+        return [
+            {
+                name: self.pack_array(spec, new_array(spec, rows, slots, placement))
+                for name, spec in specs.items()
+            }
+            for specs in states_of(self.model)
+        ]
 
-        def make(spec: StateSpec) -> Any:
-            if placement is not None:
-                return self.pack_array(spec, new_array(spec, rows, slots, placement))
-            sizes = spec.sizes(rows, slots)
-            return ops.full([sizes[i] for i in self.axes(spec, rows)], spec.initial, spec.dtype)
+    @functools.cached_property
+    def _new_on_one_device(self) -> Callable[[int, int], Cache]:
+        """One program for all arrays: to ask for one of them takes longer than to fill it."""
 
-        states = states_of(self.model)
-        return [{name: make(spec) for name, spec in specs.items()} for specs in states]
+        def make(rows: int, slots: int) -> Cache:
+            def full(spec: StateSpec) -> Any:
+                sizes = spec.sizes(rows, slots)
+                return ops.full([sizes[i] for i in self.axes(spec, rows)], spec.initial, spec.dtype)
+
+            states = states_of(self.model)
+            return [{name: full(spec) for name, spec in specs.items()} for specs in states]
+
+        import jax
+
+        return jax.jit(make, static_argnums=(0, 1))
 
     def pack(self, cache: Cache) -> Cache:
         """Return a cache as the loop carries it."""
