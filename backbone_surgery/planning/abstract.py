@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import export
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packing import Packing
@@ -63,7 +63,9 @@ def sizes_of_run(asked: Sizes, platform: str, placement: Placement | None) -> Si
 
 def abstract_placement(sizes: dict[str, int]) -> Placement | None:
     """Return where arrays lie on a mesh of these sizes; `None` if that is one device."""
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    # As the meshes that Keras makes: the compiler lays out what is not pinned.
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     return Placement(mesh, "batch") if mesh.size > 1 else None
 
 
