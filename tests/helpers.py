@@ -1,6 +1,7 @@
 """Fixtures and small helpers that the tests share."""
 
 import gc
+import importlib.util
 import io
 
 import keras
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
+import backbone_surgery as bs
+from backbone_surgery.extras import import_extra
 from tests.families import (  # noqa: F401 - tests take them from here
     FAMILIES,
     TASKS,
@@ -40,6 +43,16 @@ def upstream(family, backbone):
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
+
+
+@pytest.fixture(scope="session")
+def graphviz():
+    """Leave out what draws where pygraphviz is installed, and the system lacks its libraries."""
+    if importlib.util.find_spec("pygraphviz"):
+        try:
+            import_extra("drawing", "pygraphviz")
+        except bs.SurgeryError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture

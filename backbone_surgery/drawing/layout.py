@@ -65,7 +65,7 @@ def lay_out(picture: Picture, sizes: list[Size], titles: list[Size], rankdir: st
         rankdir: `"TB"` for top to bottom, `"LR"` for left to right.
 
     Raises:
-        SurgeryError: pygraphviz is missing.
+        SurgeryError: pygraphviz is missing or cannot be loaded.
     """
     routes = find_routes(picture)
     text = "\n".join(_dot_lines(picture, routes, sizes, titles, rankdir))

@@ -67,7 +67,7 @@ def plot_model(
 
     Raises:
         SurgeryError: the file cannot be written, the model is not Functional, or matplotlib or
-            pygraphviz is missing.
+            pygraphviz is missing or cannot be loaded.
     """
     path = picture_path(to_file, "plot_model")
     if rankdir not in _RANKDIRS:

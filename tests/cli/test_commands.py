@@ -65,6 +65,7 @@ def test_inspect_shows_whole_names_in_a_narrow_terminal(run, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphviz")
 def test_plot_writes_a_picture_and_mermaid(run, tmp_path):
     for name in ("model.mmd", "model.svg"):
         assert run("plot", str(tmp_path / name), "--expand").exit_code == 0

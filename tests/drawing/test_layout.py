@@ -9,6 +9,8 @@ from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.drawing.routes import find_routes, residual_stream
 from tests.drawing.conftest import MODELS
 
+pytestmark = pytest.mark.usefixtures("graphviz")
+
 SIZE = (110.0, 30.0)
 
 

@@ -25,6 +25,7 @@ SIGNATURES = {
 }
 
 
+@pytest.mark.usefixtures("graphviz")
 @pytest.mark.parametrize("ending", list(SIGNATURES))
 def test_formats(models, tmp_path, monkeypatch, ending):
     monkeypatch.setenv("PATH", str(tmp_path))  # no program is run
@@ -33,6 +34,7 @@ def test_formats(models, tmp_path, monkeypatch, ending):
     assert path.read_bytes().startswith(SIGNATURES[ending])
 
 
+@pytest.mark.usefixtures("graphviz")
 @pytest.mark.parametrize("shapes", [False, True])
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", ["steered", "conditioned, with caches", "nested"])
@@ -47,6 +49,7 @@ def test_the_picture_names_every_node_and_frame(models, tmp_path, name, expand, 
     assert written == expected
 
 
+@pytest.mark.usefixtures("graphviz")
 def test_colours_tell_the_kinds(models, tmp_path):
     path = tmp_path / "model.svg"
     bs.plot_model(models("steered"), str(path), expand_nested=True)
@@ -56,6 +59,7 @@ def test_colours_tell_the_kinds(models, tmp_path):
     assert fills.count("#1a7f37") == 3  # doubled, scale_mood, steer_mood
 
 
+@pytest.mark.usefixtures("graphviz")
 def test_rankdir_and_dpi_choose_the_size(models, tmp_path):
     def size(**kwargs):
         path = tmp_path / "model.png"
@@ -82,6 +86,7 @@ def test_the_label_of_the_colours_is_inside_the_figure(sites):
         assert 0 <= box.y0 <= box.y1 <= ax.figure.bbox.height
 
 
+@pytest.mark.usefixtures("graphviz")
 def test_dollar_signs_are_text(tmp_path):
     import keras
 
@@ -117,6 +122,7 @@ def test_a_bad_dpi_is_refused(models, tmp_path, dpi):
         bs.plot_model(models("nested"), str(tmp_path / "model.png"), dpi=dpi)
 
 
+@pytest.mark.usefixtures("graphviz")
 def test_lines_meet_at_junctions(models):
     picture = make_picture(models("steered"), True)
     sizes = [(80.0, 30.0)] * len(picture.nodes)
@@ -135,6 +141,7 @@ def along(curve):
     return np.concatenate([sum(w * p for w, p in zip(weights, x, strict=True)) for x in parts])
 
 
+@pytest.mark.usefixtures("graphviz")
 @pytest.mark.parametrize("rankdir", ["TB", "LR"])
 @pytest.mark.parametrize("name", ["skipped", "captured"])
 def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path, name, rankdir):
