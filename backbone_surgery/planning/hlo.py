@@ -66,7 +66,8 @@ class Step:
         copied_bytes: of arrays that are copied as they are, or turned, within that memory.
         cycles: what a TPU's compiler estimates, without waiting for memory; `None` elsewhere, and
             where it has no estimate of an instruction.
-        seconds: what a GPU's compiler estimates; `None` elsewhere.
+        seconds: what a GPU's compiler estimates; `None` elsewhere, and where it has no estimate of
+            an exchange.
     """
 
     kernels: Counter = field(default_factory=Counter)
@@ -96,6 +97,8 @@ def read_step(text: str, in_loop: bool) -> Step:
         step.exchanges[kind] += times
     if step.cycles is not None and step.cycles >= _NO_ESTIMATE:
         step.cycles = None
+    if step.seconds == math.inf:
+        step.seconds = None
     return step
 
 
@@ -264,6 +267,8 @@ def _count(
     estimate = re.search(r'"exec_time_us":([\d.]+)', instruction.attributes)
     if estimate and '"kind":"__triton"' not in instruction.attributes:
         step.seconds = (step.seconds or 0.0) + times * float(estimate[1]) / 1e6
+    elif exchange is not None:
+        step.seconds = math.inf
     estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     if estimate:
         step.cycles = (step.cycles or 0) + times * int(estimate[1])
