@@ -163,6 +163,7 @@ def edited_folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_folder_with_an_edit_comes_with_it(run, edited_folder):
     lm = bs.CachedCausalLM.from_preset(str(edited_folder))
     lm.compile(sampler="greedy")

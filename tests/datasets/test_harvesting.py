@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -35,6 +36,13 @@ def test_activations_are_those_of_the_edited_model(lm, lines, rows, tmp_path, dt
     model = bs.operate(lm.opened.owner, [steer, bs.Capture(*SITES)])
     counts = {"a": 7, "b": 4}
     first = {"a": 0, "b": 7}
+
+    @cache
+    def captures_of(number):
+        prompt = rows[number]["prompt"]
+        inputs = {"token_ids": np.array([prompt]), "padding_mask": np.ones((1, len(prompt)))}
+        return model(model.with_defaults(inputs))["captures"]
+
     for site in ("blocks.0", "blocks.1", "blocks.0.head_outputs"):
         read_rows = dict.fromkeys(counts, 0)
         for path in paths:
@@ -47,12 +55,7 @@ def test_activations_are_those_of_the_edited_model(lm, lines, rows, tmp_path, dt
                 chosen = row == number
                 np.testing.assert_array_equal(position[chosen], np.arange(len(prompt)))
                 np.testing.assert_array_equal(ids[chosen], prompt)
-                inputs = {
-                    "token_ids": np.array([prompt]),
-                    "padding_mask": np.ones((1, len(prompt))),
-                }
-                captures = model(model.with_defaults(inputs))["captures"]
-                wanted = np.asarray(captures[site], "float32")
+                wanted = np.asarray(captures_of(first[name] + number)[site], "float32")
                 tolerance = 1e-5 if dtype == "float32" else 2e-3
                 wanted = wanted.reshape(len(prompt), -1)
                 np.testing.assert_allclose(values[chosen], wanted, atol=tolerance, rtol=tolerance)

@@ -145,7 +145,7 @@ def test_a_stop_token_after_the_break_does_not_count():
     assert kept([1, 2, 3, 4, 5], [1, 9, 3, 4], stop_ids=[2]) == ([1, 2], True)
 
 
-@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_gemma"])
+@pytest.mark.parametrize("name", [pytest.param("tiny_gpt2", marks=pytest.mark.slow), "tiny_gemma"])
 def test_texts_of_a_bundled_model_stay(name):
     lm = bs.CachedCausalLM.from_preset(name)
     lm.compile(sampler="greedy")

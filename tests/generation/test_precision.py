@@ -17,7 +17,9 @@ def test_it_is_asked_for_in_the_programs(monkeypatch, precision):
     texts = []
     compile_it = jax.stages.Lowered.compile
     monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda x: texts.append(x.as_text()) or compile_it(x)
+        jax.stages.Lowered,
+        "compile",
+        lambda x, options: texts.append(x.as_text()) or compile_it(x, options),
     )
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1), precision=precision)
     lm.compile(sampler="greedy")

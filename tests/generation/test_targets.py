@@ -96,7 +96,7 @@ def test_int8(name, rng, no_collecting):
 
 
 @pytest.mark.parametrize(
-    "sampler", ["greedy", pytest.param("top_k", marks=pytest.mark.slow), "beam"]
+    "sampler", ["greedy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("top_k", "beam"))]
 )
 def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
     monkeypatch.setitem(target._TOKENS_AT_ONCE, "gpu", 12)
@@ -110,9 +110,10 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("sampler", ["greedy", "beam"])
-def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
+@pytest.mark.parametrize("sampler", ["greedy", pytest.param("beam", marks=pytest.mark.slow)])
+def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform, monkeypatch):
     """In a program of its own; two rows have another."""
+    monkeypatch.setattr(experts, "_SLOWER_ALONE", 1)
     lm = make_lm("mixtral", sampler)
     programs = lm.programs
     compare(lm, platform, ragged(rng, [7], 7))
@@ -247,7 +248,7 @@ def test_weights_that_were_laid_are_trained_saved_and_laid_again(rng, tmp_path):
     np.testing.assert_array_equal(lm.generate(prompts, **OPTIONS)[0]["token_ids"], first)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "tpu"])
 @pytest.mark.parametrize("change", ["lora", "int8"])
 def test_variables_may_come_and_go_after_a_text(rng, platform, change):
     lm = make_wide_llama(128)

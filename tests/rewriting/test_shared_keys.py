@@ -64,11 +64,11 @@ def test_blocks_that_borrow_keep_nothing(backbone, rng):
 @pytest.mark.parametrize(
     ("rewrite", "order"),
     [
-        (bs.Remove("blocks.2"), [0, 1, 3]),
+        pytest.param(bs.Remove("blocks.2"), [0, 1, 3], marks=slow),
         pytest.param(bs.Repeat("blocks.2:4"), [0, 1, 2, 3, 2, 3], marks=slow),
         pytest.param(bs.Repeat("blocks.0:2"), [0, 1, 0, 1, 2, 3], marks=slow),
         pytest.param(bs.Reorder([1, 0, 3, 2]), [1, 0, 3, 2], marks=slow),
-        pytest.param(bs.Reorder([1, 3]), [1, 3], marks=slow),
+        (bs.Reorder([1, 3]), [1, 3]),
     ],
 )
 def test_what_is_borrowed_follows_the_order_of_the_blocks(backbone, rng, rewrite, order):

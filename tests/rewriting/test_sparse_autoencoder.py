@@ -91,6 +91,7 @@ def test_features_can_be_ablated_as_any_site(sae, rng):
 # Every activation, spliced into a model.
 
 
+@pytest.mark.slow
 def test_splices_of_every_activation_generate_as_they_run(tmp_path, rng):
     """On a bundled model: NumPy, the uncached graph, the cached one and generation agree."""
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")

@@ -113,6 +113,7 @@ def test_the_score_is_a_harmonic_mean():
     assert Trial(None, 0.5, 1.0, 1.0, 4).score == 0
 
 
+@pytest.mark.slow
 def test_perplexity_is_of_the_continuation_alone():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     prompts, texts = ["Tom had a ball.", "Lily"], [" It was red.", " was sad and she cried."]

@@ -159,6 +159,7 @@ def test_the_best_feature_has_the_auroc_furthest_from_chance(rng):
     assert best_feature(first, second) == (3, 1)
 
 
+@pytest.mark.slow
 def test_features_are_those_that_are_spliced_in(rng, tmp_path):
     backbone = make_gpt2()
     lm = bs.CachedCausalLM(backbone)

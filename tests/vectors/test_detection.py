@@ -36,6 +36,7 @@ def test_a_tie_counts_half():
     assert bs.score_detection(lm, vector, [[1, 2, 3]], [[1, 2, 3]]) == {1: 0.5}
 
 
+@pytest.mark.slow
 def test_a_trained_direction_tells_texts_that_it_did_not_see():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     names = [f"This is a story about {name}. {name}" for name in ("Lily", "Tom", "Mia", "Ben")]

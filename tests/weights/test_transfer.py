@@ -318,7 +318,10 @@ def test_keras_fails_half_way_after_an_insertion_and_this_does_not(family, tmp_p
     same(arrays(backbone), arrays(source))
 
 
-@pytest.mark.parametrize(("filed", "own"), [(None, "int8"), ("int8", None), ("int8", "int4")])
+@pytest.mark.parametrize(
+    ("filed", "own"),
+    [(None, "int8"), ("int8", None), pytest.param("int8", "int4", marks=pytest.mark.slow)],
+)
 def test_keras_fails_half_way_if_one_is_quantised_and_this_does_not(filed, own, tmp_path):
     def make(seed, mode):
         lm = bs.CachedCausalLM(make_deep_gpt2(seed))
