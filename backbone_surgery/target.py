@@ -27,6 +27,9 @@ _SHORTEST_PIECE, _MOST_PIECES = 256, 8
 _FEWEST_SLOTS = 1024
 """From which on one query of a GPU attends by cuDNN, if heads share keys."""
 
+_WIDEST_HEADS = (9.0, 256), (8.0, 128)
+"""That cuDNN's attention takes, from which capability of a GPU on."""
+
 _LANES = 128
 """How many numbers a TPU reads at once."""
 
@@ -34,6 +37,7 @@ _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform",
 _placement: contextvars.ContextVar[Any] = contextvars.ContextVar("placement", default=None)
 _one_of: contextvars.ContextVar[int] = contextvars.ContextVar("one_of", default=1)
 _whole_prompts: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
+_on_paper: contextvars.ContextVar[bool] = contextvars.ContextVar("on_paper", default=False)
 
 
 def platform() -> str:
@@ -69,6 +73,21 @@ def made_for(chosen: str, placement: Any = None, whole_prompts: bool = False) ->
         _chosen.reset(tokens[0])
         _placement.reset(tokens[1])
         _whole_prompts.reset(tokens[2])
+
+
+@contextlib.contextmanager
+def planned() -> Iterator[None]:
+    """Make programs inside on paper: for a chip that may not be there, whatever chips are here."""
+    token = _on_paper.set(True)
+    try:
+        yield
+    finally:
+        _on_paper.reset(token)
+
+
+def is_planned() -> bool:
+    """Tell whether the program that is being made is a plan, which can't hold calls of cuDNN."""
+    return _on_paper.get()
 
 
 def platform_of(variables: Iterable[keras.Variable]) -> str:
@@ -186,19 +205,22 @@ def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
-def fuses_one_query(slots: Any) -> bool:
-    """Tell whether cuDNN's attention is faster for one query of heads that share keys.
+def fuses_one_query(slots: Any, head_dim: int) -> bool:
+    """Tell whether cuDNN's attention takes one query of heads that share keys, and is faster.
 
-    Else XLA reads keys and values once for each of these heads. A plan for a GPU that is not there
-    can't ask cuDNN, and nobody has tried it on a mesh. See docs/accelerators.md for what it takes.
+    Else XLA reads keys and values once for each of these heads. Nobody has tried it on a mesh. See
+    docs/accelerators.md for what it takes.
     """
-    if on_mesh() or keras.config.backend() != "jax" or not isinstance(slots, int):
+    if on_mesh() or is_planned() or keras.config.backend() != "jax" or not isinstance(slots, int):
         return False
     import jax
 
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-    is_new = capability.replace(".", "").isdigit() and float(capability) >= 8
-    return is_new and slots >= _FEWEST_SLOTS
+    if slots < _FEWEST_SLOTS or not capability.replace(".", "").isdigit():
+        return False
+    # Of others Keras would make a product, which is slower than to add up.
+    widest = next((most for least, most in _WIDEST_HEADS if float(capability) >= least), 0)
+    return head_dim <= widest and head_dim % 8 == 0
 
 
 def check_precision(name: Any) -> None:

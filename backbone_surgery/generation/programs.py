@@ -279,10 +279,13 @@ def _compiler_options(kind: str, leaves: list[jax.Array]) -> dict[str, Any]:
     Unless the user said by XLA_FLAGS what becomes a graph.
     """
     devices = leaves[0].devices()
-    is_cuda = all("cuda" in device.client.platform_version for device in devices)
-    is_chosen = _GRAPHS in os.environ.get("XLA_FLAGS", "")
     is_alone = kind == "decode" and len(devices) == 1
-    return _LOOP_AS_GRAPH if is_alone and is_cuda and not is_chosen else {}
+    is_chosen = _GRAPHS in os.environ.get("XLA_FLAGS", "")
+    return _LOOP_AS_GRAPH if is_alone and all(map(_is_cuda, devices)) and not is_chosen else {}
+
+
+def _is_cuda(device: jax.Device) -> bool:
+    return "cuda" in device.client.platform_version
 
 
 _grow = jax.jit(loop.pad, static_argnums=(1, 2, 3))

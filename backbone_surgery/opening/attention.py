@@ -188,14 +188,18 @@ class _Attention(keras.layers.Layer):
     def attend(self, query, key, value, mask, distance, seen):
         """Return what `mix` gives of `pattern`, by the fused op of Keras where that is for it.
 
-        That is for prompts on a GPU, in half precision and without a soft cap, slopes and sinks;
-        Keras then chooses cuDNN's flash attention where the shapes allow it.
+        Keras chooses cuDNN's flash attention where the shapes allow it.
         """
         if self._is_fused(query, key):
             # All in one dtype, as cuDNN wants them.
             key, value = (ops.cast(x, query.dtype) for x in (key, value))
             return ops.dot_product_attention(
-                query, key, value, mask=mask[:, None], scale=self.scale
+                query,
+                key,
+                value,
+                mask=mask[:, None],
+                scale=self.scale,
+                flash_attention=False if target.is_planned() else None,
             )
         pieces = target.pieces_of_prompt(ops.shape(query)[1])
         if len(pieces) == 1:
@@ -204,12 +208,16 @@ class _Attention(keras.layers.Layer):
         return ops.concatenate(mixed, axis=1)
 
     def _is_fused(self, query, key):
+        """Tell whether to: on a GPU, in half precision, without a soft cap, slopes and sinks.
+
+        That is for prompts, and for one query where `target.fuses_one_query` says so.
+        """
         half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
         others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
         if target.platform() != "gpu" or not half or any(x is not None for x in others):
             return False
         is_shared = self.num_heads > self.num_key_value_heads
-        one_is = is_shared and target.fuses_one_query(ops.shape(key)[1])
+        one_is = is_shared and target.fuses_one_query(ops.shape(key)[1], self.head_dim)
         return one_is or not _adds_up(ops.shape(query)[1])
 
     def _attend_before(self, start, stop, query, key, value, mask, distance):

@@ -10,6 +10,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from backbone_surgery import target
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.engine import Batch, filled_up, make_arguments
@@ -69,6 +70,7 @@ def abstract_placement(sizes: dict[str, int]) -> Placement | None:
     return Placement(mesh, "batch") if mesh.size > 1 else None
 
 
+@target.planned()
 def trace(
     programs: Programs, strategy: Strategy, splits: dict[str, Split], sizes: Sizes, count: int
 ) -> dict[str, Traced]:

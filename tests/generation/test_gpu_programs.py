@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import keras_hub
@@ -15,6 +16,7 @@ from backbone_surgery.generation.engine import Batch, make_arguments
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
+from backbone_surgery.planning.abstract import Sizes, trace
 
 PROMPT, SLOTS = 16, 256
 BACKBONES = {
@@ -77,19 +79,37 @@ def test_float32_calls_nothing_of_cudnn(gpu):
 def test_one_query_of_heads_that_share_keys_attends_by_cudnn_to_many(
     gpu, monkeypatch, family, called
 ):
-    one = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    monkeypatch.setattr(jax, "devices", lambda *platform: [one])
-    assert [target.fuses_one_query(slots) for slots in (512, 1024)] == [False, True]
-    monkeypatch.setattr(target, "fuses_one_query", lambda slots: slots == SLOTS)
+    monkeypatch.setattr(target, "fuses_one_query", lambda *sizes: sizes == (SLOTS, 64))
     _, decode, _ = lowered(BACKBONES[family]("bfloat16"))
     assert decode.count("custom_call @__cudnn$fmhaScaleBiasSoftmax") == called
 
 
-@pytest.mark.parametrize("capability", ["7.5", "gfx90a", None])
-def test_others_do_not(monkeypatch, capability):
+@pytest.mark.parametrize(
+    ("capability", "widest"),
+    [("9.0", 256), ("10.0", 256), ("8.0", 128), ("7.5", 0), ("gfx90a", 0), (None, 0)],
+)
+def test_where_slots_are_many_and_cudnn_takes_the_heads(monkeypatch, capability, widest):
+    """Keras says so too, and else makes a product: slower than to multiply and add up."""
     one = SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda *platform: [one])
-    assert not target.fuses_one_query(4096)
+    taken = [size for size in (64, 100, 128, 256, 264, 512) if target.fuses_one_query(1024, size)]
+    assert taken == [size for size in (64, 128, 256) if size <= widest]
+    assert not target.fuses_one_query(1023, 64)
+    with target.made_for("gpu", placement="a mesh"):
+        assert not target.fuses_one_query(1024, 64)
+
+
+def test_a_plan_is_the_same_beside_a_gpu(gpu, monkeypatch):
+    """Nothing that calls cuDNN can be handed on to be compiled."""
+    one = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda *platform: [one])
+    backbone = BACKBONES["gemma"]("bfloat16")
+    made = Programs(bs.rewire(backbone), backbone.token_embedding, "gpu")
+    sizes = Sizes(rows=2, prompt=PROMPT, length=1024)
+    with pytest.raises(ValueError, match="cudnn"), mock.patch.object(target, "is_planned", bool):
+        trace(made, make_strategy(keras_hub.samplers.get("greedy")), {}, sizes, 1)
+    traced = trace(made, make_strategy(keras_hub.samplers.get("greedy")), {}, sizes, 1)
+    assert set(traced) == {"prefill", "decode"}
 
 
 def on(version, count=1):
@@ -110,3 +130,14 @@ def test_a_gpu_of_nvidia_runs_the_loop_as_one_graph(monkeypatch):
     assert programs._compiler_options("decode", on("cpu")) == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert programs._compiler_options("decode", on("cuda 13000")) == {}
+
+
+def test_the_loop_alone_is_compiled_with_them(monkeypatch):
+    """A compiler that does not know an option refuses it."""
+    lm = bs.CachedCausalLM(BACKBONES["gpt2"]("float32"))
+    monkeypatch.setattr(programs, "_LOOP_AS_GRAPH", {"no_such_option": 1})
+    monkeypatch.setattr(programs, "_is_cuda", lambda device: True)
+    inputs = {"token_ids": np.ones((1, 3), "int32"), "padding_mask": np.ones((1, 3), "int32")}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        lm.generate(inputs, max_new_tokens=2, stop_token_ids=None)
+    assert lm.programs.compilations == {"prefill": 1, "decode": 0}
