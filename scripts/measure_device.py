@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import keras
@@ -23,23 +24,58 @@ from bench_machine import describe, read_bandwidth
 from bench_peers import KerasHub, Ours, Work
 from measure_accelerators import LENGTH, LENGTHS, MODELS, PROMPT, on_record
 
-
-def parse(case):
-    """Return model, rows, prompt, length and how it is quantised, of the text of a case."""
-    parts = case.split("/")
-    mode = parts.pop() if not parts[-1].isdigit() else None
-    name, rows, *sizes = parts
-    if name not in MODELS:
-        raise SystemExit(f"no model {name!r}; there are {', '.join(MODELS)}")
-    prompt, length = map(int, sizes or (PROMPT, LENGTHS.get(name, LENGTH)))
-    return name, int(rows), prompt, length, mode
+MODES = ("int8", "int4")
 
 
-def make_work(backbone, rows, prompt, length):
+class Case(NamedTuple):
+    """What is measured: its text, the model, rows, prompt, length, and how it is quantised."""
+
+    text: str
+    name: str
+    rows: int
+    prompt: int
+    length: int
+    mode: str | None
+
+
+def parse(text):
+    """Read the text of a case."""
+    name, *parts = text.split("/")
+    mode = parts.pop() if parts and parts[-1] in MODES else None
+    sizes = [int(part) for part in parts if part.isdecimal()]
+    if name not in MODELS or len(sizes) != len(parts) or len(sizes) not in (1, 3):
+        raise argparse.ArgumentTypeError(
+            f"expected model/rows or model/rows/prompt/length, and /int8 or /int4 after it. "
+            f"Received {text!r}. The models are {', '.join(MODELS)}."
+        )
+    rows, prompt, length = sizes if len(sizes) == 3 else (*sizes, PROMPT, LENGTHS.get(name, LENGTH))
+    if not rows or not 0 < prompt < length:
+        raise argparse.ArgumentTypeError(
+            f"expected a row or more, and prompts shorter than the length. Received {text!r}."
+        )
+    return Case(text, name, rows, prompt, length, mode)
+
+
+def count(text):
+    """Read a number of calls."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected 1 or more. Received {text!r}.")
+    return int(text)
+
+
+def file(text):
+    """Read where figures are written to."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.absolute().parent}.")
+    return path
+
+
+def make_work(backbone, case):
     """Draw prompts."""
-    shape = (rows, prompt)
+    shape = (case.rows, case.prompt)
     rng = np.random.default_rng(1)
-    return Work(rng.integers(1, backbone.vocabulary_size, shape, dtype=np.int32), length)
+    return Work(rng.integers(1, backbone.vocabulary_size, shape, dtype=np.int32), case.length)
 
 
 def measure(contender, work, runs):
@@ -53,10 +89,12 @@ def measure(contender, work, runs):
         contender.generate(work)
         calls.append((time.perf_counter() - start) / work.new_tokens)
     until_first = []
-    if isinstance(contender, Ours):  # to which stop tokens are no new program
+    if isinstance(contender, Ours):  # KerasHub would compile a program for these stop tokens
+        stop = tuple(np.unique(tokens[:, 0]).tolist())
+        contender.generate(work, stop)  # many are another program
         for _ in range(runs):
             start = time.perf_counter()
-            contender.generate(work, tuple(np.unique(tokens[:, 0]).tolist()))
+            contender.generate(work, stop)
             until_first.append(time.perf_counter() - start)
     stats = jax.devices()[0].memory_stats() or {}
     return tokens, {
@@ -94,25 +132,23 @@ def profile(contender, work, folder):
 
 def run(case, options):
     """Measure one case."""
-    name, rows, prompt, length, mode = parse(case)
     keras.config.set_dtype_policy("bfloat16")
-    backbone = MODELS[name][0]()
-    work = make_work(backbone, rows, prompt, length)
+    backbone = MODELS[case.name][0]()
+    work = make_work(backbone, case)
     ours = Ours(backbone)
-    line = {"case": case, "new_tokens": work.new_tokens}
+    line = {"case": case.text, "new_tokens": work.new_tokens}
     if options.keras_hub:
-        line["keras_hub"] = None
         peer = KerasHub(backbone)
-    if mode:
-        ours.lm.quantize(mode)
+    if case.mode:
+        ours.lm.quantize(case.mode)
     tokens, line["ours"] = measure(ours, work, options.runs)
     if options.profile:
         line["profile"] = profile(ours, work, options.profile)
     if options.keras_hub:
         others, line["keras_hub"] = measure(peer, work, options.runs)
         line["same_tokens"] = float((np.asarray(others) == tokens).mean())
-    kept = {"model": name, "device": "h100", "rows": rows}
-    if not mode and (prompt, length) == (PROMPT, LENGTHS.get(name, LENGTH)):
+    kept = {"model": case.name, "device": "h100", "rows": case.rows}
+    if case == parse(f"{case.name}/{case.rows}")._replace(text=case.text):
         for on_paper in (x for x in on_record() if kept.items() <= x.items()):
             line["estimated_us"] = on_paper["ours"]["estimated_seconds"] * 1e6
             line["least_bytes"] = on_paper["least_bytes"]
@@ -121,30 +157,35 @@ def run(case, options):
 
 def main():
     """Measure all cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="+", help="model/rows or model/rows/prompt/length")
-    parser.add_argument("--runs", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="+", type=parse, metavar="case", help="model/rows")
+    parser.add_argument("--runs", type=count, default=3, help="calls that are timed")
     parser.add_argument("--keras-hub", action="store_true", help="measure KerasHub's task as well")
     parser.add_argument(
-        "--profile", type=Path, help="list the kernels of each token; traces go here"
+        "--profile",
+        type=Path,
+        metavar="FOLDER",
+        help="list the kernels that a GPU ran for each token; traces go here",
     )
-    parser.add_argument("--write", type=Path, help="write the figures here")
+    parser.add_argument("--write", type=file, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
-    for case in options.cases:
-        parse(case)
     result = {"machine": describe(), "bandwidth": read_bandwidth(), "lines": []}
     print(json.dumps(result), flush=True)
     for case in options.cases:
         try:
             line = run(case, options)
         except Exception as error:  # the others go on
-            line = {"case": case, "error": repr(error)[:2000]}
+            line = {"case": case.text, "error": repr(error)[:2000]}
         result["lines"].append(line)
         shown = {k: v for k, v in line.items() if k != "profile"}
         print(json.dumps(shown), flush=True)
         if options.write:
             options.write.write_text(json.dumps(result, indent=1) + "\n")
         gc.collect()
+    if any("error" in line for line in result["lines"]):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

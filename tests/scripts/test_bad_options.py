@@ -73,3 +73,47 @@ def test_parts_of_steering(monkeypatch):
     result = CliRunner().invoke(app, ["--part", "foo"])
     assert result.exit_code == 2
     assert "--part" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["gpt2"], "expected model/rows or model/rows/prompt/length"),
+        (["gpt2/8", "gpt2/8/16"], "Received 'gpt2/8/16'. The models are gpt2, gemma2"),
+        (["gpt2/8/int9"], "Received 'gpt2/8/int9'"),
+        (["big_gpt2/8"], "Received 'big_gpt2/8'"),
+        (["gpt2/0"], "expected a row or more"),
+        (["gpt2/8/16/16"], "prompts shorter than the length"),
+        (["gpt2/8", "--runs", "0"], "--runs: expected 1 or more. Received '0'"),
+        (["gpt2/8", "--write", "no/such/file.json"], "--write: there is no folder"),
+    ],
+)
+def test_cases_that_no_device_can_run(monkeypatch, capsys, given, words):
+    import measure_device
+
+    monkeypatch.setattr(measure_device, "read_bandwidth", pytest.fail)
+    monkeypatch.setattr(sys, "argv", ["measure_device.py", *given])
+    with pytest.raises(SystemExit):
+        measure_device.main()
+    assert words in capsys.readouterr().err
+
+
+def test_a_case_that_fails_is_told_in_the_end(monkeypatch, tmp_path):
+    import measure_device
+
+    def run(case, options):
+        if case.rows == 1:
+            raise MemoryError
+        return {"case": case.text}
+
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(measure_device, "read_bandwidth", lambda: 1.0)
+    monkeypatch.setattr(measure_device, "run", run)
+    monkeypatch.setattr(sys, "argv", ["", "gpt2/1", "gemma2/8/int8", "--write", str(file)])
+    with pytest.raises(SystemExit) as raised:
+        measure_device.main()
+    assert raised.value.code == 1
+    assert json.loads(file.read_text())["lines"] == [
+        {"case": "gpt2/1", "error": "MemoryError()"},
+        {"case": "gemma2/8/int8"},
+    ]
