@@ -81,7 +81,7 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
     assert np.isnan(chosen(*more)).all()
 
 
-@pytest.mark.parametrize(("times", "is_alone"), [(2, True), (4, False)])
+@pytest.mark.parametrize(("times", "is_alone"), [(3, True), (4, False)])
 def test_a_gpu_runs_all_once_that_is_faster(rng, mixed, monkeypatch, times, is_alone):
     """Two pairs, and eight experts."""
     monkeypatch.setattr(experts, "_SLOWER_ALONE", times)

@@ -73,6 +73,8 @@ def test_half_precision_runs_prompts_by_cudnn_and_one_donated_loop(gpu, family):
 def test_float32_calls_nothing_of_cudnn(gpu):
     prefill, decode, _ = lowered(BACKBONES["gpt2"]("float32"))
     assert calls(prefill) == calls(decode) == set()
+    prefill, decode = (text.count("stablehlo.optimization_barrier") for text in (prefill, decode))
+    assert decode - prefill == 2  # the scores of one query, in each block
 
 
 @pytest.mark.parametrize(("family", "called"), [("gpt2", 0), ("gemma", 2)])
