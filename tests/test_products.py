@@ -97,7 +97,7 @@ KERNEL = 4 * 256 * 1024
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_weight_is_widened_in_memory(dtype, rows):
     is_int8 = dtype == "int8"
     backbone = keras_hub.models.GPT2Backbone(**SIZES, dtype="float32" if is_int8 else dtype)

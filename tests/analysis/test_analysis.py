@@ -12,7 +12,6 @@ from tests.analysis.cells import logits_of_cells
 from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.numpy_models import Model, weights_of
 
-SLOW = pytest.mark.slow
 compile_ = jax.stages.Lowered.compile
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]
 
@@ -41,9 +40,10 @@ def logits_of(lm, model, ids):
 LONG = list(range(1, 22))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
-    ["blocks.*.key", *(pytest.param(at, marks=SLOW) for at in ("blocks.*", "blocks.*.mlp_output"))],
+    ["blocks.*.key", "blocks.*", "blocks.*.mlp_output"],
 )
 def test_rows_of_a_grid_begin_where_their_patch_is(lm, at):
     """A text of three pieces, in batches that do not divide them, by one pass for each cell."""

@@ -23,7 +23,7 @@ def to_lay(hidden_dim, platform, lora=False):
 HEADS = [f"transformer_layer_0/self_attention/{name}/kernel" for name in ("query", "key", "value")]
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_tpu_has_wide_heads_first_and_odd_tables_row_by_row(lora):
     assert to_lay(256, "tpu", lora) == dict.fromkeys(HEADS, (1, 0, 2))
     assert to_lay(192, "tpu", lora) == {"token_embedding/embeddings": (0, 1)}

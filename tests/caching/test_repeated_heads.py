@@ -52,7 +52,8 @@ def test_how_often_heads_are_kept(heads, devices, times):
     assert times_of_heads(*heads, devices) == times
 
 
-@pytest.mark.parametrize("pattern", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [False, True])
 def test_heads_that_a_block_lends_to_others_are_repeated_once(pattern, rng):
     lends = {"num_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
     backbone = ROWS["gemma4"].make(num_query_heads=8, num_key_value_heads=2, **lends)

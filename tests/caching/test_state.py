@@ -342,6 +342,7 @@ class KeepsPadding(CausalConv):
         return self._convolve(window, ops.shape(x)[1]), {"inputs": window[:, ops.shape(x)[1] :]}
 
 
+@pytest.mark.slow
 def test_check_finds_state_that_padding_after_a_chunk_changes():
     conv = KeepsPadding(4, name="convolution")
     edited = bs.operate(make_gpt2(), [bs.Insert("blocks.0", conv)])

@@ -252,7 +252,8 @@ class Scaled(keras.layers.Layer):
         return x + keras.ops.reshape(strength, (-1, 1, 1)) * x[..., ::-1]
 
 
-@pytest.mark.parametrize("shape", [(), pytest.param((1,), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(), (1,)])
 def test_an_input_that_a_user_adds_is_fed_from_a_column(lm, lines, rows, tmp_path, shape):
     backbone = lm.opened.owner
     strength = keras.Input(shape, name="strength")

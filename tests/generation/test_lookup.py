@@ -188,6 +188,7 @@ def test_tokens_stay(family, sampler, lookup, rng, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_edits_conditions_and_captures_stay(rng):
     direction = rng.normal(size=32)
     edits = [
@@ -208,6 +209,7 @@ def test_edits_conditions_and_captures_stay(rng):
         np.testing.assert_allclose(seen[path], value, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_more_positions_than_the_model_learned(rng):
     lm = bs.CachedCausalLM(make_gpt2(max_sequence_length=24))
     lm.compile(sampler="greedy")

@@ -109,7 +109,7 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampler", ["greedy", pytest.param("beam", marks=pytest.mark.slow)])
 def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform, monkeypatch):
     """In a program of its own; two rows have another."""
@@ -249,7 +249,7 @@ def test_weights_that_were_laid_are_trained_saved_and_laid_again(rng, tmp_path):
 
 
 @pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "tpu"])
-@pytest.mark.parametrize("change", ["lora", "int8"])
+@pytest.mark.parametrize("change", ["lora", pytest.param("int8", marks=pytest.mark.slow)])
 def test_variables_may_come_and_go_after_a_text(rng, platform, change):
     lm = make_wide_llama(128)
     prompts = ragged(rng, [11, 5], 11)
@@ -269,7 +269,10 @@ def test_variables_may_come_and_go_after_a_text(rng, platform, change):
     np.testing.assert_array_equal(fresh.generate(prompts, **OPTIONS)[0]["token_ids"], text)
 
 
-@pytest.mark.parametrize(("platform", "head_dim"), [("tpu", 64), ("gpu", 128), ("cpu", 128)])
+@pytest.mark.parametrize(
+    ("platform", "head_dim"),
+    [("tpu", 64), *(pytest.param(x, 128, marks=pytest.mark.slow) for x in ("gpu", "cpu"))],
+)
 def test_other_kernels_lie_as_they_come(rng, platform, head_dim):
     lm = make_wide_llama(head_dim)
     lay = orders_of(lm)

@@ -80,7 +80,9 @@ def everywhere(monkeypatch):
     return switch
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "sampler", ["greedy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("top_p", "beam"))]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_and_captures_are_those_of_xla(everywhere, name, sampler):
     backbone = MODELS[name]()
@@ -114,6 +116,7 @@ def test_check_runs_what_generation_runs(everywhere, name):
     assert {"product", "scores", "mix"} <= set(everywhere.made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision_copies_no_cache(everywhere, name):
     """No kernel is given a cache that was turned for it."""

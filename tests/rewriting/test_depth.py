@@ -60,7 +60,9 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("name", list(AGAIN))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if "a block" in x else []) for x in AGAIN]
+)
 def test_what_was_repeated_is_repeated_again(gpt2, rng, name):
     """At once or by one call after another: the same chain of blocks, over a cache too."""
     rewrites, order = AGAIN[name]

@@ -49,6 +49,7 @@ def one_by_one(backbone, rewrites):
     return backbone
 
 
+@pytest.mark.slow
 def test_rewrites_of_one_list_do_what_they_do_one_by_one(rng):
     backbone = make_gpt2(num_layers=2)
     mean = {f"blocks.{i}.value": rng.normal(size=(4, 8)) for i in range(2)}

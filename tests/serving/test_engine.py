@@ -89,7 +89,8 @@ def run_traffic(lm, seed, count, **sizes):
             assert_as_alone(lm, asked, request)
 
 
-@pytest.mark.parametrize("length", [pytest.param(3, marks=pytest.mark.slow), 40])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [3, 40])
 def test_captures_of_one_new_token_beside_others(lm, length):
     """Its row has no steps to come, and others take the room that it had."""
     engine = make_engine(lm, prefill_chunk=32)
