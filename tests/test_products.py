@@ -111,6 +111,7 @@ def test_no_weight_is_widened_in_memory(dtype, rows):
         assert program.memory_analysis().temp_size_in_bytes < KERNEL
 
 
+@pytest.mark.slow
 def test_predictions_read_narrow_weights_too():
     backbone = keras_hub.models.GPT2Backbone(**SIZES, dtype="bfloat16")
     inputs = {"token_ids": np.arange(8)[None], "padding_mask": np.ones((1, 8), "int32")}

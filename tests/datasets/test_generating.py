@@ -351,6 +351,7 @@ def test_a_function_that_closes_over_a_model_is_refused(lm, lines, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_samplers_of_one_name_are_told_apart(lines, tmp_path):
     class Nth(keras_hub.samplers.Sampler):
         def __init__(self, nth):

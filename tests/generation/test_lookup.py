@@ -101,6 +101,7 @@ def kept(chosen, guesses, stop_ids=(NO_TOKEN,), left=9):
     return list(map(int, after["tokens"][0, 5:slot])), bool(after["done"][0])
 
 
+@pytest.mark.slow
 def test_wrong_guesses_use_up_trust_and_time_gives_it_back():
     strategy = LookUp(Greedy(), 4)
     state = {

@@ -146,6 +146,7 @@ def test_without_a_mixture_one_row_and_two_have_the_same_program(rng):
     assert lm.programs.compilations["decode"] == 1
 
 
+@pytest.mark.slow
 def test_an_attention_pattern_is_captured_in_pieces(rng, monkeypatch):
     monkeypatch.setitem(target._TOKENS_AT_ONCE, "gpu", 8)
     backbone = ROWS["gemma2"].make()

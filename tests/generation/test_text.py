@@ -69,7 +69,11 @@ def test_stream_joins_to_what_generate_returns(lm, strip_prompt, stop):
     assert joined == lm.generate(PROMPTS, **options)
 
 
-@pytest.mark.parametrize("one", [np.array("Once"), np.array(b"Once", object)], ids=["str", "bytes"])
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(np.array("Once"), marks=pytest.mark.slow), np.array(b"Once", object)],
+    ids=["str", "bytes"],
+)
 def test_an_array_of_no_axes_is_one_string(one):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm.compile(sampler="greedy")

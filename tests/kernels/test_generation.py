@@ -98,6 +98,7 @@ def test_texts_and_captures_are_those_of_xla(everywhere, name, sampler):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_guesses_run_together_are_those_of_xla(everywhere, name):
     backbone = MODELS[name]()
@@ -109,6 +110,7 @@ def test_guesses_run_together_are_those_of_xla(everywhere, name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_check_runs_what_generation_runs(everywhere, name):
     everywhere(True)

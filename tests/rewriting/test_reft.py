@@ -45,6 +45,7 @@ def test_fit_trains_it_alone_and_keeps_rows_orthonormal(rng):
     assert np.abs(np.asarray(layer.towards) - along).max() > 0.01
 
 
+@pytest.mark.slow
 def test_strengths_and_tokens_of_each_row(rng):
     """Trained on all tokens, say, and then used on generated ones alone."""
     edited = bs.operate(make_gpt2(), [bs.Reft("tone", 3, "blocks.1")])

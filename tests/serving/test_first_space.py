@@ -50,6 +50,7 @@ def asked(client, **body):
     return {"text": "".join(json.loads(line)["choices"][0]["text"] for line in lines)}
 
 
+@pytest.mark.slow
 def test_an_answer_joins_to_its_prompt_and_stops_before_it_is_shown(lm, client):
     lm.compile(sampler="random")
     options = {"max_new_tokens": 12, "stop_token_ids": None, "seed": list(range(40))}

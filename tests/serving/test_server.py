@@ -537,6 +537,7 @@ def test_what_was_answered_is_let_go(client):
     raise AssertionError(f"{living() - before} requests are held")
 
 
+@pytest.mark.slow
 def test_ending_finishes_what_runs(lm):
     texts = []
     with Server(lm) as server, server.client() as client:
