@@ -210,8 +210,7 @@ class ChosenExperts(keras.layers.Layer):
     def _most_pairs(self, count):
         """Return from how many pairs of a token and an expert on these are not run by themselves.
 
-        A TPU multiplies by one kernel after the other, and a GPU adds up
-        slowly: there they are few.
+        They are few there: a TPU takes one kernel after the other, and a GPU adds up slowly.
         """
         most = {"tpu": min(count, _MOST_PAIRS + 1), "gpu": -(-count // _SLOWER_ALONE)}
         return most.get(target.platform(), count)
