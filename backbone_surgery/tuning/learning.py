@@ -15,6 +15,7 @@ from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.opening.training import TrainsOwnLayers
 from backbone_surgery.vectors.activations import read_texts
 
@@ -120,7 +121,6 @@ def learn(
     *,
     steps: int,
     seed: int = 0,
-    batch_size: int = 16,
     learning_rate: float = RATE,
     rising: Mapping[str, float] | None = None,
 ) -> None:
@@ -137,11 +137,11 @@ def learn(
         strengths: `{input name: float32[strengths, ...]}`, the strengths to learn at.
         steps: how many steps to take.
         seed: of the order.
-        batch_size: rows of a step.
         learning_rate: of `fit`.
         rising: `{input name: number}`, inputs that rise evenly from zero to a number.
     """
     texts, count = Pairs.read(lm, pairs), len(next(iter(strengths.values())))
+    batch_size = texts_of_step(lm)
     chosen = draw(len(texts.counted) * count, steps * batch_size, seed)
     row, which = chosen // count, chosen % count
     x = {name: value[row] for name, value in texts.inputs.items()}
@@ -150,6 +150,12 @@ def learn(
         x[name] = np.repeat(most * np.arange(steps, dtype="float32") / steps, batch_size)
     model = losses_of(edited, [*strengths, *(rising or {})], new_layers(edited, lm))
     fit(model, x, texts.counted[row], _mean_over_rows, steps, learning_rate)
+
+
+def texts_of_step(lm: CachedCausalLM) -> int:
+    """Return how many texts a step takes: two for each pair, the same number on each device."""
+    placement = placement_of(lm.backbone.variables)
+    return 16 if placement is None else 2 * placement.padded(8)
 
 
 def new_layers(edited: EditedBackbone, lm: CachedCausalLM) -> list[keras.layers.Layer]:

@@ -13,7 +13,15 @@ from keras import ops
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.predict import predict
-from backbone_surgery.tuning.learning import Pairs, draw, fit, losses_of, new_layers, signed
+from backbone_surgery.tuning.learning import (
+    Pairs,
+    draw,
+    fit,
+    losses_of,
+    new_layers,
+    signed,
+    texts_of_step,
+)
 
 BETA = 0.1
 """How much of the difference in likelihood counts, as in the source."""
@@ -27,7 +35,6 @@ def prefer(
     *,
     steps: int,
     seed: int = 0,
-    batch_size: int = 16,
 ) -> None:
     """Train what rewrites brought along, and nothing else, on which text of a pair is likelier.
 
@@ -46,9 +53,9 @@ def prefer(
         strengths: `{input name: float32[strengths, ...]}`, the strengths to learn at.
         steps: how many steps to take.
         seed: of the order.
-        batch_size: texts of a step, two for each pair.
     """
     texts, count = Pairs.read(lm, pairs), len(next(iter(strengths.values())))
+    batch_size = texts_of_step(lm)
     model = losses_of(edited, list(strengths), new_layers(edited, lm))
     unedited = _unedited(model, texts, strengths, batch_size)
     chosen = draw(2 * len(pairs) * count, steps * batch_size // 2, seed)

@@ -5,6 +5,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_dev
 
 import contextlib
 import json
+import math
 import sys
 import tempfile
 import threading
@@ -21,6 +22,8 @@ import backbone_surgery as bs
 from backbone_surgery.generation.engine import run_batch
 from backbone_surgery.generation.request import read_request
 from backbone_surgery.generation.samplers import make_strategy
+from backbone_surgery.tuning.learning import learn
+from backbone_surgery.tuning.preferences import prefer
 from tests.families import ROWS
 from tests.helpers import ragged, relative
 from tests.meshes.hlo import exchanged
@@ -49,7 +52,8 @@ def on(mesh, backbone, axes=("batch", "model"), more=()):
     if mesh is None:
         yield
         return
-    devices = distribution.DeviceMesh(mesh, list(axes))
+    devices = distribution.list_devices()[: math.prod(mesh)]
+    devices = distribution.DeviceMesh(mesh, list(axes), devices)
     layout = bs.layout_map(backbone, devices)
     for path, split in more:
         layout[path] = distribution.TensorLayout(split, devices)
@@ -307,6 +311,29 @@ def check_engine():
     print("equal")
 
 
+def check_learning():
+    """What an edit learns is the same, however many devices share each row.
+
+    A step takes 16 texts, and 18 where three devices share them.
+    """
+    for train in (learn, prefer):
+        found = {}
+        for mesh in (None, (2, 4), (3, 1), (3, 2)):
+            keras.utils.clear_session(free_memory=False)
+            with on(mesh, make_divisible()):
+                lm = bs.CachedCausalLM(make_divisible())
+                steer = bs.Steer("mood", {1: np.zeros(64)}, trainable=True)
+                edited = bs.operate(lm.backbone, [steer])
+                train(lm, edited, PAIRS, {"mood_strength": np.ones((1, 1), "float32")}, steps=3)
+                (layer,) = edited.trained_layers
+                found[mesh] = [np.asarray(v) for v in layer.trainable_variables]
+        for one, other in ((None, (2, 4)), ((3, 1), (3, 2))):
+            for wanted, got in zip(found[one], found[other], strict=True):
+                assert wanted.any()
+                assert relative(got, wanted) <= 1e-4
+    print("equal")
+
+
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
     kind, *names = sys.argv[1:]
@@ -314,6 +341,7 @@ if __name__ == "__main__":
         "texts": check_texts,
         "placement": check_placement,
         "engine": check_engine,
+        "learning": check_learning,
         "tools": check_tools,
         "variants": check_variants,
     }
