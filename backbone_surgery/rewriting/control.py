@@ -89,11 +89,14 @@ class Control:
             for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
             steered; blocks that the rewrite does not steer are an error.
         tokens: as of `Steer`, for all rows, or a list of one for each row. A list of two integers,
-            such as `[0, 12]`, is one range for all rows.
+            such as `[0, 12]`, is one range for all rows. Negative positions count from the end of
+            the prompt: `(-1, None)` are its last token and all that follow. `"last"` is that token
+            alone.
 
     Examples:
         >>> import backbone_surgery as bs
         >>> control = bs.Control(strength=[1.0, -1.0], tokens=["prompt", (0, 12)])
+        >>> control = bs.Control(strength=1.5, tokens=(-1, None))
     """
 
     strength: Any = None
@@ -108,26 +111,37 @@ class Control:
             check_directions(self.directions, "Control")
         if self.tokens is not None:
             for tokens in _listed(self.tokens, 1):
-                read_tokens(tokens, "Control")
+                read_tokens(tokens, "Control", of_a_call=True)
 
 
-def read_tokens(tokens: Any, where: str) -> Tokens:
+def read_tokens(tokens: Any, where: str, of_a_call: bool = False) -> Tokens:
     """Read which tokens to act on: a word, or a range of positions as a tuple.
 
     Args:
         tokens: `"all"`, `"prompt"`, `"generated"`, or `(start, stop)`, where `None` is open; a
             list or an array of two is taken as the tuple is.
         where: for the error.
+        of_a_call: whether the prompts are known. Then `"last"` is one of the words, and negative
+            positions count from the end of the prompt.
     """
-    if isinstance(tokens, str) and tokens in _ranges(0):
+    if isinstance(tokens, str) and tokens in _ranges(0) and (of_a_call or tokens != "last"):
         return tokens
     if _is_pair(tokens):
         start, stop = (None if x is None else int(x) for x in tokens)
-        if 0 <= (start or 0) < (LAST if stop is None else stop) <= LAST:
+        first, after = start or 0, LAST if stop is None else stop
+        least = -LAST if of_a_call else 0
+        is_ordered = first < after if after > 0 else first < after < 0 or after < 0 <= first
+        if least <= min(first, after) and max(first, after) <= LAST and is_ordered:
             return start, stop
+    if of_a_call:
+        expected = f"'generated', 'last' or (start, stop) with {-LAST} <= start < stop <= {LAST}"
+        hint = ""
+    else:
+        expected = f"'generated' or (start, stop) with 0 <= start < stop <= {LAST}"
+        hint = "; what counts from the end of a prompt goes into a `Control`"
     raise SurgeryError(
-        f"{where}: expected tokens 'all', 'prompt', 'generated' or (start, stop) with 0 <= start < "
-        f"stop <= {LAST}. Received {shown(tokens)}. Choose one of them."
+        f"{where}: expected tokens 'all', 'prompt', {expected}. Received {shown(tokens)}. Choose "
+        f"one of them{hint}."
     )
 
 
@@ -155,7 +169,7 @@ def token_rows(tokens: Any, prompt_lengths: np.ndarray, where: str) -> np.ndarra
             f"{where}: expected tokens for {len(lengths)} rows. Received {len(listed)}. Pass one "
             "choice for all rows, or a list of one for each."
         )
-    choices = [read_tokens(tokens, where) for tokens in listed]
+    choices = [read_tokens(tokens, where, of_a_call=True) for tokens in listed]
     rows = [(*_range(t, n), n) for t, n in zip(choices, lengths, strict=True)]
     return np.array(rows, np.int32)
 
@@ -195,14 +209,17 @@ def _holds_schedule(rows: Any) -> bool:
 
 
 def _ranges(prompt_length: int) -> dict[str, tuple[int, int]]:
-    return {"all": (0, LAST), "prompt": (0, prompt_length), "generated": (prompt_length, LAST)}
+    n = prompt_length
+    return {"all": (0, LAST), "prompt": (0, n), "generated": (n, LAST), "last": (n - 1, n)}
 
 
 def _range(tokens: Tokens, prompt_length: int) -> tuple[int, int]:
     """Return the positions `(start, stop)` that a choice of tokens means for one row."""
     if isinstance(tokens, str):
         return _ranges(prompt_length)[tokens]
-    return tokens[0] or 0, LAST if tokens[1] is None else tokens[1]
+    start, stop = tokens[0] or 0, LAST if tokens[1] is None else tokens[1]
+    start, stop = (max(x + prompt_length, 0) if x < 0 else x for x in (start, stop))
+    return start, stop
 
 
 def _is_pair(tokens: Any) -> bool:

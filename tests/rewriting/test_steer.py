@@ -34,7 +34,9 @@ def addition(directions, strength, tokens, schedule=None):
                 "all": (0, time),
                 "prompt": (0, prompt_length),
                 "generated": (prompt_length, time),
+                "last": (prompt_length - 1, prompt_length),
             }.get(tokens, tokens)
+            start, stop = (x + prompt_length if x < 0 else x for x in (start, stop))
             if start <= position < stop:
                 for block, direction in directions.items():
                     extra[position, block] = strength * factor * direction
@@ -53,20 +55,26 @@ def steered():
     return backbone, lm, model_by_hand(backbone), start
 
 
-def test_each_row_has_its_own_setting(steered, rng):
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["generated", (2, 6), "all", "prompt"],
+        [(-1, 100), (-3, -1), (1, -1), "last"],  # counted from the end of each prompt
+    ],
+)
+def test_each_row_has_its_own_setting(steered, tokens, rng):
     """Vectors, strengths, token ranges and schedules, ragged and cached, equal to by hand."""
     backbone, lm, by_hand, _ = steered
     prompts = ragged(rng, LENGTHS, 8)
     rows = [prompts["token_ids"][i, :n] for i, n in enumerate(LENGTHS)]
     vectors = [vector(rng), vector(rng, [1]), vector(rng, [0]), vector(rng)]
-    tokens = ["generated", (2, 6), "all", "prompt"]
     schedule = bs.Schedule([0.5, 3.0, 0.0, -1.0], prompt=2.0)
     strengths = [3.0, -2.0, schedule, 2.5]
     settings = [
-        addition(vectors[0].directions, 3.0, "generated"),
-        addition(vectors[1].directions, -2.0, (2, 6)),
-        addition(vectors[2].directions, 1.0, "all", ([0.5, 3.0, 0.0, -1.0], 2.0)),
-        addition(vectors[3].directions, 2.5, "prompt"),
+        addition(vectors[0].directions, 3.0, tokens[0]),
+        addition(vectors[1].directions, -2.0, tokens[1]),
+        addition(vectors[2].directions, 1.0, tokens[2], ([0.5, 3.0, 0.0, -1.0], 2.0)),
+        addition(vectors[3].directions, 2.5, tokens[3]),
     ]
     blocks = backbone.num_layers
     wanted = generate_by_hand(by_hand, rows, STEPS, lambda i, n, t: settings[i](n, t, blocks))
@@ -221,7 +229,9 @@ BAD_CONTROLS = {
         r"\[2, 2\] \(rows first, then sites\), or a Schedule",
     ),
     "tokens": (lambda: bs.Control(tokens="sometimes"), "expected tokens 'all', 'prompt'"),
-    "empty range": (lambda: bs.Control(tokens=(4, 4)), "0 <= start < stop"),
+    "empty range": (lambda: bs.Control(tokens=(4, 4)), "'last' or .* <= start < stop"),
+    "empty range at the end": (lambda: bs.Control(tokens=(-3, 0)), r"start < stop.*\(-3, 0\)"),
+    "range from the end, backwards": (lambda: bs.Control(tokens=(-1, -3)), r"Received \(-1, -3\)"),
     "range of int64": (lambda: bs.Control(tokens=(0, 2**32)), r"stop <= 2147483647. Received \(0"),
     "rows or a range": (lambda: bs.Control(tokens=[None, None]), r"\(start, stop\).*Received None"),
     "tokens of three rows": (lambda: bs.Control(tokens=["all"] * 3), "expected tokens for 2 rows"),
