@@ -13,7 +13,7 @@ here `token_ids` and `padding_mask` are enough. That task fails with beam search
 from keras_hub.src.models.gemma3.gemma3_decoder_block import Gemma3DecoderBlock
 from keras_hub.src.models.gemma3.gemma3_layers import Gemma3InterleaveEmbeddings, RMSNormalization
 
-from backbone_surgery.families.gemma import open_gemma_block
+from backbone_surgery.families.gemma_block import open_gemma_block, refuse_gemma_block
 from backbone_surgery.families.pre_norm import rotary
 from backbone_surgery.opening.family import Family
 
@@ -27,27 +27,12 @@ def open_block(block, hidden_states, padding_mask, positions):
     return open_gemma_block(block, hidden_states, padding_mask, rotate, **norms)
 
 
-def refuse(block):
-    """Say why a block of Gemma 3 cannot be opened, if it cannot."""
-    if block.use_bidirectional_attention:
-        return (
-            "attention to earlier tokens alone. Received `use_bidirectional_attention=True`, with "
-            "which a model embeds texts and generates none. Use a model that generates"
-        )
-    if block.compute_dtype == "float16":
-        return (
-            "another dtype than float16, in which KerasHub clips what this architecture computes. "
-            "Received float16. Use bfloat16 or float32"
-        )
-    return None
-
-
 FAMILY = Family(
     name="gemma3",
     block=Gemma3DecoderBlock,
     open_block=open_block,
     pointwise_layers=(RMSNormalization,),
-    refuse=refuse,
+    refuse=refuse_gemma_block,
     ignored=("vision_mask",),
     images=Gemma3InterleaveEmbeddings,
     stop_tokens=("<end_of_turn>",),

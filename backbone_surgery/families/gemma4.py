@@ -23,8 +23,8 @@ from keras_hub.src.models.gemma4.gemma4_layers import (
 )
 from keras_hub.src.utils.keras_utils import gelu_approximate
 
-from backbone_surgery.families.gemma3 import refuse
 from backbone_surgery.families.gemma4_mlp import gemma4_mlp
+from backbone_surgery.families.gemma_block import refuse_gemma_block
 from backbone_surgery.families.parts import GatedProduct, PartialRotary, Scaled
 from backbone_surgery.opening.attention import SelfAttention, SharedKeysAndValues
 from backbone_surgery.opening.family import Family
@@ -97,7 +97,7 @@ def _refuse(block):
             "a block with keys and values. Received one of a drafter, which reads the cache of "
             "another model. Use that model"
         )
-    return refuse(block)
+    return refuse_gemma_block(block)
 
 
 FAMILY = Family(

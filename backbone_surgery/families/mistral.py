@@ -6,13 +6,13 @@
 from keras_hub.src.models.mistral.mistral_layer_norm import MistralLayerNormalization
 from keras_hub.src.models.mistral.mistral_transformer_decoder import MistralTransformerDecoder
 
-from backbone_surgery.families import llama
+from backbone_surgery.families.llama_block import open_llama_block
 from backbone_surgery.opening.family import Family
 
 
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
-    return llama.open_block(
+    return open_llama_block(
         block,
         hidden_states,
         padding_mask,

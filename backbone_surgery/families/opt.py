@@ -7,7 +7,7 @@ token embedding lies inside of the layer `embeddings`.
 import keras
 import keras_hub
 
-from backbone_surgery.families import gpt2
+from backbone_surgery.families.gpt2_block import open_gpt2_block, refuse_gpt2_block
 from backbone_surgery.opening.family import Family
 
 
@@ -19,12 +19,12 @@ def claims(block):
 FAMILY = Family(
     name="opt",
     block=keras_hub.layers.TransformerDecoder,
-    open_block=gpt2.open_block,
+    open_block=open_gpt2_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
     claims=claims,
     position_layers=(keras_hub.layers.TokenAndPositionEmbedding,),
-    refuse=gpt2.refuse,
+    refuse=refuse_gpt2_block,
     embeddings="embeddings",
     sampler="top_k",
     model_types=("opt",),

@@ -10,14 +10,14 @@ from keras_hub.src.models.qwen.qwen_decoder import QwenTransformerDecoder
 from keras_hub.src.models.qwen.qwen_layernorm import QwenLayerNorm
 from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families import llama
+from backbone_surgery.families.llama_block import open_llama_block
 from backbone_surgery.opening.family import Family
 
 
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
     windowed = block.use_sliding_window_attention and not fused_attention_op_available()
-    return llama.open_block(
+    return open_llama_block(
         block,
         hidden_states,
         padding_mask,

@@ -12,7 +12,7 @@ from keras_hub.src.models.qwen3.qwen3_decoder import Qwen3TransformerDecoder
 from keras_hub.src.models.qwen3.qwen3_layernorm import Qwen3LayerNorm
 from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families import llama
+from backbone_surgery.families.llama_block import open_llama_block
 from backbone_surgery.opening.family import Family
 
 
@@ -20,7 +20,7 @@ def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
     attention = block._self_attention_layer
     window_size = None if fused_attention_op_available() else block.sliding_window_size
-    return llama.open_block(
+    return open_llama_block(
         block,
         hidden_states,
         padding_mask,

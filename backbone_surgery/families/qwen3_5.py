@@ -19,79 +19,14 @@ from keras_hub.src.models.qwen3_5.qwen3_5_layers import (
     Qwen3_5LayerNorm,
     Qwen3_5RMSNormGated,
 )
-from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families.gated_delta_net import gated, linear_attention
-from backbone_surgery.families.parts import PartialRotary, Split
-from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm
+from backbone_surgery.families.qwen3_5_block import open_qwen3_5_block
 from backbone_surgery.opening.family import Family
-from backbone_surgery.opening.site import Site
-
-
-def full_attention(layer, x, padding_mask, positions, policy):
-    """Spell out attention, from its input to its output projection."""
-    size, rotary = layer.head_dim, layer.rotary_embedding_layer
-    split = Split(size, dtype=policy, name="query_and_gate")
-    query, gate = split(layer._query_dense(x))
-
-    def rotate(heads, name):
-        if layer.rotary_dim == size:
-            return rotary(heads, positions=positions)
-        return PartialRotary(rotary, layer.rotary_dim, dtype=policy, name=name)(heads, positions)
-
-    return attend(
-        x,
-        padding_mask,
-        query=lambda _: query,
-        key=layer._key_dense,
-        value=layer._value_dense,
-        output=layer._output_dense,
-        scale=layer._inv_norm_factor,
-        policy=policy,
-        query_norm=layer._query_norm,
-        key_norm=layer._key_norm,
-        rotate=rotate,
-        mixed_dropout=layer._dropout_layer,
-        gate=lambda x: gated(x, gate, "sigmoid", policy),
-        sliding_window_size=None if fused_attention_op_available() else layer.sliding_window_size,
-    )
-
-
-def open_block(block, hidden_states, padding_mask, positions, mlp=None):
-    """Spell out one block; `mlp` is for blocks that have another one."""
-    policy = block.dtype_policy
-
-    def attention(x):
-        if block.layer_type == "linear_attention":
-            x = linear_attention(block._linear_attn, x, padding_mask, policy)
-        else:
-            x = full_attention(block._self_attention_layer, x, padding_mask, positions, policy)
-        return block._self_attention_dropout(Site("attention_output")(x))
-
-    def own_mlp(x):
-        return gated_mlp(
-            x,
-            block._feedforward_gate_dense,
-            block._feedforward_intermediate_dense,
-            block._feedforward_output_dense,
-            block.activation,
-            policy,
-        )
-
-    return pre_norm(
-        hidden_states,
-        block._input_layernorm,
-        attention,
-        block._post_attention_layernorm,
-        own_mlp if mlp is None else mlp,
-        policy,
-    )
-
 
 FAMILY = Family(
     name="qwen3_5",
     block=Qwen3_5TransformerDecoder,
-    open_block=open_block,
+    open_block=open_qwen3_5_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
     pointwise_layers=(Qwen3_5LayerNorm, Qwen3_5RMSNormGated),

@@ -18,11 +18,11 @@ from keras_hub.src.models.qwen3_5_moe.qwen3_5_moe_decoder import (
     compute_load_balancing_loss,
 )
 
-from backbone_surgery.families import qwen3_5
 from backbone_surgery.families.mixtures import gated, halves, mixture
 from backbone_surgery.families.parts import GatedProduct
 from backbone_surgery.families.pre_norm import gated_mlp
-from backbone_surgery.families.qwen_moe import FUSED
+from backbone_surgery.families.qwen3_5_block import open_qwen3_5_block
+from backbone_surgery.families.qwen_mixture import FUSED
 from backbone_surgery.opening.family import Family
 
 
@@ -32,7 +32,7 @@ def open_block(block, hidden_states, padding_mask, positions):
     def mlp(x):
         return mixed_mlp(block.mlp, x, padding_mask)
 
-    return qwen3_5.open_block(block, hidden_states, padding_mask, positions, mlp)
+    return open_qwen3_5_block(block, hidden_states, padding_mask, positions, mlp)
 
 
 def mixed_mlp(layer, x, padding_mask):

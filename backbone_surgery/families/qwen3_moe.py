@@ -15,7 +15,8 @@ from keras_hub.src.models.qwen3_moe.qwen3_moe_decoder import (
 from keras_hub.src.models.qwen3_moe.qwen3_moe_layernorm import Qwen3MoeLayerNorm
 from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families import llama, qwen_moe
+from backbone_surgery.families.llama_block import open_llama_block
+from backbone_surgery.families.qwen_mixture import open_qwen_mlp
 from backbone_surgery.opening.family import Family
 
 
@@ -23,12 +24,12 @@ def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
     attention = block._self_attention_layer
     window_size = None if fused_attention_op_available() else block.sliding_window_size
-    return llama.open_block(
+    return open_llama_block(
         block,
         hidden_states,
         padding_mask,
         positions,
-        mlp=lambda x: qwen_moe.mlp(block.mlp, x, padding_mask, compute_load_balancing_loss),
+        mlp=lambda x: open_qwen_mlp(block.mlp, x, padding_mask, compute_load_balancing_loss),
         query_norm=attention._query_dense_layer_norm,
         key_norm=attention._key_dense_layer_norm,
         sliding_window_size=window_size or None,
