@@ -5,6 +5,7 @@ that only converts to a number. The readers return `None` for these, so that the
 it expected.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,32 @@ def read_number(value: Any) -> float | None:
     """
     array = read_finite(value)
     return float(np.asarray(value)) if array is not None and array.ndim == 0 else None
+
+
+def read_as(dtype: str, value: Any) -> np.ndarray | None:
+    """Read an array for an input of a dtype; `None` where a value does not fit into it."""
+    if dtype == "bool":
+        return read_mask(value)
+    if dtype.startswith(("int", "uint")):
+        limits = np.iinfo(dtype)
+        array = read_int32(value, max(limits.min, -(2**31)), min(limits.max, 2**31 - 1))
+    elif "float" in dtype:
+        array = read_float32(value)
+    else:
+        array = read_array(value)
+    return None if array is None else array.astype(dtype)
+
+
+def fits(shape: Sequence[int | None], wanted: Sequence[int | None]) -> bool:
+    """Tell whether a shape is one that is wanted, of which `None` is any size.
+
+    Examples:
+        >>> fits((3, 8), (None, 8)), fits((8,), (None, 8))
+        (True, False)
+    """
+    if len(shape) != len(wanted):
+        return False
+    return all(n is None or n == size for n, size in zip(wanted, shape, strict=True))
 
 
 def _holds_bool(value: Any) -> bool:

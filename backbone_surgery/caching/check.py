@@ -13,7 +13,8 @@ from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
 from backbone_surgery.caching.routing import with_routing
-from backbone_surgery.errors import CacheMismatchError
+from backbone_surgery.errors import CacheMismatchError, SurgeryError, closest, shown
+from backbone_surgery.numbers import fits, is_int, read_as
 from backbone_surgery.opening.experts import TopExperts
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
@@ -82,6 +83,7 @@ def check(
 
     Raises:
         CacheMismatchError: the two disagree.
+        SurgeryError: a control or the seed is none.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -92,11 +94,15 @@ def check(
     opened = open_backbone(backbone)
     dtype = keras.backend.standardize_dtype(opened.compute_dtype)
     uncached, cached = _models(opened, dtype != "float32")
+    if not is_int(seed) or seed < 0:
+        raise SurgeryError(
+            f"check at 'seed': expected an int from 0. Received {shown(seed)}. Leave it out."
+        )
     rng = np.random.default_rng(seed)
+    rows = _rows(opened, {} if controls is None else controls)
     time = _length(opened)
     token_ids = rng.integers(0, opened.token_embedding.input_dim, (_BATCH, time), dtype=np.int32)
     mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
-    rows = {k: np.repeat(np.asarray(v)[None], _BATCH, 0) for k, v in (controls or {}).items()}
     outputs = predict(uncached, {"token_ids": token_ids, "padding_mask": mask, **rows})
     wanted = _compared(cached, outputs)
     routing = {name: value for name, value in wanted.items() if name != "hidden_states"}
@@ -134,6 +140,31 @@ def check(
             "docs/state.md."
         )
     return report
+
+
+def _rows(opened: EditedBackbone, controls: Any) -> dict[str, np.ndarray]:
+    """Repeat what was passed for one row."""
+    if not isinstance(controls, Mapping):
+        raise SurgeryError(
+            "check at 'controls': expected {input name: array of one row}. Received "
+            f"{shown(controls)}. Pass a dict."
+        )
+    inputs, rows = {t.name: t for t in opened.inputs}, {}
+    for name, value in controls.items():
+        if name not in inputs:
+            raise SurgeryError(
+                f"check at control '{name}': expected inputs of the graph, by their own names. "
+                f"{closest(name, inputs)}"
+            )
+        tensor = inputs[name]
+        array, size = read_as(tensor.dtype, value), tensor.shape[1:]
+        if array is None or not fits(array.shape, size):
+            raise SurgeryError(
+                f"check at control '{name}': expected {tensor.dtype}{list(size)}, one row. "
+                f"Received {shown(value)}. Pass such an array."
+            )
+        rows[name] = np.repeat(array[None], _BATCH, 0)
+    return rows
 
 
 def _opening_error(

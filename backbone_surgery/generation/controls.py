@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery.errors import SurgeryError, closest, shown
-from backbone_surgery.numbers import read_array, read_float32, read_int32, read_mask
+from backbone_surgery.numbers import fits, read_as
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.rewriting import Rewrite, Rows
 
@@ -133,10 +133,7 @@ def read_inputs(
         tensor = tensors[name]
         array = value if ops.is_tensor(value) else read_as(tensor.dtype, value)
         wanted = (batch, *tensor.shape[1:])
-        shape = () if array is None else tuple(array.shape)
-        if len(shape) != len(wanted) or any(
-            size not in (None, other) for size, other in zip(wanted, shape, strict=True)
-        ):
+        if array is None or not fits(array.shape, wanted):
             raise SurgeryError(
                 f"{operation} at '{name}': expected {tensor.dtype}{list(wanted)}. Received "
                 f"{shown_array(value)}. Pass a row for each row of tokens."
@@ -150,17 +147,3 @@ def shown_array(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return shown(value)
-
-
-def read_as(dtype: str, value: Any) -> np.ndarray | None:
-    """Read an array for an input of a dtype; `None` where a value does not fit into it."""
-    if dtype == "bool":
-        return read_mask(value)
-    if dtype.startswith(("int", "uint")):
-        limits = np.iinfo(dtype)
-        array = read_int32(value, max(limits.min, -(2**31)), min(limits.max, 2**31 - 1))
-    elif "float" in dtype:
-        array = read_float32(value)
-    else:
-        array = read_array(value)
-    return None if array is None else array.astype(dtype)

@@ -50,12 +50,18 @@ class WithControls(keras.Model):
         return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
 
     def _check_names(self, inputs: dict[str, Any]) -> None:
-        """Refuse an input that the graph has not: Keras would leave it out, or mix up the rest."""
+        """Refuse an input that the graph has not, or that is left out: Keras would mix them up."""
         unknown = [name for name in inputs if name not in self.input]
         if unknown:
             raise SurgeryError(
                 f"call of '{self.name}' at input '{unknown[0]}': expected inputs of the model. "
                 f"Received one that it has not. {closest(unknown[0], self.input)}"
+            )
+        missing = [name for name in self.input if name not in {**self.defaults, **inputs}]
+        if missing:
+            raise SurgeryError(
+                f"call of '{self.name}' at input '{missing[0]}': expected a value, since there is "
+                f"no default for it. Received {sorted(inputs)}. Pass it too."
             )
 
 

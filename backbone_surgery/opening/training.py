@@ -1,6 +1,10 @@
 """Training: which variables of an edited model learn, decided without touching shared layers."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+from backbone_surgery import graph
 
 
 class TrainsOwnLayers:
@@ -21,7 +25,18 @@ class TrainsOwnLayers:
             check = getattr(rewrite, "check_fit", None)
             if check is not None and f"{rewrite.name}_tokens" not in names:
                 check()
-        return super().fit(*args, **kwargs)  # type: ignore[misc]
+        with _keeping_values(self):
+            return super().fit(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream."""
+        with _keeping_values(self):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream."""
+        with _keeping_values(self):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def trainable_variables(self) -> list[Any]:
@@ -49,3 +64,23 @@ class TrainsOwnLayers:
             return trainable, others
         frozen = [v for v in trainable if id(v) not in own]
         return [v for v in trainable if id(v) in own], [*others, *frozen]
+
+
+@contextlib.contextmanager
+def _keeping_values(model: Any) -> Iterator[None]:
+    """Put values back into variables where what runs inside fails.
+
+    On JAX Keras takes them out of all variables of a model before the first step, to spare memory.
+    If that step fails, as for inputs that do not fit, `predict` leaves the model without weights.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer else ())]
+    values = [graph.array_of(variable) for variable in variables]
+    try:
+        yield
+    except BaseException:
+        for variable, value in zip(variables, values, strict=True):
+            is_lost = graph.array_of(variable) is None and value is not None
+            if is_lost and not value.is_deleted():  # a step that ran took it over
+                graph.put_array(variable, value)
+        raise

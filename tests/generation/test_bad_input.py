@@ -279,6 +279,29 @@ def test_check_takes_inputs_and_outputs_of_any_structure(backbone):
         assert bs.check(model).errors["opened"] <= 5e-6
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"controls": [1]},
+            r"'controls': expected \{input name: array of one row\}. Received \[1\]",
+        ),
+        (
+            {"controls": {"mood": 1.0}},
+            "'mood': expected inputs of the graph.*Known: mood_directions",
+        ),
+        ({"controls": {"mood_strength": [[1.0]]}}, r"float32\[1\], one row. Received \[\[1.0\]\]"),
+        ({"controls": {"mood_strength": "x"}}, r"float32\[1\], one row. Received 'x'"),
+        ({"seed": "a"}, "'seed': expected an int from 0. Received 'a'"),
+        ({"seed": -1}, "'seed': expected an int from 0. Received -1"),
+    ],
+)
+def test_what_check_is_given(options, words):
+    edited = bs.operate(make_gpt2(), [bs.Steer("mood", {0: np.ones(32)})])
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.check(edited, **options)
+
+
 def test_check_reports_what_it_measured(family, backbone):
     report = bs.check(backbone)
     ways = {"opened", "one pass", "token by token", "uneven chunks", "a row alone"}

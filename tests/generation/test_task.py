@@ -227,3 +227,30 @@ def test_an_input_that_a_user_adds_is_a_control(rng):
         lm.generate(inputs, **OPTIONS)
     with pytest.raises(bs.SurgeryError, match="numbers that broadcast to"):
         lm.generate(inputs, controls={"strength": np.ones(3)}, **OPTIONS)
+    cache = bs.new_cache(lm.backbone_with_cache, 2, 8)
+    for run in (
+        lambda: lm.score(inputs["token_ids"]),
+        lambda: lm.call_with_cache(inputs["token_ids"], cache, 0),
+        lambda: lm.opened(inputs),
+        lambda: lm.opened.predict(inputs, verbose=0),
+        lambda: bs.check(model),
+    ):
+        with pytest.raises(bs.SurgeryError, match="at input 'strength': expected a value, since"):
+            run()
+    again = lm.generate(inputs, controls={"strength": 0.0}, **OPTIONS)["token_ids"]
+    assert np.array_equal(again, zero)
+    assert max(bs.check(model, {"strength": 2.0}).errors.values()) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_stay_where_keras_fails(backbone):
+    """On JAX `predict` of Keras itself loses them, and those of whatever shares its layers."""
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.LowRank("blocks.*.query", rank=2)]))
+    lm.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+    before = [np.array(v) for v in lm.variables]
+    ids = {"token_ids": np.ones((2, 3), "int32")}
+    for run in (lm.predict, lm.evaluate, lm.fit, lm.opened.predict):
+        with pytest.raises((ValueError, bs.SurgeryError)):
+            run(ids, verbose=0)
+        for value, variable in zip(before, lm.variables, strict=True):
+            np.testing.assert_array_equal(variable, value)
