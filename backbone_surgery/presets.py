@@ -129,6 +129,12 @@ def preset_of(backbone: keras.Model) -> str | None:
     return _names.get(backbone)
 
 
+def keep_preset(copy: keras.Model, backbone: keras.Model) -> None:
+    """Have a copy of a backbone be of the same preset."""
+    if backbone in _names:
+        _names[copy] = _names[backbone]
+
+
 @contextlib.contextmanager
 def _in_words(preset: str) -> Iterator[None]:
     """Say of what preset it is that KerasHub stumbles over a file that is not of its format."""

@@ -16,6 +16,7 @@ from backbone_surgery.generation.controls import bind_controls, check_names
 from backbone_surgery.generation.fingerprint import digest, fingerprint, fingerprint_function
 from backbone_surgery.presets import preset_of
 from backbone_surgery.recipes.recipe import edit_digest, versions
+from backbone_surgery.rewriting.control import LAST
 from backbone_surgery.vectors.activations import check_task
 from backbone_surgery.vectors.vector import ControlVector
 
@@ -71,12 +72,17 @@ def read_controls(controls: Controls | None) -> tuple[dict[str, Any], dict[str, 
     return fixed, by_column
 
 
-def vectors_digest(vectors: Mapping[str, Any]) -> dict[str, str]:
+def vectors_digest(vectors: Any) -> dict[str, str]:
     """Return the digest of each control vector by its name.
 
     Raises:
-        SurgeryError: one of them is no control vector.
+        SurgeryError: they are no mapping, or one of them is no control vector.
     """
+    if not isinstance(vectors, Mapping):
+        raise SurgeryError(
+            "generate_dataset at 'vectors': expected control vectors by name. Received "
+            f"{shown(vectors)}. Pass {{'mine': vector}}."
+        )
     digests = {}
     for name, vector in vectors.items():
         if not isinstance(vector, ControlVector):
@@ -109,13 +115,13 @@ def defaults(
 
 
 def controls_digest(operation: str, lm: CachedCausalLM, controls: Controls | None) -> str:
-    """Return the digest of what controls bind to, in a short row and in a longer one.
+    """Return the digest of what controls bind to, in a short row, a longer one and the longest.
 
     Raises:
         SurgeryError: a control is not known, or its value does not fit.
     """
     total = hashlib.sha256()
-    bound = bind_controls(lm.opened, controls, np.array([1, 9]), operation)
+    bound = bind_controls(lm.opened, controls, np.array([1, 9, LAST]), operation)
     for name, value in sorted(bound.items()):
         total.update(f"{name} {value.dtype} {value.shape} ".encode())
         total.update(np.ascontiguousarray(value).tobytes())

@@ -128,7 +128,15 @@ def generate_dataset(
         "stop_token_ids": stop_token_ids,
         "stop_sequences": stop_sequences,
     }
-    vectors = dict(vectors or {})
+    names = {"column": column, "output_column": output_column, "id_column": id_column}
+    for name, value in names.items():
+        is_left_out = name == "id_column" and value is None
+        if not is_left_out and not (isinstance(value, str) and value):
+            raise SurgeryError(
+                f"{_OPERATION} at '{name}': expected the name of a column. Received "
+                f"{shown(value)}. Pass one."
+            )
+    vectors = {} if vectors is None else vectors
     digests = vectors_digest(vectors)
     work = _Work(
         column,

@@ -31,7 +31,7 @@ from backbone_surgery.generation.request import check_count
 
 MANIFEST = "_manifest.json"
 """What reads all Parquet files of a folder passes over names that begin so."""
-_VERSION = 2
+_VERSION = 3
 """Of the manifest: a release that counts something else among what made the output raises it."""
 _MOST = 2**28
 """Bytes of a manifest."""

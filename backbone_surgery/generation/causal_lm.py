@@ -384,7 +384,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
                 block with the block's index in the edited graph. What it returns takes their place.
                 (KerasHub's own Gemma ignores what it returns for index -1.)
             target_ids: int[batch, time], the tokens to take the loss against, for mode `"loss"`.
-            controls: `{input name: array[batch, ...]}`; those left out take their defaults.
+            controls: as of `generate`, or `{input name: array[batch, ...]}`; those left out take
+                their defaults.
             prompt_lengths: how many tokens of a row are its prompt, an int or one for each row, so
                 that rewrites with `tokens` of `"prompt"` or `"generated"` act as they did when the
                 rest was generated. By default all tokens count as the prompt.

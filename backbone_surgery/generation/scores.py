@@ -23,7 +23,13 @@ def read_scores(operation: str, score: Any) -> dict[str, Score]:
 
 def score_text(operation: str, name: str, function: Score, text: str) -> float:
     """Return the score of a text."""
-    value = function(text)
+    try:
+        value = function(text)
+    except Exception as error:  # it is the user's
+        raise SurgeryError(
+            f"{operation} at score '{name}': expected a function that takes any text. Received "
+            f"{type(error).__name__}, {error}, for the text {shown(text)}. Have it return a number."
+        ) from error
     try:
         if isinstance(value, str | bytes):
             raise TypeError("text is no number, whatever it spells")

@@ -11,10 +11,16 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.controls import bind_controls, read_inputs, shown_array
+from backbone_surgery.generation.controls import (
+    bind_controls,
+    check_names,
+    read_inputs,
+    shown_array,
+)
 from backbone_surgery.numbers import read_int32, read_mask
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.site import BLOCK, Identity, Site
+from backbone_surgery.rewriting import Rewrite
 
 InterceptFn = Callable[[Any, int], Any]
 """Maps activations float[batch, time, hidden_dim] and a layer's index to what takes their place."""
@@ -71,10 +77,12 @@ def score(
     ids = _read_ids("token_ids", token_ids, head.input_dim)
     mask = _read_padding(padding_mask, ids)
     tensors = {n: t for n, t in lm.interceptable.input.items() if n not in _OWN}
-    values = read_inputs("score", tensors, controls, ids.shape[0])
-    if prompt_lengths is not None:
-        lengths = _read_lengths(prompt_lengths, *ids.shape)
-        values = {**_defaults(lm.opened, tensors, lengths), **values}
+    by_name, by_input = _split(lm.opened, tensors, controls)
+    values = read_inputs("score", tensors, by_input, ids.shape[0])
+    if prompt_lengths is not None or by_name:
+        whole = np.asarray(ops.sum(ops.cast(mask, "int32"), axis=1))
+        lengths = whole if prompt_lengths is None else _read_lengths(prompt_lengths, *ids.shape)
+        values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
     with intercepting(layer_intercept_fn):
         hidden_states = lm.interceptable({**values, "token_ids": ids, "padding_mask": mask})
     logits = head(hidden_states, reverse=True)
@@ -181,12 +189,26 @@ def _read_lengths(value: Any, batch: int, time: int) -> np.ndarray:
     return np.broadcast_to(lengths, batch)
 
 
-def _defaults(
-    opened: EditedBackbone, inputs: Iterable[str], prompt_lengths: np.ndarray
+def _split(
+    opened: EditedBackbone, inputs: Iterable[str], controls: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tell controls that are named as rewrites name them from those named as inputs."""
+    names = [r.control for r in opened.rewrites if isinstance(r, Rewrite) and r.control]
+    names = [name for name in names if name not in inputs]
+    controls = check_names("score", controls, [*names, *inputs])
+    by_name = {name: value for name, value in controls.items() if name in names}
+    return by_name, {name: value for name, value in controls.items() if name not in names}
+
+
+def _bound(
+    opened: EditedBackbone,
+    inputs: Iterable[str],
+    controls: Mapping[str, Any],
+    prompt_lengths: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Return the defaults of the inputs that have one, as generation binds them to prompts."""
+    """Return controls and the defaults of the others, as generation binds them to prompts."""
     others = dict.fromkeys(set(inputs) - set(opened.defaults), 0)
-    bound = bind_controls(opened, others, prompt_lengths, "score")
+    bound = bind_controls(opened, {**others, **controls}, prompt_lengths, "score")
     return {name: array for name, array in bound.items() if name in opened.defaults}
 
 

@@ -70,8 +70,9 @@ class TrainsOwnLayers:
 def _keeping_values(model: Any) -> Iterator[None]:
     """Put values back into variables where what runs inside fails.
 
-    On JAX Keras takes them out of all variables of a model before the first step, to spare memory.
-    If that step fails, as for inputs that do not fit, `predict` leaves the model without weights.
+    On JAX Keras takes them out of all variables of a model before the first step, to spare memory,
+    and each step takes over the arrays of the one before. Where a step fails, as for inputs that do
+    not fit, or is interrupted, `predict` and `evaluate` leave the model without weights.
     """
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer else ())]
@@ -79,8 +80,10 @@ def _keeping_values(model: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        with contextlib.suppress(RuntimeError):  # a step that failed midway took the arrays over
+            getattr(model, "jax_state_sync", lambda: None)()
         for variable, value in zip(variables, values, strict=True):
             is_lost = graph.array_of(variable) is None and value is not None
-            if is_lost and not value.is_deleted():  # a step that ran took it over
+            if is_lost and not value.is_deleted():
                 graph.put_array(variable, value)
         raise

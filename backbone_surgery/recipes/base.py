@@ -14,6 +14,7 @@ import numpy as np
 
 from backbone_surgery.errors import RecipeError
 from backbone_surgery.opening.open import find_family
+from backbone_surgery.presets import keep_preset
 from backbone_surgery.recipes.quantization import is_held, quantization, quantize_like
 from backbone_surgery.weights.arrays import of_value, of_variable
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora
@@ -58,7 +59,9 @@ def fitted_base(
     if base["lora"] or base["quantization"]:
         same, described = quantization(backbone), base["quantization"]
         quantize = partial(quantize_like, described=same) if same else None
-        backbone = copy_backbone(backbone, quantize)
+        copy = copy_backbone(backbone, quantize)
+        keep_preset(copy, backbone)
+        backbone = copy
         if described and not same:
             quantize_like(backbone, described)
         if base["lora"]:

@@ -81,7 +81,8 @@ def check_vectors(lm: CachedCausalLM, vectors: Any) -> dict[str, ControlVector]:
             received = f"none for block {missing[0]}" if missing else f"{len(vector.directions[0])}"
             raise SurgeryError(
                 f"tune at 'vectors': expected a direction of {size} numbers for each block of "
-                f"'{name}'. Received {received}. Train it on all blocks of this model."
+                f"'{name}'. Received {received}. Train it on all blocks of "
+                "this model, and keep it as safetensors: a GGUF file leaves block 0 out."
             )
     return own
 

@@ -133,7 +133,7 @@ def _reason(rewrite: Any) -> str | None:
         return "is no steering"
     if rewrite.mode not in _NO_LAYER:
         return f"has mode {rewrite.mode!r}"
-    if rewrite.tokens != "all":
+    if rewrite.tokens not in ("all", (0, None), (None, None)):
         return f"acts on tokens {rewrite.tokens!r} only"
     if rewrite.renormalize:
         return "renormalises what it steers"

@@ -7,11 +7,12 @@ import sys
 
 import keras
 import keras_hub
+import numpy as np
 import pytest
 from sentencepiece import sentencepiece_model_pb2
 
 import backbone_surgery as bs
-from backbone_surgery.datasets.facts import tokenizer_digest
+from backbone_surgery.datasets.facts import controls_digest, tokenizer_digest
 from tests.helpers import train_pieces
 
 models = keras_hub.models
@@ -139,6 +140,15 @@ def test_a_job_with_another_tokenizer_is_refused(tmp_path, do, arguments, text):
         do(lm, path, tmp_path / "out", *arguments, verbose=0)
     with pytest.raises(bs.SurgeryError, match="differs in: tokenizer"):
         do(other, path, tmp_path / "out", *arguments, verbose=0)
+
+
+def test_ranges_that_differ_in_long_prompts_alone_have_other_digests():
+    backbone = models.GPT2Backbone(50, 2, 2, 8, 16)
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {1: np.ones(8)})]))
+    ranges = ["all", "prompt", "last", (-10, None), (-30, None), (0, -1), (-10, -1), (0, 12)]
+    controls = [{"mood": bs.Control(1.0, tokens=tokens)} for tokens in ranges]
+    digests = {controls_digest("harvest", lm, each) for each in controls}
+    assert len(digests) == len(ranges)
 
 
 @pytest.mark.slow

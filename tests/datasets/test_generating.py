@@ -137,7 +137,7 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
     bs.generate_dataset(lm, lines, out, **OPTIONS)
     manifest = json.loads((out / "_manifest.json").read_text())
     (out / "_manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    with pytest.raises(bs.SurgeryError, match=r"manifest of version 2\. Received version 1"):
+    with pytest.raises(bs.SurgeryError, match=r"manifest of version 3\. Received version 1"):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
     (out / "_manifest.json").write_text("[]")
     with pytest.raises(bs.SurgeryError, match="expected the manifest of a job"):
@@ -153,6 +153,10 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
         ({"controls": {"mod": 1.0}}, "^generate_dataset at control 'mod'.*Did you mean 'mood'"),
         ({"controls": {"mood": "name"}}, "row 0 of .*expected a number in column 'name'"),
         ({"column": "strength"}, "row 0 of .*expected a prompt in column 'strength'"),
+        ({"column": ["prompt"]}, r"at 'column': expected the name of a column. Received \['prompt"),
+        ({"output_column": ""}, "at 'output_column': expected the name of a column"),
+        ({"id_column": 3}, "at 'id_column': expected the name of a column"),
+        ({"vectors": [3]}, r"at 'vectors': expected control vectors by name. Received \[3\]"),
         ({"output_column": "name"}, r"expected no column \['name'\]"),
         ({"id_column": "ids"}, "expected a column 'ids'"),
         ({"batch_size": 0}, "at 'batch_size'"),
@@ -313,6 +317,12 @@ def test_a_score_that_is_no_finite_number_is_refused_by_row(lm, lines, tmp_path,
     with pytest.raises(bs.SurgeryError, match=words):
         bs.generate_dataset(lm, lines, tmp_path / "out", score={"own": score}, **OPTIONS)
     assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_a_score_that_raises_is_named_with_its_row(lm, lines, tmp_path):
+    words = r"at row 0 of .* at score 'own': .* Received ZeroDivisionError, division by zero, for"
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.generate_dataset(lm, lines, tmp_path / "out", score={"own": lambda x: 1 / 0}, **OPTIONS)
 
 
 @pytest.mark.parametrize("value", [2, np.float32(2), np.array(2), jnp.float32(2), True])

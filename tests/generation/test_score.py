@@ -99,6 +99,17 @@ def test_lengths_of_prompts_score_a_text_as_it_was_generated(tokens, rng):
     row = {name: x[1:] for name, x in text.items()}
     whole = scored(lm, text, prompt_lengths=lengths.tolist())[1:]
     assert relative(scored(lm, row, prompt_lengths=7), whole) < 2e-6
+    if tokens == "generated":
+        control = {"mood": bs.Control(tokens=tokens)}
+        unsaid = bs.CachedCausalLM(bs.operate(lm.opened.owner, [replace(steer, tokens="all")]))
+        by_name = scored(unsaid, text, prompt_lengths=lengths, controls=control)
+        assert relative(by_name, scored(lm, text, prompt_lengths=lengths)) == 0
+        last = {"mood": bs.Control(1.0, tokens="last")}
+        rows = {"mood_tokens": np.stack([lengths - 1, lengths, lengths], axis=1)}
+        by_name = scored(unsaid, text, prompt_lengths=lengths, controls=last)
+        assert relative(by_name, scored(unsaid, text, controls=rows)) == 0
+        with pytest.raises(bs.SurgeryError, match=r"'moot': expected .*Did you mean 'mood'"):
+            lm.score(text["token_ids"], controls={"moot": 1.0})
     # What is passed as an array goes before what the lengths say.
     controls = {"mood_tokens": np.array([[0, 15, 15]] * 2)}
     steered = scored(lm, text, prompt_lengths=0, controls=controls)
@@ -159,7 +170,8 @@ def test_gradients_of_the_embeddings(backbone, ids):
         ({"prompt_lengths": [1, 2]}, r"'prompt_lengths': .* int\[1\], one for each row. Received"),
         ({"prompt_lengths": 1.5}, "'prompt_lengths': expected an int"),
         ({"prompt_lengths": "all"}, "'prompt_lengths': expected an int"),
-        ({"controls": {"mood": [[1.0]]}}, "score at control 'mood': expected a control of this"),
+        ({"controls": {"moot": [[1.0]]}}, "score at control 'moot': expected a control of this"),
+        ({"controls": {"mood": "x"}}, "controls at 'mood': expected finite numbers"),
         ({"controls": {"mood_strength": [1.0]}}, r"'mood_strength': expected float32\[1, 1\]"),
         ({"controls": {"mood_strength": "x"}}, r"'mood_strength': expected float32\[1, 1\]"),
         ({"controls": [1.0]}, "score at 'controls': expected a dict"),

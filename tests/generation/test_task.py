@@ -254,3 +254,25 @@ def test_weights_stay_where_keras_fails(backbone):
             run(ids, verbose=0)
         for value, variable in zip(before, lm.variables, strict=True):
             np.testing.assert_array_equal(variable, value)
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Stop where a batch ends, as a user does by Ctrl-C."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+    on_predict_batch_end = on_test_batch_end
+
+
+@pytest.mark.parametrize("way", ["evaluate", "predict"])
+def test_weights_stay_where_keras_is_interrupted(rng, way):
+    backbone = make_gpt2()
+    plain, lm = (bs.CachedCausalLM(x) for x in (backbone, bs.operate(backbone, [])))
+    lm.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = [np.array(v) for v in plain.variables]
+    x, y, _ = batch(rng)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(lm, way)(x, *[y] * (way == "evaluate"), batch_size=2, callbacks=[Interrupt()])
+    for value, variable in zip(before, plain.variables, strict=True):
+        np.testing.assert_array_equal(variable, value)

@@ -101,6 +101,15 @@ def test_what_is_loaded_can_be_saved_again(shared, folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_edit_of_a_tuned_bundled_model_needs_no_backbone_when_it_is_saved_again(tmp_path):
+    backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone
+    backbone.enable_lora(2)
+    bs.save_recipe(bs.operate(backbone, [bs.Skip("blocks.1", amount=0.5)]), tmp_path / "r")
+    bs.save_recipe(bs.load_recipe(tmp_path / "r"), tmp_path / "again")
+    loaded = bs.load_recipe(tmp_path / "again")
+    np.testing.assert_array_equal(outputs(loaded), outputs(bs.load_recipe(tmp_path / "r")))
+
+
 def test_an_edit_of_a_bundled_model_needs_no_backbone(tmp_path):
     backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone
     direction = np.random.default_rng(0).normal(0, 1, backbone.hidden_dim)

@@ -32,6 +32,7 @@ def test_a_prompt_that_is_null_is_empty():
         {"response_format": {"type": "text"}, "modalities": ["text"], "service_tier": "auto"},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
         {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none"},
+        {"parallel_tool_calls": True},
         {"prompt_cache_key": "a", "prompt_cache_retention": "in_memory"},
         {"reasoning_effort": "none", "verbosity": "medium"},
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},

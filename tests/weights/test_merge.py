@@ -44,6 +44,7 @@ GPT2 = {
     "add in the middle": [add("blocks.*.residual_mid")],
     "add to what attention writes": [add("blocks.*.attention_output")],
     "add to what a norm gives the MLP": [add("blocks.*.mlp_output")],
+    "add at all positions": [add("blocks.*", tokens=(0, None))],
     "take out": [ablate("blocks.*.mlp_output"), ablate("blocks.*.attention_output", strength=0.4)],
     "in order": [add("blocks.*"), add("blocks.*.mlp_output"), ablate("blocks.*.mlp_output")],
     "in another order": [ablate("blocks.*.mlp_output"), add("blocks.*.mlp_output")],

@@ -164,6 +164,7 @@ class ChatCompletion(Completion):
     verbosity: Annotated[Any, _only("medium")] = None
     tools: Annotated[Any, _only([])] = None
     tool_choice: Annotated[Any, _only("none")] = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, _only([])] = None
     function_call: Annotated[Any, _only("none")] = None
     audio: Annotated[Any, _only()] = None
