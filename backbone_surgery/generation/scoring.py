@@ -80,8 +80,10 @@ def score(
     by_name, by_input = _split(lm.opened, tensors, controls)
     values = read_inputs("score", tensors, by_input, ids.shape[0])
     if prompt_lengths is not None or by_name:
-        whole = np.asarray(ops.sum(ops.cast(mask, "int32"), axis=1))
-        lengths = whole if prompt_lengths is None else _read_lengths(prompt_lengths, *ids.shape)
+        if prompt_lengths is None:
+            lengths = np.asarray(mask, "int32").sum(axis=1)
+        else:
+            lengths = _read_lengths(prompt_lengths, *ids.shape)
         values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
     with intercepting(layer_intercept_fn):
         hidden_states = lm.interceptable({**values, "token_ids": ids, "padding_mask": mask})

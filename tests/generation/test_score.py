@@ -104,6 +104,9 @@ def test_lengths_of_prompts_score_a_text_as_it_was_generated(tokens, rng):
         unsaid = bs.CachedCausalLM(bs.operate(lm.opened.owner, [replace(steer, tokens="all")]))
         by_name = scored(unsaid, text, prompt_lengths=lengths, controls=control)
         assert relative(by_name, scored(lm, text, prompt_lengths=lengths)) == 0
+        compiled = jax.jit(lambda ids: unsaid.score(ids, controls=control, prompt_lengths=[4, 7]))
+        row = np.asarray(compiled(text["token_ids"]))[1]
+        assert relative(row, by_name[1]) < 2e-6
         last = {"mood": bs.Control(1.0, tokens="last")}
         rows = {"mood_tokens": np.stack([lengths - 1, lengths, lengths], axis=1)}
         by_name = scored(unsaid, text, prompt_lengths=lengths, controls=last)
