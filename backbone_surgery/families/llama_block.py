@@ -1,8 +1,9 @@
 """The block of Llama, Mistral, Qwen 2 and Qwen 3: pre-norms, rotary positions, a gated MLP."""
 
+from functools import partial
 from typing import Any
 
-from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm, rotary
+from backbone_surgery.families.pre_norm import attend, mlp_of, pre_norm, rotary
 from backbone_surgery.opening.site import Site
 
 
@@ -28,21 +29,11 @@ def open_llama_block(
         )
         return block._self_attention_dropout(Site("attention_output")(x))
 
-    def own_mlp(x):
-        return gated_mlp(
-            x,
-            block._feedforward_gate_dense,
-            block._feedforward_intermediate_dense,
-            block._feedforward_output_dense,
-            block.activation,
-            policy,
-        )
-
     return pre_norm(
         x,
         block._self_attention_layernorm,
         attention,
         block._feedforward_layernorm,
-        mlp or own_mlp,
+        mlp or partial(mlp_of, block),
         policy,
     )

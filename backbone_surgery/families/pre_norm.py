@@ -112,6 +112,18 @@ def gated_mlp(
     return Site("mlp_output")(down(Site("mlp_hidden")(product(gate(x), up(x)))))
 
 
+def mlp_of(block: Any, x: Any) -> Any:
+    """Spell out the gated MLP of a block whose layers have the names that Llama's have."""
+    return gated_mlp(
+        x,
+        block._feedforward_gate_dense,
+        block._feedforward_intermediate_dense,
+        block._feedforward_output_dense,
+        block.activation,
+        block.dtype_policy,
+    )
+
+
 def rotary(layer: keras.layers.Layer, positions: Any) -> Callable[[Any, str], Any]:
     """Return `rotate` for a `keras_hub.layers.RotaryEmbedding` of the block."""
     return lambda heads, name: layer(heads, positions=positions)

@@ -1,10 +1,12 @@
 """The block of Qwen 3.5, with linear or full attention, and perhaps a mixture of experts."""
 
+from functools import partial
+
 from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 from backbone_surgery.families.gated_delta_net import gated, linear_attention
 from backbone_surgery.families.parts import PartialRotary, Split
-from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm
+from backbone_surgery.families.pre_norm import attend, mlp_of, pre_norm
 from backbone_surgery.opening.site import Site
 
 
@@ -48,21 +50,11 @@ def open_qwen3_5_block(block, hidden_states, padding_mask, positions, mlp=None):
             x = _full_attention(block._self_attention_layer, x, padding_mask, positions, policy)
         return block._self_attention_dropout(Site("attention_output")(x))
 
-    def own_mlp(x):
-        return gated_mlp(
-            x,
-            block._feedforward_gate_dense,
-            block._feedforward_intermediate_dense,
-            block._feedforward_output_dense,
-            block.activation,
-            policy,
-        )
-
     return pre_norm(
         hidden_states,
         block._input_layernorm,
         attention,
         block._post_attention_layernorm,
-        own_mlp if mlp is None else mlp,
+        mlp or partial(mlp_of, block),
         policy,
     )

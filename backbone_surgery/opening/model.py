@@ -57,7 +57,7 @@ class WithControls(keras.Model):
                 f"call of '{self.name}' at input '{unknown[0]}': expected inputs of the model. "
                 f"Received one that it has not. {closest(unknown[0], self.input)}"
             )
-        missing = [name for name in self.input if name not in {**self.defaults, **inputs}]
+        missing = [n for n in self.input if n not in inputs and n not in self.defaults]
         if missing:
             raise SurgeryError(
                 f"call of '{self.name}' at input '{missing[0]}': expected a value, since there is "
