@@ -36,8 +36,17 @@ _VECTOR = typer.Option(
     help="A control vector: the name of one that comes with the model, or a .gguf or .safetensors "
     "file. The control is named after it, or by you with NAME=FILE.",
 )
-Vector = Annotated[str, _VECTOR]
+Vector = Annotated[str | None, _VECTOR]
 Vectors = Annotated[list[str], _VECTOR]
+Control = Annotated[
+    str | None,
+    typer.Option(
+        "--control",
+        "-c",
+        help="In place of --vector: a control of the model's own edit, or a vector that comes with "
+        "the model.",
+    ),
+]
 Strengths = Annotated[str, typer.Option(help="Strengths, separated by commas.")]
 NewTokens = Annotated[int, typer.Option(min=0, help="How many tokens to add at most.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampler, for each prompt.")]

@@ -51,7 +51,7 @@ def plot(
 
     attempt(check_folder, to_file, "plot")
     lm = load(model)
-    if to_file.suffix == ".mmd":
+    if to_file.suffix.lower() == ".mmd":
         text = bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand)
         attempt(to_file.write_text, text + "\n")
     else:

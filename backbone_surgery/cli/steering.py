@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,6 +12,7 @@ from backbone_surgery.cli.console import attempt, fail, read_text, write, write_
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     AnyBatchSize,
+    Control,
     Mesh,
     Model,
     NewTokens,
@@ -27,7 +28,8 @@ from backbone_surgery.cli.options import (
 
 def steer(
     prompt: Annotated[str, typer.Argument(help="How the text begins.")],
-    vector: Vector,
+    vector: Vector = None,
+    control: Control = None,
     strengths: Strengths = "-1,0,1",
     model: Model = "tiny_gpt2",
     max_new_tokens: NewTokens = 60,
@@ -39,10 +41,9 @@ def steer(
     import backbone_surgery as bs
 
     values = attempt(parse_strengths, strengths)
-    vectors = attempt(parse_vectors, [vector])
-    lm = load(model, vectors, sampler, mesh=mesh)
+    lm, name = _load(vector, control, model, sampler, mesh)
     options = {"max_new_tokens": max_new_tokens, "seed": seed}
-    result = attempt(bs.sweep, lm, prompt, *vectors, values, **options)
+    result = attempt(bs.sweep, lm, prompt, name, values, **options)
     typer.secho(prompt, bold=True)
     table = Table(show_lines=True)
     table.add_column(f"{result.control} at", justify="right")
@@ -56,7 +57,8 @@ def sweep(
     prompts: Annotated[
         list[str], typer.Argument(help="Prompts, or .txt files with a prompt on each line.")
     ],
-    vector: Vector,
+    vector: Vector = None,
+    control: Control = None,
     strengths: Strengths = "-3,-2,-1,0,1,2,3",
     model: Model = "tiny_gpt2",
     words: Annotated[
@@ -76,19 +78,18 @@ def sweep(
     from backbone_surgery.files import picture_path
 
     values = attempt(parse_strengths, strengths)
-    vectors = attempt(parse_vectors, [vector])
     counted = [word.strip().lower() for word in words.split(",") if word.strip()]
     if plot is not None and not counted:
         fail("sweep --plot: expected something to plot. Received no --words. Name words to count.")
     if plot is not None:
         attempt(picture_path, plot, "sweep --plot")
     listed = attempt(_read_prompts, prompts)
-    lm = load(model, vectors, sampler, mesh=mesh)
+    lm, name = _load(vector, control, model, sampler, mesh)
     result = attempt(
         bs.sweep,
         lm,
         listed,
-        *vectors,
+        name,
         values,
         score={"words": lambda text: _count(text, counted)} if counted else None,
         max_new_tokens=max_new_tokens,
@@ -100,6 +101,21 @@ def sweep(
     if plot is not None:
         attempt(result.plot, plot)
         write(f"wrote {plot}")
+
+
+def _load(
+    vector: str | None, control: str | None, model: str, sampler: SamplerName, mesh: str | None
+) -> tuple[Any, str]:
+    """Load the model; return it with the name of the control whose strengths are compared."""
+    if (vector is None) == (control is None):
+        fail(
+            "expected one of --vector and --control, which says what to compare strengths of. "
+            f"Received {'neither' if vector is None else 'both'}. Name a vector, such as "
+            "--vector mood."
+        )
+    vectors = attempt(parse_vectors, [] if vector is None else [vector])
+    [name] = vectors or [control]
+    return load(model, vectors, sampler, mesh=mesh, controls=[name]), name
 
 
 def _read_prompts(prompts: Sequence[str]) -> list[str]:

@@ -72,16 +72,23 @@ def read_controls(controls: Controls | None) -> tuple[dict[str, Any], dict[str, 
     return fixed, by_column
 
 
-def vectors_digest(vectors: Any) -> dict[str, str]:
+def vectors_digest(vectors: Any, by_column: Mapping[str, Columns]) -> dict[str, str]:
     """Return the digest of each control vector by its name.
 
     Raises:
-        SurgeryError: they are no mapping, or one of them is no control vector.
+        SurgeryError: they are no mapping, one of them is no control vector, or no control has a
+            column that could name them.
     """
     if not isinstance(vectors, Mapping):
         raise SurgeryError(
             "generate_dataset at 'vectors': expected control vectors by name. Received "
             f"{shown(vectors)}. Pass {{'mine': vector}}."
+        )
+    if vectors and all(columns.vector is None for columns in by_column.values()):
+        raise SurgeryError(
+            f"generate_dataset at 'vectors': expected a control with a column that names them. "
+            f"Received {list(vectors)}, and no such control, so they would change nothing. Pass "
+            "two columns of a control, those of strengths and of names, or leave them out."
         )
     digests = {}
     for name, vector in vectors.items():

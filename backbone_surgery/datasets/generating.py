@@ -137,7 +137,7 @@ def generate_dataset(
                 f"{shown(value)}. Pass one."
             )
     vectors = {} if vectors is None else vectors
-    digests = vectors_digest(vectors)
+    digests = vectors_digest(vectors, by_column)
     work = _Work(
         column,
         fixed,

@@ -74,6 +74,7 @@ class Engine:
             )
         self.lm, self.rows = lm, lm.programs.padded(rows)
         self.length = min(length, lm.max_positions or length)
+        self.max_waiting = max_waiting
         self._scheduler = Scheduler(
             lm, self.rows, self.length, prefix_cache, prefill_chunk, chunk_size, max_waiting
         )

@@ -93,6 +93,11 @@ def write(path: Path, directions: Directions, info: Info) -> None:
     """Write a file in one step: it is there whole, or what was there before still is."""
     format_ = _format(path)
     info = {**info, "hidden_dim": str(len(next(iter(directions.values()))))}
+    if path.is_dir() or not path.parent.is_dir():
+        raise SurgeryError(
+            f"save at '{path}': expected a file in a folder that exists. Received another path. "
+            "Make the folder first, or choose another path."
+        )
     if format_ is gguf_file and 0 in directions:
         if len(directions) == 1:
             raise SurgeryError(
@@ -106,11 +111,6 @@ def write(path: Path, directions: Directions, info: Info) -> None:
         )
         directions = {block: d for block, d in directions.items() if block != 0}
     digest = checksum(directions, info)
-    if path.is_dir() or not path.parent.is_dir():
-        raise SurgeryError(
-            f"save at '{path}': expected a file in a folder that exists. Received another path. "
-            "Make the folder first, or choose another path."
-        )
     replace_file(path, lambda part: format_.write(part, directions, info, digest))
 
 

@@ -43,6 +43,8 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*STEER, "mood", "--strengths", ""], "numbers separated by"),
         ([*STEER, "mood", "--strengths", "1,inf"], "numbers separated by"),
         ([*STEER, "mood", "--strengths", "1e300"], "mood"),
+        (["steer", PROMPT], "expected one of --vector and --control"),
+        ([*SWEEP, "--control", "mood"], "Received both"),
         ([*SWEEP, "--plot", "x.png"], "Name words to count"),
         ([*SWEEP, "--words", "a", "--plot", "missing/x.png"], "a folder that exists"),
         ([*SWEEP, "--words", "a", "--plot", "x"], "ends in one of .png"),

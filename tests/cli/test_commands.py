@@ -183,3 +183,20 @@ def test_a_folder_with_an_edit_takes_no_other(edited_folder):
 
 def test_the_chat_template_of_a_folder_is_loaded(edited_folder):
     assert load(str(edited_folder)).chat_template == "{{ messages[0]['content'] }}"
+
+
+@pytest.mark.slow
+def test_strengths_of_the_edit_of_a_model_are_compared_by_the_name_of_its_control(run, tmp_path):
+    """The texts are those of `generate` with the same strengths of that control."""
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    edited = bs.operate(lm.backbone, [bs.Steer("feeling", vector, strength=0.0)])
+    bs.CachedCausalLM(edited, lm.preprocessor).save_to_preset(tmp_path / "edited")
+    steering = ["--control", "feeling", "--strengths", "-2,2", "--max-new-tokens", "8"]
+    compared = run("steer", PROMPT, "-m", tmp_path / "edited", *steering)
+    assert compared.exit_code == 0, compared.output
+    for strength in (-2, 2):
+        options = ["-m", tmp_path / "edited", "-c", f"feeling={strength}", "--max-new-tokens", "8"]
+        text = run("generate", PROMPT, *options).stdout.strip().removeprefix(PROMPT).strip()
+        assert text in " ".join(compared.stdout.split())
+    assert run("steer", PROMPT, "-c", "mood", *steering[2:]).exit_code == 0

@@ -156,6 +156,7 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
         ({"column": ["prompt"]}, r"at 'column': expected the name of a column. Received \['prompt"),
         ({"output_column": ""}, "at 'output_column': expected the name of a column"),
         ({"id_column": 3}, "at 'id_column': expected the name of a column"),
+        ({"vectors": {"up": bs.ControlVector({1: [1.0]})}}, "a column that names them"),
         ({"vectors": [3]}, r"at 'vectors': expected control vectors by name. Received \[3\]"),
         ({"output_column": "name"}, r"expected no column \['name'\]"),
         ({"id_column": "ids"}, "expected a column 'ids'"),

@@ -499,11 +499,19 @@ def test_with_a_key_every_route_but_health_wants_it(lm):
 
 @pytest.mark.slow
 def test_a_full_queue_is_429(lm):
-    with Server(lm, rows=1, max_waiting=1) as server:
+    with Server(lm, rows=1, max_waiting=3) as server:
         body = {"prompt": PROMPT, "n": 5, "max_tokens": 100}
         answer = server.send("POST", "/v1/completions", json=body)
-        assert answer.status_code == 429
-        assert answer.headers["retry-after"] == "1"
+        assert answer.status_code == 400  # it could never be taken
+        assert "at most 3 texts" in answer.json()["error"]["message"]
+        body["n"] = 3
+        with server.client() as client:
+            stream = complete(client, n=3, max_tokens=100, stream=True)
+            next(iter(stream))
+            answer = server.send("POST", "/v1/completions", json=body)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            stream.close()
         body = {"prompt": PROMPT, "max_tokens": 2}
         assert server.send("POST", "/v1/completions", json=body).status_code == 200
 

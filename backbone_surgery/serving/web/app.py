@@ -113,6 +113,12 @@ class Service:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
         if body.model not in (None, self.name):
             raise SurgeryError(self.no_model(body.model))
+        count, most = len(prompts) * body.choices, self.engine.max_waiting
+        if count > most:
+            raise SurgeryError(
+                f"prompt: expected a request for at most {most} texts, as many as may wait here. "
+                f"Received one for {count}. Send several requests."
+            )
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_length([prompt])
