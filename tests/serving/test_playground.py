@@ -68,6 +68,14 @@ def test_a_slider_changes_the_text(page):
     assert before != after
 
 
+def test_a_vector_can_act_on_the_last_token_of_the_prompt(page, lm):  # noqa: F811
+    page.select_option("#tokens-mood", "last")
+    got = texts(page)
+    control = bs.Control(-1.5, tokens="last")
+    assert got[0] == lm.generate("Once upon a time", max_new_tokens=24, controls={"mood": control})
+    assert got[0] != lm.generate("Once upon a time", max_new_tokens=24, controls={"mood": -1.5})
+
+
 def test_bad_input_shows_the_error(page):
     page.fill("#strengths", "1, happy")
     page.click("#go")
