@@ -9,10 +9,12 @@ there is the one that the chip would run.
 import contextlib
 import contextvars
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
+from backbone_surgery.contexts import setting
 from backbone_surgery.errors import SurgeryError, shown
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -57,8 +59,9 @@ def program_of() -> str | None:
     return _chosen.get()
 
 
-@contextlib.contextmanager
-def made_for(chosen: str, placement: Any = None, whole_prompts: bool = False) -> Iterator[None]:
+def made_for(
+    chosen: str, placement: Any = None, whole_prompts: bool = False
+) -> AbstractContextManager[None]:
     """Have what is made inside be for a platform.
 
     Args:
@@ -66,23 +69,14 @@ def made_for(chosen: str, placement: Any = None, whole_prompts: bool = False) ->
         placement: where arrays lie on a mesh of devices; `None` for one device.
         whole_prompts: whether the tokens that run are the first of their rows, from slot 0 on.
     """
-    tokens = _chosen.set(chosen), _placement.set(placement), _whole_prompts.set(whole_prompts)
-    try:
-        yield
-    finally:
-        _chosen.reset(tokens[0])
-        _placement.reset(tokens[1])
-        _whole_prompts.reset(tokens[2])
+    return setting({_chosen: chosen, _placement: placement, _whole_prompts: whole_prompts})
 
 
 @contextlib.contextmanager
 def planned() -> Iterator[None]:
     """Make programs inside on paper: for a chip that may not be there, whatever chips are here."""
-    token = _on_paper.set(True)
-    try:
+    with setting({_on_paper: True}):
         yield
-    finally:
-        _on_paper.reset(token)
 
 
 def is_planned() -> bool:
@@ -114,14 +108,9 @@ def least_rows(chosen: str) -> int:
     return 1 if chosen == "cpu" else 2
 
 
-@contextlib.contextmanager
-def one_row_of(rows: int) -> Iterator[None]:
+def one_row_of(rows: int) -> AbstractContextManager[None]:
     """Make programs inside for a batch of so many rows, of which the first alone is of use."""
-    token = _one_of.set(rows)
-    try:
-        yield
-    finally:
-        _one_of.reset(token)
+    return setting({_one_of: rows})
 
 
 def rows_of_use(rows: int) -> int:

@@ -13,6 +13,7 @@ PACKAGE = "backbone_surgery"
 ORDER = [
     "errors",
     "extras",
+    "contexts",
     "numbers",
     "version",
     "bundled",

@@ -9,6 +9,8 @@ import numpy as np
 
 from backbone_surgery import graph, hosts
 from backbone_surgery.analysis.question import (
+    Metric,
+    TokenLogits,
     bind_row,
     check_selector,
     derived,
@@ -18,6 +20,7 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting import Capture, SiteRewrite, Surgery
 
@@ -75,42 +78,52 @@ def attribution(
             "attribution: expected the JAX backend of Keras. Received "
             f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
         )
-    import jax
-
     question = read_text(lm, text, "attribution")
     check_selector(at, "attribution")
     measure = make_metric(lm, target, "attribution at 'target'")
     model = derived(lm, Capture(at, name=_NAME), _Nudge(at))
     sites = list(model.report[-1].sites)
     inputs = {**question.inputs(), **bind_row(lm, controls, question, "attribution")}
-    variables = [*model.variables]
-
-    def run(nudges: list[Any], values: list[Any], inputs: Any) -> tuple[Any, list[Any]]:
-        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
-        mapping = list(zip(variables, values, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            outputs = model(nudged)
-            logits = next_token_logits(lm, outputs["hidden_states"])
-        return _differentiable(measure(logits)[0]), [
-            outputs["captures"][f"{_NAME}/{s}"] for s in sites
-        ]
-
+    if isinstance(measure, TokenLogits):  # other texts and tokens compile nothing new
+        tokens, step = measure.ids, made_once(model, "step", lambda: _step(lm, model, sites))
+    else:
+        tokens, step = [], _step(lm, model, sites, measure)
     shapes = [
         (1, len(question.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))
     ]
     zeros = [np.zeros(shape, "float32") for shape in shapes]
-    arguments = (zeros, [v.value for v in variables], inputs)
-    step = jax.jit(jax.value_and_grad(run, has_aux=True)).lower(*arguments)
+    arguments = (zeros, [v.value for v in model.variables], inputs, tokens)
     if hosts.span(model):
-        parts = {"text": inputs, "model or target": step.as_text()}
+        parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
         hosts.agree(model, "attribution", parts)
-    (value, captured), gradients = step.compile()(*arguments)
+    (value, captured), gradients = step(*arguments)
     products = [
         hosts.to_numpy(g) * np.asarray(hosts.to_numpy(x), "float32")
         for g, x in zip(gradients, captured, strict=True)
     ]
     summed = [p[0].reshape(len(question.token_ids), -1).sum(axis=-1) for p in products]
     return Attribution(np.stack(summed), float(value), sites, question.labels)
+
+
+def _step(
+    lm: CachedCausalLM, model: EditedBackbone, sites: list[str], measure: Metric | None = None
+) -> Any:
+    """Return the compiled function that gives metric, activations and gradients.
+
+    Without `measure`, the metric is that of the token ids which it is called with.
+    """
+    import jax
+
+    def run(nudges: list[Any], values: list[Any], inputs: Any, tokens: list[Any]) -> Any:
+        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
+        mapping = list(zip(model.variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            outputs = model(nudged)
+            logits = next_token_logits(lm, outputs["hidden_states"])
+        captured = [outputs["captures"][f"{_NAME}/{site}"] for site in sites]
+        return _differentiable((measure or TokenLogits(tokens))(logits)[0]), captured
+
+    return jax.jit(jax.value_and_grad(run, has_aux=True))
 
 
 def _differentiable(value: Any) -> Any:

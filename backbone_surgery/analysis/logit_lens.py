@@ -17,7 +17,7 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import is_block, is_stream
 from backbone_surgery.rewriting import Capture
@@ -84,7 +84,7 @@ def logit_lens(
                 "'embeddings', 'blocks.3' or 'blocks.3.residual_mid'. Received another one. Use "
                 "`at='blocks.*'`."
             )
-    reader = _reader(lm)
+    reader = made_once(lm.opened, "reader", lambda: _reader(lm.opened))
     bound = bind_row(lm, controls, question, "logit_lens")
     inputs = lm.opened.with_defaults({**question.inputs(), **bound})
     captured = predict(capturing, inputs)["captures"]
@@ -106,12 +106,11 @@ def logit_lens(
 
 
 @graph.building()
-def _reader(lm: CachedCausalLM) -> keras.Model:
+def _reader(opened: EditedBackbone) -> keras.Model:
     """Build a model of what comes after the last block, from the residual stream to logits.
 
     It has the inputs of `lm`'s own model too, for rewrites after the last block.
     """
-    opened: EditedBackbone = lm.opened
     blocks = [node for node in graph.graph_nodes(opened) if is_block(node.operation)]
     if not blocks:
         raise SurgeryError(

@@ -26,6 +26,22 @@ Metric = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
+class TokenLogits:
+    """The metric of a token, its logit, or of a pair of tokens, the difference of their logits.
+
+    Args:
+        ids: of one token or two.
+    """
+
+    ids: Any
+
+    def __call__(self, logits: Any) -> Any:
+        """Measure logits float[batch, vocabulary]."""
+        first, *others = (logits[:, i] for i in self.ids)
+        return first - others[0] if others else first
+
+
+@dataclass(frozen=True)
 class Text:
     """One text as the model reads it.
 
@@ -37,9 +53,9 @@ class Text:
     token_ids: np.ndarray
     labels: list[str]
 
-    def inputs(self, rows: int = 1) -> dict[str, np.ndarray]:
-        """Return the inputs of an uncached model, the text in each of so many rows."""
-        ids = np.repeat(self.token_ids[None], rows, axis=0)
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Return the inputs of an uncached model, one row."""
+        ids = self.token_ids[None]
         return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
 
 
@@ -100,9 +116,7 @@ def make_metric(lm: CachedCausalLM, metric: Any, where: str) -> Metric:
         )
     ids = [_token_id(lm, token, where) for token in pair]
     hosts.agree(lm, where.partition(" ")[0], {"metric": ids})
-    if len(ids) == 1:
-        return lambda logits: logits[:, ids[0]]
-    return lambda logits: logits[:, ids[0]] - logits[:, ids[1]]
+    return TokenLogits(ids)
 
 
 def _checked(metric: Metric, where: str) -> Metric:
@@ -149,9 +163,7 @@ def derived(lm: CachedCausalLM, *rewrites: Rewrite) -> EditedBackbone:
 
 def rewired(model: EditedBackbone) -> BackboneWithCache:
     """Derive the cached graph of a model whose layers were probed before, once."""
-    if "_rewired" not in vars(model):
-        object.__setattr__(model, "_rewired", derive(model))
-    return vars(model)["_rewired"]
+    return made_once(model, "rewired", lambda: derive(model))
 
 
 def head_of(lm: CachedCausalLM) -> keras.Model:

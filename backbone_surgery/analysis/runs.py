@@ -14,6 +14,7 @@ from backbone_surgery.analysis.question import Text, bind_row, derived, rewired
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.model import made_once
 from backbone_surgery.opening.predict import SharedPrograms, predict
 from backbone_surgery.opening.site import Identity, Place
 from backbone_surgery.rewriting import Surgery
@@ -168,8 +169,5 @@ def _cut_name(path: str) -> str:
 
 def _staged(model: BackboneWithCache) -> tuple[graph.Stages, SharedPrograms]:
     """Return the stages of a model and their programs, made once."""
-    if "_staged" not in vars(model):
-        wanted = {name: model.output[name] for name in ("hidden_states", "cache")}
-        staged = graph.Stages(model, wanted, Cut), SharedPrograms()
-        object.__setattr__(model, "_staged", staged)
-    return vars(model)["_staged"]
+    wanted = {name: model.output[name] for name in ("hidden_states", "cache")}
+    return made_once(model, "staged", lambda: (graph.Stages(model, wanted, Cut), SharedPrograms()))

@@ -9,6 +9,7 @@ import numpy as np
 from keras import layers, tree
 
 from backbone_surgery import graph
+from backbone_surgery.caching.projection import works_by_token
 from backbone_surgery.graph.twin import Twin
 from backbone_surgery.opening.family import Family
 
@@ -66,8 +67,7 @@ def _is_plain(layer: keras.Layer) -> bool:
     if activation is not None and not _keeps_to_last_axis(activation):
         return False
     if isinstance(layer, layers.EinsumDense):
-        x, kernel, y = layer.equation.replace("->", ",").split(",")
-        return x[:2] == y[:2] and not set(x[:2]) & set(kernel)
+        return works_by_token(layer)
     return getattr(layer, "axis", -1) in (-1, [-1], (-1,))
 
 

@@ -11,6 +11,7 @@ import keras
 from backbone_surgery import graph, target
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.projection import form_of
+from backbone_surgery.caching.stand_in import StandIn
 from backbone_surgery.opening.experts import MixedExperts
 
 _INPUTS_FIRST = "abc,cde->abde"
@@ -67,7 +68,9 @@ def _order_of_experts(array: Any, platform: str) -> tuple[int, ...] | None:
 
 def _behind(layer: keras.Layer) -> keras.Layer:
     """Return the layer whose weights another one reads."""
-    return layer.mixed if type(layer) is ChosenExperts else getattr(layer, "dense", layer)
+    if type(layer) is ChosenExperts:
+        return layer.mixed
+    return layer.layer if isinstance(layer, StandIn) else layer
 
 
 def _has_experts(layer: keras.Layer) -> bool:

@@ -5,8 +5,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import graph, target
-from backbone_surgery.caching.projection import product
+from backbone_surgery import target
+from backbone_surgery.caching.projection import axes_of, finished, product, works_by_token
+from backbone_surgery.caching.stand_in import StandIn
 
 
 def is_narrow(layer: Any) -> bool:
@@ -17,12 +18,11 @@ def is_narrow(layer: Any) -> bool:
         return False
     if type(layer) is keras.layers.Dense:
         return True
-    x, kernel, y = layer.equation.replace("->", ",").split(",")
-    by_token = x[:2] == y[:2] and not set(x[:2]) & set(kernel)
-    return by_token and set(x[2:]) <= set(kernel) - set(y)
+    x, kernel, y = axes_of(layer)
+    return works_by_token(layer) and set(x[2:]) <= set(kernel) - set(y)
 
 
-class NarrowProjection(keras.layers.Layer):
+class NarrowProjection(StandIn):
     """Compute what a layer quantised to int8 computes, which stays the owner of the weights.
 
     For products of int8, XLA on a GPU wants the inputs of a kernel next to each other, and keeps a
@@ -31,25 +31,19 @@ class NarrowProjection(keras.layers.Layer):
     not a program of a GPU calls the layer itself.
 
     Args:
-        dense: the layer, built. Once it has LoRA, or is quantised in another way, it is called.
+        layer: the layer, built. Once it has LoRA, or is quantised in another way, it is called.
 
     Call arguments:
         inputs: float[batch, time, ...].
     """
 
-    __new__ = graph.new_layer
-
-    def __init__(self, dense: Any, **kwargs: Any) -> None:
-        is_mixed = dense.variable_dtype != dense.compute_dtype
-        dtype = f"mixed_{dense.compute_dtype}" if is_mixed else dense.compute_dtype
-        super().__init__(dtype=dtype, name=dense.name, **kwargs)
-        self.dense = dense
-        self.built = True
-        self.supports_masking = dense.supports_masking
+    def __init__(self, layer: Any) -> None:
+        is_mixed = layer.variable_dtype != layer.compute_dtype
+        super().__init__(layer, f"mixed_{layer.compute_dtype}" if is_mixed else layer.compute_dtype)
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Project the inputs; `training` is what the layer takes too, and changes nothing."""
-        dense = self.dense
+        dense = self.layer
         is_int8 = dense.quantization_mode == "int8" and not dense.lora_enabled
         if target.program_of() != "gpu" or not is_int8:
             return dense(inputs)
@@ -65,10 +59,4 @@ class NarrowProjection(keras.layers.Layer):
             if is_einsum:  # one of each token, where a `Dense` has one of each vector
                 own_scale = ops.reshape(own_scale, (*ops.shape(y)[:2], *[1] * (len(y.shape) - 2)))
             scale = scale * own_scale
-        y = y / scale
-        y = y if dense.bias is None else y + dense.bias
-        return y if dense.activation is None else dense.activation(y)
-
-    def compute_output_spec(self, inputs: Any, training: Any = None) -> Any:
-        """Return what the layer says of itself."""
-        return self.dense.compute_output_spec(inputs)
+        return finished(dense, y / scale)

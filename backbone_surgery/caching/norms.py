@@ -5,7 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import graph, target
+from backbone_surgery import target
+from backbone_surgery.caching.stand_in import StandIn
 
 
 def is_layer_norm(layer: Any) -> bool:
@@ -15,7 +16,7 @@ def is_layer_norm(layer: Any) -> bool:
     return layer.axis == [-1] and not layer.rms_scaling
 
 
-class WholeNorm(keras.layers.Layer):
+class WholeNorm(StandIn):
     """Compute what a `LayerNormalization` computes, which stays the owner of the weights.
 
     Keras takes the mean and the variance first, each in a kernel of its own. Here each step is a
@@ -23,20 +24,12 @@ class WholeNorm(keras.layers.Layer):
     layer itself is called.
 
     Args:
-        norm: the layer, built.
+        layer: the layer, built.
     """
-
-    __new__ = graph.new_layer
-
-    def __init__(self, norm: keras.layers.LayerNormalization, **kwargs: Any) -> None:
-        super().__init__(dtype=norm.dtype_policy, name=norm.name, **kwargs)
-        self.norm = norm
-        self.built = True
-        self.supports_masking = norm.supports_masking
 
     def call(self, inputs: Any) -> Any:
         """Normalize the inputs, float[..., features]."""
-        norm = self.norm
+        norm = self.layer
         if target.platform() == "cpu":
             return norm(inputs)
         x = ops.cast(inputs, "float32")
@@ -45,7 +38,3 @@ class WholeNorm(keras.layers.Layer):
         x = x if norm.gamma is None else x * ops.cast(norm.gamma, "float32")
         x = x if norm.beta is None else x + ops.cast(norm.beta, "float32")
         return ops.cast(x, self.compute_dtype)
-
-    def compute_output_spec(self, inputs: Any) -> Any:
-        """Return what the layer says of itself."""
-        return self.norm.compute_output_spec(inputs)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery import graph
+from backbone_surgery.caching.stand_in import StandIn
 
 _SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
@@ -23,11 +23,11 @@ def projects_heads(layer: Any, compute_dtype: str) -> bool:
     return like_the_model and form_of(layer.equation) in (_SPLIT, _JOIN)
 
 
-class HeadProjection(keras.layers.Layer):
+class HeadProjection(StandIn):
     """Compute what an `EinsumDense` computes, which stays the owner of the weights.
 
     Args:
-        dense: the layer, built. Its kernel is float[num_heads, inputs, head_dim], to heads, or
+        layer: the layer, built. Its kernel is float[num_heads, inputs, head_dim], to heads, or
             float[num_heads, head_dim, outputs], from them. Once it has LoRA or quantised weights,
             it is called itself.
 
@@ -38,26 +38,13 @@ class HeadProjection(keras.layers.Layer):
         float[batch, time, num_heads, head_dim], or float[batch, time, outputs].
     """
 
-    __new__ = graph.new_layer
-
-    def __init__(self, dense: keras.layers.EinsumDense, **kwargs) -> None:
-        super().__init__(dtype=dense.dtype_policy, name=dense.name, **kwargs)
-        self.dense = dense
-        self.built = True
-        self.supports_masking = dense.supports_masking
-
     def call(self, inputs, training=None):
         """Project the inputs; `training` is what the layer takes too, and changes nothing."""
-        dense = self.dense
+        dense = self.layer
         if dense.lora_enabled or dense.quantization_mode is not None:
             return dense(inputs)
         y = product(dense, inputs, ops.convert_to_tensor(dense.kernel))
-        y = y if dense.bias is None else y + dense.bias
-        return y if dense.activation is None else dense.activation(y)
-
-    def compute_output_spec(self, inputs, training=None):
-        """Return what the layer says of itself."""
-        return self.dense.compute_output_spec(inputs)
+        return finished(dense, y)
 
 
 def product(dense: Any, x: Any, kernel: Any) -> Any:
@@ -68,6 +55,23 @@ def product(dense: Any, x: Any, kernel: Any) -> Any:
     if form in (_SPLIT, _JOIN):
         return (_to_heads if form == _SPLIT else _from_heads)(x, kernel)
     return ops.einsum(dense.equation, x, kernel)
+
+
+def finished(dense: Any, y: Any) -> Any:
+    """Add the bias of a layer to its product, and apply its activation."""
+    y = y if dense.bias is None else y + dense.bias
+    return y if dense.activation is None else dense.activation(y)
+
+
+def works_by_token(layer: keras.layers.EinsumDense) -> bool:
+    """Tell whether an `EinsumDense` leaves rows and tokens, its first two axes, as they are."""
+    x, kernel, y = axes_of(layer)
+    return x[:2] == y[:2] and not set(x[:2]) & set(kernel)
+
+
+def axes_of(layer: keras.layers.EinsumDense) -> list[str]:
+    """Return the letters of the axes of input, kernel and output."""
+    return layer.equation.replace("->", ",").split(",")
 
 
 def _to_heads(x, kernel):

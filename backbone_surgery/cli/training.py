@@ -12,6 +12,7 @@ from backbone_surgery.cli.console import attempt, fail, note, read_text, write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import BatchSize, Model
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.files import check_folder
 
 
 class MethodName(StrEnum):
@@ -46,11 +47,7 @@ def train_vector(
             f"train-vector at '{output}': expected a name that ends in .gguf or .safetensors. "
             f"Received the ending '{output.suffix}'. Choose such a name."
         )
-    if not output.parent.is_dir():
-        fail(
-            f"train-vector at '{output}': expected a file in a folder that exists. Received the "
-            f"folder '{output.parent}'. Make it first, or choose another."
-        )
+    attempt(check_folder, output, "train-vector")
     listed = attempt(_read_pairs, pairs)
     lm = load(model)
     vector = attempt(bs.ControlVector.train, lm, listed, method.value, batch_size, token, verbose=1)

@@ -13,8 +13,8 @@ as Pythia's. `enable_lora` finds no layers by itself: pass
 from keras import layers
 from keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder import GPTNeoXDecoder
 
-from backbone_surgery.families.parts import JoinHeads, PartialRotary, Split
-from backbone_surgery.families.pre_norm import attend
+from backbone_surgery.families.parts import JoinHeads, Split
+from backbone_surgery.families.pre_norm import attend, rotary
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
@@ -28,12 +28,6 @@ def open_block(block, hidden_states, padding_mask, positions):
     query, key, value = split(layer._qkv_dense(x))
     join = JoinHeads(dtype=policy, name="join_heads")
 
-    def rotate(x, name):
-        rotary = PartialRotary(
-            layer.rotary_embedding_layer, layer.rotary_dim, dtype=policy, name=name
-        )
-        return rotary(x, positions)
-
     x = attend(
         x,
         padding_mask,
@@ -43,7 +37,7 @@ def open_block(block, hidden_states, padding_mask, positions):
         output=lambda heads: layer._output_dense(join(heads)),
         scale=layer._inv_norm_factor,
         policy=policy,
-        rotate=rotate,
+        rotate=rotary(layer.rotary_embedding_layer, positions, layer.rotary_dim),
         dropout=layer._attn_dropout_layer if layer.dropout > 0 else None,
     )
     attended = block._self_attention_dropout(Site("attention_output")(x))

@@ -13,8 +13,7 @@ from keras_hub.src.models.gpt_oss.gpt_oss_decoder import GptOssTransformerDecode
 from keras_hub.src.models.gpt_oss.gpt_oss_layer_norm import GptOssLayerNormalization
 
 from backbone_surgery.families.mixtures import mixture, refuse_router_logits
-from backbone_surgery.families.parts import PartialRotary
-from backbone_surgery.families.pre_norm import attend, pre_norm
+from backbone_surgery.families.pre_norm import attend, pre_norm, rotary
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
@@ -22,12 +21,6 @@ from backbone_surgery.opening.site import Site
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
     layer, policy = block.self_attention_layer, block.dtype_policy
-
-    def rotate(heads, name):
-        rotary = layer.rotary_embedding_layer
-        if layer._rotary_dim == layer._head_dim:
-            return rotary(heads, positions=positions)
-        return PartialRotary(rotary, layer._rotary_dim, dtype=policy, name=name)(heads, positions)
 
     def attention(x):
         x = attend(
@@ -39,7 +32,7 @@ def open_block(block, hidden_states, padding_mask, positions):
             output=layer.output_dense,
             scale=layer._inv_norm_factor,
             policy=policy,
-            rotate=rotate,
+            rotate=rotary(layer.rotary_embedding_layer, positions, layer._rotary_dim),
             mixed_dropout=layer.dropout_layer,
             sliding_window_size=block.sliding_window + 1 if block.sliding_window else None,
             sinks=layer,

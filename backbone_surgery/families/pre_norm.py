@@ -5,8 +5,9 @@ from typing import Any
 
 import keras
 from keras import layers
+from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families.parts import GatedProduct
+from backbone_surgery.families.parts import GatedProduct, PartialRotary
 from backbone_surgery.opening.attention import SelfAttention
 from backbone_surgery.opening.site import Site
 
@@ -112,18 +113,37 @@ def gated_mlp(
     return Site("mlp_output")(down(Site("mlp_hidden")(product(gate(x), up(x)))))
 
 
-def mlp_of(block: Any, x: Any) -> Any:
-    """Spell out the gated MLP of a block whose layers have the names that Llama's have."""
+def mlp_of(block: Any, x: Any, down: Step | None = None) -> Any:
+    """Spell out the gated MLP of a block whose layers are named as Llama's; see `gated_mlp`."""
     return gated_mlp(
         x,
         block._feedforward_gate_dense,
         block._feedforward_intermediate_dense,
-        block._feedforward_output_dense,
+        down or block._feedforward_output_dense,
         block.activation,
         block.dtype_policy,
     )
 
 
-def rotary(layer: keras.layers.Layer, positions: Any) -> Callable[[Any, str], Any]:
-    """Return `rotate` for a `keras_hub.layers.RotaryEmbedding` of the block."""
-    return lambda heads, name: layer(heads, positions=positions)
+def rotary(
+    layer: keras.layers.Layer, positions: Any, features: int | None = None
+) -> Callable[[Any, str], Any]:
+    """Return `rotate` for a `keras_hub.layers.RotaryEmbedding` of the block.
+
+    Args:
+        layer: the embedding.
+        positions: int32[batch, time].
+        features: how many features of a head are rotated, the first ones; all by default.
+    """
+
+    def rotate(heads: Any, name: str) -> Any:
+        if features in (None, heads.shape[-1]):
+            return layer(heads, positions=positions)
+        return PartialRotary(layer, features, dtype=layer.dtype_policy, name=name)(heads, positions)
+
+    return rotate
+
+
+def unfused(window: int | None) -> int | None:
+    """Return the window that KerasHub applies: none where attention is fused, as always on JAX."""
+    return None if fused_attention_op_available() else window or None

@@ -8,21 +8,21 @@ opened graph. On other backends every block has the window. In Hugging Face only
 
 from keras_hub.src.models.qwen.qwen_decoder import QwenTransformerDecoder
 from keras_hub.src.models.qwen.qwen_layernorm import QwenLayerNorm
-from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 from backbone_surgery.families.llama_block import open_llama_block
+from backbone_surgery.families.pre_norm import unfused
 from backbone_surgery.opening.family import Family
 
 
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
-    windowed = block.use_sliding_window_attention and not fused_attention_op_available()
+    window = block.sliding_window_size if block.use_sliding_window_attention else None
     return open_llama_block(
         block,
         hidden_states,
         padding_mask,
         positions,
-        sliding_window_size=block.sliding_window_size if windowed else None,
+        sliding_window_size=unfused(window),
     )
 
 

@@ -10,31 +10,14 @@ Face (1e-6).
 
 from keras_hub.src.models.qwen3.qwen3_decoder import Qwen3TransformerDecoder
 from keras_hub.src.models.qwen3.qwen3_layernorm import Qwen3LayerNorm
-from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families.llama_block import open_llama_block
+from backbone_surgery.families.qwen3_block import open_qwen3_block
 from backbone_surgery.opening.family import Family
-
-
-def open_block(block, hidden_states, padding_mask, positions):
-    """Spell out one block."""
-    attention = block._self_attention_layer
-    window_size = None if fused_attention_op_available() else block.sliding_window_size
-    return open_llama_block(
-        block,
-        hidden_states,
-        padding_mask,
-        positions,
-        query_norm=attention._query_dense_layer_norm,
-        key_norm=attention._key_dense_layer_norm,
-        sliding_window_size=window_size or None,
-    )
-
 
 FAMILY = Family(
     name="qwen3",
     block=Qwen3TransformerDecoder,
-    open_block=open_block,
+    open_block=open_qwen3_block,
     hidden_states="decoder_sequence",
     padding_mask="decoder_padding_mask",
     pointwise_layers=(Qwen3LayerNorm,),

@@ -2,24 +2,16 @@
 
 from functools import partial
 
-from keras_hub.src.utils.keras_utils import fused_attention_op_available
-
 from backbone_surgery.families.gated_delta_net import gated, linear_attention
-from backbone_surgery.families.parts import PartialRotary, Split
-from backbone_surgery.families.pre_norm import attend, mlp_of, pre_norm
+from backbone_surgery.families.parts import Split
+from backbone_surgery.families.pre_norm import attend, mlp_of, pre_norm, rotary, unfused
 from backbone_surgery.opening.site import Site
 
 
 def _full_attention(layer, x, padding_mask, positions, policy):
     """Spell out attention, from its input to its output projection."""
-    size, rotary = layer.head_dim, layer.rotary_embedding_layer
-    split = Split(size, dtype=policy, name="query_and_gate")
+    split = Split(layer.head_dim, dtype=policy, name="query_and_gate")
     query, gate = split(layer._query_dense(x))
-
-    def rotate(heads, name):
-        if layer.rotary_dim == size:
-            return rotary(heads, positions=positions)
-        return PartialRotary(rotary, layer.rotary_dim, dtype=policy, name=name)(heads, positions)
 
     return attend(
         x,
@@ -32,10 +24,10 @@ def _full_attention(layer, x, padding_mask, positions, policy):
         policy=policy,
         query_norm=layer._query_norm,
         key_norm=layer._key_norm,
-        rotate=rotate,
+        rotate=rotary(layer.rotary_embedding_layer, positions, layer.rotary_dim),
         mixed_dropout=layer._dropout_layer,
         gate=lambda x: gated(x, gate, "sigmoid", policy),
-        sliding_window_size=None if fused_attention_op_available() else layer.sliding_window_size,
+        sliding_window_size=unfused(layer.sliding_window_size),
     )
 
 

@@ -7,7 +7,9 @@ balances the load of the experts.
 What the family of Qwen 3.5 says of images, windows and KerasHub's own task is so here too.
 """
 
-from keras import activations, layers, ops
+from functools import partial
+
+from keras import ops
 from keras_hub.src.models.qwen3_5.qwen3_5_layers import (
     Qwen3_5InterleaveEmbeddings,
     Qwen3_5LayerNorm,
@@ -18,11 +20,10 @@ from keras_hub.src.models.qwen3_5_moe.qwen3_5_moe_decoder import (
     compute_load_balancing_loss,
 )
 
-from backbone_surgery.families.mixtures import gated, halves, mixture
-from backbone_surgery.families.parts import GatedProduct
+from backbone_surgery.families.mixtures import gated, mixture
 from backbone_surgery.families.pre_norm import gated_mlp
 from backbone_surgery.families.qwen3_5_block import open_qwen3_5_block
-from backbone_surgery.families.qwen_mixture import FUSED
+from backbone_surgery.families.qwen_mixture import FUSED, add_shared, fused_expert
 from backbone_surgery.opening.family import Family
 
 
@@ -38,11 +39,6 @@ def open_block(block, hidden_states, padding_mask, positions):
 def mixed_mlp(layer, x, padding_mask):
     """Spell out the mixture of a block, and the expert that stands beside it."""
     shared, policy = layer.shared_expert, layer.dtype_policy
-    product = gated(ops.silu, upcast=True)
-
-    def expert(x, experts):
-        gate, up = halves(experts.project(x, "_expert_feedforward_gate_dense"))
-        return experts.project(product(gate, up), "_expert_feedforward_output_dense")
 
     def loss(logits, padding_mask):
         count, chosen = layer.num_experts, layer.top_k
@@ -55,18 +51,14 @@ def mixed_mlp(layer, x, padding_mask):
         layer._router_gate(x),
         padding_mask,
         bank=layer.expert_bank,
-        expert=expert,
+        expert=fused_expert(gated(ops.silu, upcast=True)),
         shared=FUSED,
         top_k=layer.top_k,
         policy=policy,
         loss=loss,
     )
 
-    def add(hidden):
-        gate = GatedProduct(activations.sigmoid, dtype=policy, name="shared_product")
-        made = gate(layer._shared_expert_gate(x), shared._feedforward_output_dense(hidden))
-        return layers.Add(dtype=policy, name="shared_residual")([mixed, made])
-
+    add = partial(add_shared, x, mixed, shared, layer._shared_expert_gate)
     gate, up = shared._feedforward_gate_dense, shared._feedforward_intermediate_dense
     return gated_mlp(x, gate, up, add, ops.silu, policy)
 

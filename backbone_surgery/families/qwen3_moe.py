@@ -13,27 +13,19 @@ from keras_hub.src.models.qwen3_moe.qwen3_moe_decoder import (
     compute_load_balancing_loss,
 )
 from keras_hub.src.models.qwen3_moe.qwen3_moe_layernorm import Qwen3MoeLayerNorm
-from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
-from backbone_surgery.families.llama_block import open_llama_block
+from backbone_surgery.families.qwen3_block import open_qwen3_block
 from backbone_surgery.families.qwen_mixture import open_qwen_mlp
 from backbone_surgery.opening.family import Family
 
 
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
-    attention = block._self_attention_layer
-    window_size = None if fused_attention_op_available() else block.sliding_window_size
-    return open_llama_block(
-        block,
-        hidden_states,
-        padding_mask,
-        positions,
-        mlp=lambda x: open_qwen_mlp(block.mlp, x, padding_mask, compute_load_balancing_loss),
-        query_norm=attention._query_dense_layer_norm,
-        key_norm=attention._key_dense_layer_norm,
-        sliding_window_size=window_size or None,
-    )
+
+    def mlp(x):
+        return open_qwen_mlp(block.mlp, x, padding_mask, compute_load_balancing_loss)
+
+    return open_qwen3_block(block, hidden_states, padding_mask, positions, mlp)
 
 
 FAMILY = Family(

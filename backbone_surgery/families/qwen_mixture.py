@@ -1,10 +1,12 @@
 """The MLP of Qwen 2 MoE and Qwen 3 MoE, or their mixture of experts and the one beside it."""
 
+from functools import partial
+
 from keras import activations, layers, ops
 
 from backbone_surgery.families.mixtures import gated, halves, mixture
 from backbone_surgery.families.parts import GatedProduct
-from backbone_surgery.families.pre_norm import gated_mlp
+from backbone_surgery.families.pre_norm import mlp_of
 from backbone_surgery.opening.site import Site
 
 FUSED = {"_expert_feedforward_gate_dense": None, "_expert_feedforward_output_dense": 1}
@@ -22,31 +24,43 @@ def open_qwen_mlp(layer, x, padding_mask, balance):
         balance: KerasHub's loss of the family that balances the load of the experts.
     """
     if not hasattr(layer, "expert_bank"):
-        return _dense(layer, x, layer._feedforward_output_dense)
+        return mlp_of(layer, x)
     mixed = _mixture(layer, x, padding_mask, balance)
     if not hasattr(layer, "shared_expert_dense"):
         return Site("mlp_output")(mixed)
-    shared, policy = layer.shared_expert_dense, layer.dtype_policy
-
-    def add(hidden):
-        gate = GatedProduct(activations.sigmoid, dtype=policy, name="shared_product")
-        x_shared = gate(layer.shared_expert_gate_dense(x), shared._feedforward_output_dense(hidden))
-        return layers.Add(dtype=policy, name="shared_residual")([mixed, x_shared])
-
-    return _dense(shared, x, add)
+    shared = layer.shared_expert_dense
+    beside = partial(add_shared, x, mixed, shared, layer.shared_expert_gate_dense)
+    return mlp_of(shared, x, beside)
 
 
-def _dense(layer, x, down):
-    gate, up = layer._feedforward_gate_dense, layer._feedforward_intermediate_dense
-    return gated_mlp(x, gate, up, down, layer.activation, layer.dtype_policy)
+def add_shared(x, mixed, shared, gate, hidden):
+    """Add the expert that all tokens share to a mixture, times the sigmoid of a gate.
+
+    Args:
+        x: float[batch, time, hidden_dim].
+        mixed: what the mixture gives.
+        shared: the MLP that all tokens share.
+        gate: its gate.
+        hidden: the hidden features of that MLP.
+    """
+    policy = shared.dtype_policy
+    product = GatedProduct(activations.sigmoid, dtype=policy, name="shared_product")
+    own = product(gate(x), shared._feedforward_output_dense(hidden))
+    return layers.Add(dtype=policy, name="shared_residual")([mixed, own])
 
 
-def _mixture(layer, x, padding_mask, balance):
-    product = gated(layer.expert_bank.activation)
+def fused_expert(product):
+    """Return what an expert computes whose gate and up projection are halves of one kernel."""
 
     def expert(x, experts):
         gate, up = halves(experts.project(x, "_expert_feedforward_gate_dense"))
         return experts.project(product(gate, up), "_expert_feedforward_output_dense")
+
+    return expert
+
+
+def _mixture(layer, x, padding_mask, balance):
+    expert = fused_expert(gated(layer.expert_bank.activation))
 
     def loss(logits, padding_mask):
         sees = ops.cumsum(ops.cast(padding_mask, "int32"), axis=1)[..., None] > 0

@@ -13,8 +13,8 @@ import keras_hub
 from keras import ops
 from keras_hub.src.models.smollm3.smollm3_layers import SmolLM3DecoderLayer
 
-from backbone_surgery.families.parts import GatedProduct, SplitHeads
-from backbone_surgery.families.pre_norm import attend, pre_norm, rotary
+from backbone_surgery.families.parts import SplitHeads
+from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm, rotary
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
 
@@ -59,9 +59,8 @@ def open_block(block, hidden_states, padding_mask, positions):
         return Site("attention_output")(x)
 
     def gated(x):
-        product = GatedProduct(keras.activations.silu, dtype=policy, name="gated_product")
-        hidden = Site("mlp_hidden")(product(mlp.gate_proj(x), mlp.up_proj(x)))
-        return Site("mlp_output")(mlp.down_proj(hidden))
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        return gated_mlp(x, gate, up, down, keras.activations.silu, policy, upcast=False)
 
     return pre_norm(
         hidden_states,

@@ -23,7 +23,6 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, check_preprocessor, pack_right, text_alone
 from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
-from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.training import TrainsOwnLayers
@@ -85,12 +84,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         others = {t.name: t for t in opened.inputs if t.name not in inputs}
         by_hand = {n: t for n, t in others.items() if n not in opened.defaults}
         check_by_hand(by_hand.values())
-        constants = {
-            name: RowConstant(default, name=f"default_{name}")(inputs["token_ids"])
-            for name, default in opened.defaults.items()
-        }
         inputs = {**inputs, **by_hand}
-        hidden_states = opened.hidden_states(opened({**inputs, **constants}))
+        hidden_states = opened.hidden_states(opened(inputs))
         object.__setattr__(self, "opened", opened)
         object.__setattr__(self, "trained_layers", opened.trained_layers)
         super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)

@@ -193,7 +193,7 @@ def _check_tokens(prompt: ChatPrompt, tokenizer: Any, specials: set[str]) -> Non
     for token in sorted(filter(str.strip, specials), key=len, reverse=True):
         count = rest.count(token)
         rest = rest.replace(token, "\0")  # a shorter token may be a part of it
-        if count and ids.count(_token_id(token, tokenizer)) < count:
+        if count and ids.count(token_id(token, tokenizer)) < count:
             raise SurgeryError(
                 f"chat_prompt: expected a tokenizer that makes one token of {token!r}, which the "
                 "prompt holds as a special token. Received one that takes it for plain text. Use "
@@ -201,13 +201,13 @@ def _check_tokens(prompt: ChatPrompt, tokenizer: Any, specials: set[str]) -> Non
             )
 
 
-def _token_id(token: str, tokenizer: Any) -> int:
-    """Return the id of a token; -1 where there is none, which tokenizers say in several ways."""
+def token_id(token: str, tokenizer: Any) -> int | None:
+    """Return the id of a token; `None` where there is none, whatever a tokenizer says then."""
     try:
         number = int(tokenizer.token_to_id(token))
-        return number if tokenizer.id_to_token(number) == token else -1
+        return number if tokenizer.id_to_token(number) == token else None
     except Exception:
-        return -1
+        return None
 
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -290,7 +290,8 @@ def _compiled(environment_class: Any, template: str) -> Any:
     environment = environment_class(
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    # Unlike Jinja's own filter without HTML escapes.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
@@ -307,23 +308,6 @@ def _generation() -> Any:
         return nodes.Scope(body).set_lineno(line)
 
     return type("Generation", (extension,), {"tags": {"generation"}, "parse": parse})
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """As JSON; unlike Jinja's own filter without HTML escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _raise(message: str) -> None:

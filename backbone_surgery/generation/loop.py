@@ -119,9 +119,9 @@ class Forward:
         return values if self.placement is None else self.placement.pin_rows(values)
 
 
-def pad(x: jax.Array, length: int, value: Any, axis: int) -> jax.Array:
-    """Make room for one entry for each slot of the cache, on the same devices."""
-    widths = [(0, length - size if i == axis else 0) for i, size in enumerate(x.shape)]
+def pad(x: jax.Array, length: int, value: Any, *axes: int) -> jax.Array:
+    """Lengthen the axes that count slots, on the same devices."""
+    widths = [(0, length - size if i in axes else 0) for i, size in enumerate(x.shape)]
     return jnp.pad(x, widths, constant_values=value)
 
 

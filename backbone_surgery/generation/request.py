@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.chat import token_id
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.engine import Batch
 from backbone_surgery.generation.prompts import Prompts, read_prompts
@@ -208,7 +209,7 @@ def resolve_stop_ids(
             )
         tokenizer = preprocessor.tokenizer
         ends = (getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id"))
-        others = (_id_of(tokenizer, token) for token in stop_tokens)
+        others = (token_id(token, tokenizer) for token in stop_tokens)
         return list(dict.fromkeys(int(i) for i in (*ends, *others) if i is not None))
     ids = _read_ids(stop_token_ids, vocabulary_size)
     if ids is None:
@@ -218,15 +219,6 @@ def resolve_stop_ids(
             "`stop_sequences`."
         )
     return [int(i) for i in ids]
-
-
-def _id_of(tokenizer: Any, token: str) -> int | None:
-    """Look a special token up in the vocabulary; a tokenizer may be without it."""
-    try:
-        index = tokenizer.token_to_id(token)
-    except (KeyError, ValueError):
-        return None
-    return index if index is not None and tokenizer.id_to_token(index) == token else None
 
 
 def _read_ids(value: Any, vocabulary_size: int) -> np.ndarray | None:

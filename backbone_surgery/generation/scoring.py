@@ -1,8 +1,7 @@
 """What `score` runs: the edited graph, with a user's function between its layers."""
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -10,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
+from backbone_surgery.contexts import setting
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.controls import (
     bind_controls,
@@ -18,7 +18,7 @@ from backbone_surgery.generation.controls import (
     shown_array,
 )
 from backbone_surgery.numbers import read_int32, read_mask
-from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.site import BLOCK, Identity, Site
 from backbone_surgery.rewriting import Rewrite
 
@@ -71,12 +71,11 @@ def score(
 ) -> Any:
     """Score token ids by the edited graph of a task; see `CachedCausalLM.score`."""
     _check_arguments(scoring_mode, layer_intercept_fn, target_ids)
-    if not hasattr(lm, "interceptable"):
-        object.__setattr__(lm, "interceptable", interceptable(lm.opened))
+    model = made_once(lm.opened, "interceptable", lambda: interceptable(lm.opened))
     head = lm.programs.head
     ids = _read_ids("token_ids", token_ids, head.input_dim)
     mask = _read_padding(padding_mask, ids)
-    tensors = {n: t for n, t in lm.interceptable.input.items() if n not in _OWN}
+    tensors = {n: t for n, t in model.input.items() if n not in _OWN}
     by_name, by_input = _split(lm.opened, tensors, controls)
     values = read_inputs("score", tensors, by_input, ids.shape[0])
     if prompt_lengths is not None or by_name:
@@ -85,24 +84,14 @@ def score(
         else:
             lengths = _read_lengths(prompt_lengths, *ids.shape)
         values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
-    with intercepting(layer_intercept_fn):
-        hidden_states = lm.interceptable({**values, "token_ids": ids, "padding_mask": mask})
+    with setting({_intercept: layer_intercept_fn}):
+        hidden_states = model({**values, "token_ids": ids, "padding_mask": mask})
     logits = head(hidden_states, reverse=True)
     if scoring_mode == "logits":
         return logits
     targets = _read_ids("target_ids", target_ids, head.input_dim, ids)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     return loss(targets, logits)
-
-
-@contextlib.contextmanager
-def intercepting(intercept: InterceptFn | None) -> Iterator[None]:
-    """Have a function called at every `Intercept` meanwhile, in this thread."""
-    token = _intercept.set(intercept)
-    try:
-        yield
-    finally:
-        _intercept.reset(token)
 
 
 @graph.building()

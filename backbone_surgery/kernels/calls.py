@@ -1,17 +1,18 @@
 """The kernels as functions of JAX arrays, inside a program for a CPU."""
 
-import contextlib
 import contextvars
 import functools
 import importlib.util
 import operator
 import os
 import platform
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+
+from backbone_surgery.contexts import setting
 
 _LEAST = 1 << 17
 """Numbers of a matrix or a cache that is worth a kernel, and more."""
@@ -31,14 +32,9 @@ _OLDEST = (0, 50)
 _in_use: contextvars.ContextVar[bool] = contextvars.ContextVar("kernels", default=False)
 
 
-@contextlib.contextmanager
-def in_use() -> Iterator[None]:
+def in_use() -> AbstractContextManager[None]:
     """Have attention that is traced inside use kernels: in a program for one CPU, no gradients."""
-    token = _in_use.set(True)
-    try:
-        yield
-    finally:
-        _in_use.reset(token)
+    return setting({_in_use: True})
 
 
 @functools.cache

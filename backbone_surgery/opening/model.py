@@ -4,7 +4,6 @@ It is a Functional model over the layers of a backbone, which stays the owner of
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import reading
 from backbone_surgery.opening import quantizing
 from backbone_surgery.opening.checkpoint import check_checkpoint
+from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.training import TrainsOwnLayers
 
 
@@ -46,8 +46,8 @@ class WithControls(keras.Model):
         dtypes = {t.name: t.dtype for t in self.inputs}
         inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
         missing = [name for name in self.defaults if name not in inputs]
-        batch = ops.shape(inputs["token_ids"])[0] if missing else None
-        return {**inputs, **{name: _rows(self.defaults[name], batch) for name in missing}}
+        ids = inputs["token_ids"]
+        return {**inputs, **{name: _rows(name, self.defaults[name], ids) for name in missing}}
 
     def _check_names(self, inputs: dict[str, Any]) -> None:
         """Refuse an input that the graph has not, or that is left out: Keras would mix them up."""
@@ -221,18 +221,15 @@ def remember(model: keras.Model, **facts: Any) -> None:
         object.__setattr__(model, name, value)
 
 
-_made: weakref.WeakKeyDictionary[keras.Model, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
 def made_once(model: keras.Model, key: Any, make: Callable[[], Any]) -> Any:
     """Return what is made of a model under a key: the same each time, with its compiled programs.
 
     Args:
-        model: it goes with this model, and must not refer to it.
+        model: keeps it, and Keras does not track it.
         key: tells it from whatever else is made of the model.
         make: makes it, the first time.
     """
-    kept = _made.setdefault(model, {})
+    kept = vars(model).setdefault("_made_once", {})
     if key not in kept:
         kept[key] = make()
     return kept[key]
@@ -247,6 +244,7 @@ def _tensors(value: Any, dtype: str | None) -> Any:
     return tree.map_structure(convert, value)
 
 
-def _rows(default: np.ndarray, batch: Any) -> Any:
-    tensor = ops.convert_to_tensor(default)
-    return ops.broadcast_to(tensor[None], (batch, *default.shape))
+def _rows(name: str, default: np.ndarray, token_ids: Any) -> Any:
+    """Give each row of tokens the default of a control; in a graph, by a node of its own."""
+    rows = RowConstant(default, name=f"default_{name}")
+    return rows(token_ids) if isinstance(token_ids, keras.KerasTensor) else rows.call(token_ids)

@@ -11,6 +11,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import hosts, target
+from backbone_surgery.opening.model import made_once
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.products import with_fast_products
 
@@ -64,9 +65,7 @@ def predict(model: keras.Model, inputs: Any, programs: SharedPrograms | None = N
     """
     if keras.config.backend() != "jax":
         return model.predict_on_batch(inputs)
-    if "_predict" not in vars(model):
-        object.__setattr__(model, "_predict", (_compiled(model), {}))
-    run, digests = vars(model)["_predict"]
+    run, digests = made_once(model, "predict", lambda: (_compiled(model), {}))
     variables = model.variables
     weights = [v.value for v in variables]
     placement = placement_of(variables)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import keras
-import ml_dtypes
 import numpy as np
 from keras import ops
 
@@ -91,8 +90,7 @@ class StateSpec:
 
     def nbytes(self, rows: int, slots: int) -> int:
         """Return how much memory the array takes, in bytes."""
-        itemsize = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)).itemsize
-        return math.prod(self.sizes(rows, slots)) * itemsize
+        return math.prod(self.sizes(rows, slots)) * np.dtype(self.dtype).itemsize
 
     def _refuse(self, rule: str, received: str) -> SurgeryError:
         return SurgeryError(

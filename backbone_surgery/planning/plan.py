@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import keras_hub
-import ml_dtypes
 import numpy as np
 
 from backbone_surgery import graph
@@ -220,7 +219,8 @@ def _read_mesh(mesh: Any, devices: Devices) -> dict[str, int]:
 
 
 def _bytes_of(variable: keras.Variable, shared: Mapping[str, Split], shares: int) -> int:
-    count = math.prod(variable.shape) * _itemsize(keras.backend.standardize_dtype(variable.dtype))
+    dtype = np.dtype(keras.backend.standardize_dtype(variable.dtype))
+    count = math.prod(variable.shape) * dtype.itemsize
     split = shared.get(variable.path)
     return count // shares if split and split.units % shares == 0 else count
 
@@ -269,7 +269,7 @@ def _convolved(model: keras.Model) -> list[keras.KerasTensor]:
 
 
 def _bytes_of_token(x: keras.KerasTensor) -> int:
-    return x.shape[-1] * _itemsize(x.dtype)
+    return x.shape[-1] * np.dtype(x.dtype).itemsize
 
 
 def _uses(model: keras.Model) -> Counter[int]:
@@ -300,7 +300,3 @@ def _looked_up(model: keras.Model) -> list[keras.Variable]:
 def _unpacked(model: keras.Model) -> str | None:
     modes = {layer.quantization_mode for layer in graph.layers_within(model)}
     return next((mode for mode in ("int4", "gptq", "awq") if mode in modes), None)
-
-
-def _itemsize(dtype: str) -> int:
-    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize

@@ -33,9 +33,9 @@ class Fields:
         """Return the error for a value that cannot be used."""
         return SurgeryError(f"{self.where}: expected {expected}. Received {shown(value)}. {advice}")
 
-    def selector(self, field: str = "at") -> None:
+    def selector(self) -> None:
         """Check a site selector as far as that is possible without a graph."""
-        value = getattr(self.rewrite, field)
+        value = self.rewrite.at
         if not isinstance(value, str):
             raise SelectorError(
                 f"{self.where}: expected a site selector such as 'blocks.*.head_outputs'. Received "

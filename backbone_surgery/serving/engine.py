@@ -229,29 +229,26 @@ class Engine:
             self._scheduler.cancel_all()
         self.close()
 
-    def _submit(self, inputs: Any, count: int | None, **asked: Any) -> list[EngineRequest]:
+    def _submit(
+        self,
+        inputs: Any,
+        count: int | None,
+        sampling: tuple[Any, Any, Any],
+        strip_prompt: bool,
+        captures: bool = False,
+        logprobs: bool = False,
+        **asked: Any,
+    ) -> list[EngineRequest]:
         """Read requests, one for each prompt, and put them into the queue."""
-        captures, logprobs = asked.get("captures", False), asked.get("logprobs", False)
-        flags = {
-            "strip_prompt": asked["strip_prompt"],
-            "return_captures": captures,
-            "logprobs": logprobs,
-        }
+        operation = "Engine.generate" if count is None else "submit"
+        flags = {"strip_prompt": strip_prompt, "return_captures": captures, "logprobs": logprobs}
         for name, value in flags.items():
-            check_flag("generate", name, value)
-        sampling = read_sampling(self.lm.sampler, *asked["sampling"])
-        sampling = replace(sampling, logprobs=bool(logprobs))
-        _, _, batch = read_request(
-            self.lm,
-            inputs,
-            self.length if asked["max_new_tokens"] is None else None,
-            asked["max_new_tokens"],
-            asked["stop_token_ids"],
-            asked["stop_sequences"],
-            asked["controls"],
-            asked["seed"],
-            bool(captures),
-        )
+            check_flag(operation, name, value)
+        chosen = replace(read_sampling(self.lm.sampler, *sampling), logprobs=bool(logprobs))
+        whole = self.length if asked["max_new_tokens"] is None else None
+        batch = read_request(
+            self.lm, inputs, whole, captures=bool(captures), operation=operation, **asked
+        ).batch
         self._check(batch, count)
         jobs = [
             Job(
@@ -260,7 +257,7 @@ class Engine:
                 stops=part.stops,
                 seeds=part.seeds,
                 controls=part.controls,
-                sampling=sampling,
+                sampling=chosen,
                 captures=part.captures,
             )
             for part in batch.split(1)
@@ -273,7 +270,7 @@ class Engine:
                 )
             # `generate` may bring more prompts than may wait, as long as nobody else does.
             self._scheduler.add(jobs, may_exceed=count is None)
-        return [EngineRequest(job, self._advance, bool(asked["strip_prompt"])) for job in jobs]
+        return [EngineRequest(job, self._advance, bool(strip_prompt)) for job in jobs]
 
     def _check(self, batch: Any, count: int | None) -> None:
         if count is not None and len(batch.rows) != count:

@@ -35,7 +35,6 @@ class Job:
         error: what went wrong, if anything did.
         notes: log-probabilities of its steps, one entry for each time that some were there.
         captured: `{name: array}` of the tokens that were run, once it has ended.
-        cancelled: whether nobody wants it any more.
         listeners: called after each change, by whatever thread makes it.
         reused: how many tokens of the prompt came out of the prefix cache.
         submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
@@ -55,7 +54,6 @@ class Job:
     error: BaseException | None = None
     notes: list[dict[str, np.ndarray]] = field(default_factory=list)
     captured: dict[str, np.ndarray] | None = None
-    cancelled: bool = False
     listeners: list[Callable[[], None]] = field(default_factory=list)
     reused: int = 0
     submitted: float = field(default_factory=time.perf_counter)
@@ -91,7 +89,6 @@ class Job:
     def cancel(self) -> None:
         """End as it is: nobody waits for the rest."""
         with self.changed:
-            self.cancelled = True
             if not self.ended:
                 self.reason = "cancelled"
                 self._tell()

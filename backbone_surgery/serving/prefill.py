@@ -8,12 +8,11 @@ cache has the very bits of one that is run.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.generation.captures import cut
-from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.prefix_cache import Key, PrefixCache, chunk_key
@@ -129,10 +128,7 @@ class Prefill:
 
         def lengthened(spec: Any, x: jax.Array) -> jax.Array:
             axis = packing.slot_axis(spec, 1)
-            if axis is None:
-                return x
-            widths = [(0, length - size if i == axis else 0) for i, size in enumerate(x.shape)]
-            return jnp.pad(x, widths, constant_values=spec.initial)
+            return x if axis is None else pad(x, length, spec.initial, axis)
 
         self.staging["cache"] = map_cache(lengthened, self.staging["cache"], packing.model)
         if "captures" in self.staging:

@@ -25,13 +25,10 @@ class PrefixCache:
 
     Attributes:
         nbytes: how much is kept.
-        hits: how many chunks were found, of those asked for.
-        misses: how many were not.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.nbytes = capacity, 0
-        self.hits, self.misses = 0, 0
         self._chunks: OrderedDict[Key, State] = OrderedDict()
 
     def __len__(self) -> int:
@@ -41,10 +38,8 @@ class PrefixCache:
         """Return what is kept under a key, with captures if they are needed."""
         chunk = self._chunks.get(key)
         if chunk is None or (captures and "captures" not in chunk):
-            self.misses += 1
             return None
         self._chunks.move_to_end(key)
-        self.hits += 1
         return chunk
 
     def put(self, key: Key, chunk: State) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.serving.logprobs import RecordedSampling
@@ -324,13 +324,7 @@ def _row_of(captures: State, row: jax.Array) -> State:
 
 def lengthen_captures(captures: State, length: int) -> State:
     """Give buffers of captures more slots, on the right."""
-
-    def lengthened(name: str, x: jax.Array) -> jax.Array:
-        axes = _slot_axes(name)
-        widths = [(0, length - size if i in axes else 0) for i, size in enumerate(x.shape)]
-        return jnp.pad(x, widths)
-
-    return {name: lengthened(name, x) for name, x in captures.items()}
+    return {name: pad(x, length, 0, *_slot_axes(name)) for name, x in captures.items()}
 
 
 def _slot_axes(name: str) -> tuple[int, ...]:

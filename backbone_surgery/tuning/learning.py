@@ -13,7 +13,6 @@ from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import LONGEST
-from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.opening.training import TrainsOwnLayers
@@ -67,13 +66,8 @@ def losses_of(
     """
     names = {"token_ids", "padding_mask", *controls}
     inputs = {t.name: t for t in opened.inputs if t.name in names}
-    constants = {
-        name: RowConstant(default, name=f"default_{name}")(inputs["token_ids"])
-        for name, default in opened.defaults.items()
-        if name not in inputs
-    }
     targets = keras.Input((None,), dtype="int32", name="targets")
-    states = opened.hidden_states(opened({**inputs, **constants}))
+    states = opened.hidden_states(opened(inputs))
     losses = TokenLosses(name="losses")(opened.token_embedding(states, reverse=True), targets)
     model = _Losses({**inputs, "targets": targets}, losses)
     object.__setattr__(model, "trained_layers", tuple(trained))

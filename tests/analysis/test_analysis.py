@@ -143,6 +143,36 @@ def test_logit_lens_reads_each_block_by_the_final_norm(lm):
     assert got.labels[0] == [str(i) for i in got.token_ids[0]]
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda lm, text, i: bs.attribution(lm, text, target=i),
+        lambda lm, text, i: bs.attribution(lm, text, target=(i, 3)),
+        lambda lm, text, i: bs.logit_lens(lm, text),
+        lambda lm, text, i: bs.patch_grid(
+            lm, text, CLEAN if text is CORRUPTED else CORRUPTED, metric=i
+        ),
+    ],
+    ids=["attribution", "attribution of two tokens", "logit_lens", "patch_grid"],
+)
+def test_another_text_and_token_compile_nothing(lm, ask):
+    ask(lm, CLEAN, 7)
+    compiled = []
+
+    def count(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        ask(lm, CORRUPTED, 9)
+        assert not compiled
+        jax.jit(lambda x: x * 3)(len(compiled))  # counted, so that this can fail
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
 def test_attribution_is_gradient_times_activation(lm):
     got = bs.attribution(lm, CLEAN, target=7, at="blocks.*")
     reference = Model(lm.backbone)

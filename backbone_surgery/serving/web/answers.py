@@ -19,8 +19,6 @@ from backbone_surgery.serving.web.logprobs import ShownLogprobs
 
 _log = logging.getLogger(__name__)
 
-_REASONS = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
-
 
 @dataclass
 class Answer:
@@ -165,7 +163,7 @@ class Answer:
         return self.prefix[index] if self.prefix else ""
 
     def _end(self, request: EngineRequest) -> dict[str, Any]:
-        end: dict[str, Any] = {"finish_reason": _REASONS[request.finish_reason or "stop"]}
+        end: dict[str, Any] = {"finish_reason": request.finish_reason or "stop"}
         if self.capture:
             captures = request.captures
             arrays = {site: np.ascontiguousarray(captures[site][0]) for site in self.capture}

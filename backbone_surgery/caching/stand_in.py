@@ -1,0 +1,28 @@
+"""`StandIn`: a layer that runs another one in a way that suits a chip better."""
+
+from typing import Any
+
+import keras
+
+from backbone_surgery import graph
+
+
+class StandIn(keras.layers.Layer):
+    """Compute what a layer computes, which stays the owner of the weights.
+
+    Args:
+        layer: the layer, built.
+        dtype: that of the layer by default.
+    """
+
+    __new__ = graph.new_layer
+
+    def __init__(self, layer: keras.layers.Layer, dtype: Any = None) -> None:
+        super().__init__(dtype=dtype or layer.dtype_policy, name=layer.name)
+        self.layer = layer
+        self.built = True
+        self.supports_masking = layer.supports_masking
+
+    def compute_output_spec(self, inputs: Any, training: Any = None) -> Any:
+        """Return what the layer says of itself."""
+        return self.layer.compute_output_spec(inputs)
