@@ -2,7 +2,7 @@
 
 import typer
 
-from backbone_surgery.cli.console import plain_warnings
+from backbone_surgery.cli.console import plain_errors, plain_warnings
 from backbone_surgery.cli.datasets import batch, harvest
 from backbone_surgery.cli.generating import generate
 from backbone_surgery.cli.serving import serve
@@ -23,4 +23,4 @@ def _prepare(context: typer.Context) -> None:
 
 
 for command in (generate, steer, sweep, batch, harvest, train_vector, inspect, plot, plan, serve):
-    app.command()(command)
+    app.command()(plain_errors(command))

@@ -3,11 +3,12 @@
 Nothing that comes from a model or a user is read as markup of rich.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -45,21 +46,20 @@ def plain_warnings() -> Iterator[None]:
         warnings.showwarning = before
 
 
-def fail(message: str) -> NoReturn:
-    """Write an error, and end with exit code 2."""
-    typer.secho("error:", fg="red", bold=True, err=True, nl=False)
-    typer.echo(f" {message}", err=True)
-    raise typer.Exit(2) from None
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command end with a message and exit code 2 where the input is bad."""
 
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (OSError, ValueError) as error:
+            kind = f"{type(error).__name__} " if isinstance(error, OSError) else ""
+            typer.secho("error:", fg="red", bold=True, err=True, nl=False)
+            typer.echo(f" {kind}{error}", err=True)
+            raise typer.Exit(2) from None
 
-def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function; bad input becomes a message and exit code 2."""
-    try:
-        return function(*args, **kwargs)
-    except OSError as error:
-        fail(f"{type(error).__name__} {error}")
-    except ValueError as error:
-        fail(str(error))
+    return run
 
 
 def count_files(files: Sized) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from backbone_surgery.cli.console import attempt, count_files, fail, write
+from backbone_surgery.cli.console import count_files, write
 from backbone_surgery.cli.loading import is_vector_file, load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,
@@ -87,23 +87,25 @@ def batch(
     import backbone_surgery as bs
 
     if ray is not None and mesh is not None:
-        fail("batch --mesh: expected one of --mesh and --ray, since a worker has one device.")
-    strengths = attempt(parse_columns, controls)
-    files = attempt(parse_vectors, vector)
-    attempt(check_strengths, "--controls", files, strengths)
+        raise SurgeryError(
+            "batch --mesh: expected one of --mesh and --ray, since a worker has one device. "
+            "Received both. Leave one out."
+        )
+    strengths = parse_columns(controls)
+    files = parse_vectors(vector)
+    check_strengths("--controls", files, strengths)
     vectors = {name: _absolute_vector(file) for name, file in files.items()}
     args, names = (_absolute(model), vectors, sampler, _absolute(recipe)), list(strengths)
     make = functools.partial(load, *args, mesh=mesh, controls=names)
-    written = attempt(
-        bs.generate_dataset,
+    written = bs.generate_dataset(
         make,
         inputs,
         output,
         column,
         controls=strengths,
-        vectors=load_vectors(model, attempt(parse_vectors, row_vector)),
+        vectors=load_vectors(model, parse_vectors(row_vector)),
         max_new_tokens=max_new_tokens,
-        score=attempt(_find_scores, score),
+        score=_find_scores(score),
         seed=seed,
         id_column=id_column,
         batch_size=batch_size,
@@ -135,10 +137,22 @@ def harvest(
     import backbone_surgery as bs
 
     if ray is not None and mesh is not None:
-        fail("harvest --mesh: expected one of --mesh and --ray, since a worker has one device.")
+        raise SurgeryError(
+            "harvest --mesh: expected one of --mesh and --ray, since a worker has one device. "
+            "Received both. Leave one out."
+        )
     make = functools.partial(load, _absolute(model), recipe=_absolute(recipe), mesh=mesh)
-    options = {"dtype": dtype.value, "length": length, "batch_size": batch_size, "ray": ray}
-    written = attempt(bs.harvest, make, inputs, output, site, column, **options)
+    written = bs.harvest(
+        make,
+        inputs,
+        output,
+        site,
+        column,
+        dtype=dtype.value,
+        length=length,
+        batch_size=batch_size,
+        ray=ray,
+    )
     write(f"{count_files(written)} in {output}")
 
 

@@ -1,10 +1,10 @@
 """`generate`: texts from prompts."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from backbone_surgery.cli.console import attempt, write
+from backbone_surgery.cli.console import write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     Mesh,
@@ -44,17 +44,21 @@ def generate(
     ] = [],  # noqa: B006
 ) -> None:
     """Generate text from prompts, steered by control vectors if you name any."""
-    controls, vectors = attempt(parse_controls, control), attempt(parse_vectors, vector)
-    attempt(check_strengths, "--control", vectors, controls)
+    controls, vectors = parse_controls(control), parse_vectors(vector)
+    check_strengths("--control", vectors, controls)
     lm = load(model, vectors, sampler, mesh=mesh, controls=controls)
-    options = {"max_new_tokens": max_new_tokens, "seed": seed, "controls": controls}
-    options["lookup"] = lookup
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "controls": controls,
+        "lookup": lookup,
+    }
     if stream:
         for prompt in prompts:
-            for piece in attempt(lm.stream, prompt, **options):
+            for piece in lm.stream(prompt, **options):
                 write(piece, end="")
             write("")
         return
     one_by_one = {} if lookup is None else {"batch_size": 1}
-    for text in attempt(lm.generate, prompts, **options, **one_by_one):
+    for text in lm.generate(prompts, **options, **one_by_one):
         write(text)

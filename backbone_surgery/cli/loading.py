@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backbone_surgery.cli.console import attempt, fail
 from backbone_surgery.cli.options import SamplerName, parse_mesh
+from backbone_surgery.errors import SurgeryError
 
 
 def load(
@@ -35,27 +35,26 @@ def load(
     from backbone_surgery.opening.model import EditedBackbone
 
     if mesh is not None:
-        attempt(_share, model, attempt(parse_mesh, mesh))
-    backbone, preprocessor = attempt(load_edited, model)
+        _share(model, parse_mesh(mesh))
+    backbone, preprocessor = load_edited(model)
     if recipe is not None:
         if isinstance(backbone, EditedBackbone):
-            fail(
+            raise SurgeryError(
                 f"--recipe at '{recipe}': expected a model without an edit of its own. Received "
                 f"'{model}', which holds one. Leave out --recipe, or name the model it was made on."
             )
-        backbone = attempt(bs.load_recipe, recipe, backbone)
+        backbone = bs.load_recipe(recipe, backbone)
     own = {getattr(x, "control", None) for x in getattr(backbone, "rewrites", ())}
     files = {name: name for name in controls if name not in own} | {**(vectors or {})}
     rewrites: list[Any] = [
-        attempt(bs.Steer, name, loaded, strength=0.0)
-        for name, loaded in load_vectors(model, files).items()
+        bs.Steer(name, loaded, strength=0.0) for name, loaded in load_vectors(model, files).items()
     ]
     if capture:
-        rewrites.append(attempt(bs.Capture, *capture))
+        rewrites.append(bs.Capture(*capture))
     if rewrites:
-        backbone = attempt(bs.operate, backbone, rewrites)
-    lm = attempt(bs.CachedCausalLM, backbone, preprocessor)
-    attempt(lm.compile, sampler=sampler.value)
+        backbone = bs.operate(backbone, rewrites)
+    lm = bs.CachedCausalLM(backbone, preprocessor)
+    lm.compile(sampler=sampler.value)
     return lm
 
 
@@ -64,7 +63,6 @@ def _share(model: str, sizes: Mapping[str, int]) -> None:
     import keras
 
     import backbone_surgery as bs
-    from backbone_surgery.errors import SurgeryError
 
     devices, count = keras.distribution.list_devices(), math.prod(sizes.values())
     if count > len(devices):
@@ -95,5 +93,5 @@ def _load_vector(model: str, file: str) -> Any:
     import backbone_surgery as bs
 
     if is_vector_file(file):
-        return attempt(bs.ControlVector.load, file)
-    return attempt(bs.ControlVector.from_preset, model, file)
+        return bs.ControlVector.load(file)
+    return bs.ControlVector.from_preset(model, file)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from backbone_surgery.cli.console import attempt, fail, note, read_text
+from backbone_surgery.cli.console import note, read_text
 from backbone_surgery.cli.loading import load, load_vectors
 from backbone_surgery.cli.options import (
     Mesh,
@@ -15,6 +15,7 @@ from backbone_surgery.cli.options import (
     Vectors,
     parse_vectors,
 )
+from backbone_surgery.errors import SurgeryError
 
 
 def serve(
@@ -47,16 +48,15 @@ def serve(
     import backbone_surgery as bs
 
     if sampler is SamplerName.beam:
-        fail(
+        raise SurgeryError(
             "serve --sampler: expected greedy, random, top_k or top_p. Received beam, which a "
             "server cannot run. Choose another."
         )
-    files = attempt(parse_vectors, vector)
-    template = None if chat_template is None else attempt(read_text, chat_template, "serve")
+    files = parse_vectors(vector)
+    template = None if chat_template is None else read_text(chat_template, "serve")
     lm = load(model, files, sampler, recipe, capture, mesh)
     note("compiling the programs that requests will need")
-    attempt(
-        bs.serve,
+    bs.serve(
         lm,
         host,
         port,

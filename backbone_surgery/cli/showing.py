@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from backbone_surgery.cli.console import attempt, write, write_table
+from backbone_surgery.cli.console import write, write_table
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import Mesh, Model, parse_mesh
 from backbone_surgery.files import check_folder
@@ -49,13 +49,13 @@ def plot(
     """Draw the backbone with its caches. Mermaid is text that many viewers of Markdown draw."""
     import backbone_surgery as bs
 
-    attempt(check_folder, to_file, "plot")
+    check_folder(to_file, "plot")
     lm = load(model)
     if to_file.suffix.lower() == ".mmd":
         text = bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand)
-        attempt(to_file.write_text, text + "\n")
+        to_file.write_text(text + "\n")
     else:
-        attempt(bs.plot_model, lm.backbone_with_cache, str(to_file), expand_nested=expand)
+        bs.plot_model(lm.backbone_with_cache, str(to_file), expand_nested=expand)
     write(f"wrote {to_file}")
 
 
@@ -81,6 +81,6 @@ def plan(
     """Tell what each device of a mesh would hold, and what bounds a token; nothing runs on it."""
     import backbone_surgery as bs
 
-    sizes = None if mesh is None else attempt(parse_mesh, mesh)
-    options = {"prompt": prompt, "compile": compile}
-    write(str(attempt(bs.plan, model, sizes, batch, length, device, dtype, **options)))
+    sizes = None if mesh is None else parse_mesh(mesh)
+    plan = bs.plan(model, sizes, batch, length, device, dtype, prompt=prompt, compile=compile)
+    write(str(plan))

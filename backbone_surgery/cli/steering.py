@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from backbone_surgery.cli.console import attempt, fail, read_text, write, write_table
+from backbone_surgery.cli.console import read_text, write, write_table
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     AnyBatchSize,
@@ -24,6 +24,7 @@ from backbone_surgery.cli.options import (
     parse_strengths,
     parse_vectors,
 )
+from backbone_surgery.errors import SurgeryError
 
 
 def steer(
@@ -40,10 +41,9 @@ def steer(
     """Show what a control vector does: one text for each strength, all in one batch."""
     import backbone_surgery as bs
 
-    values = attempt(parse_strengths, strengths)
+    values = parse_strengths(strengths)
     lm, name = _load(vector, control, model, sampler, mesh)
-    options = {"max_new_tokens": max_new_tokens, "seed": seed}
-    result = attempt(bs.sweep, lm, prompt, name, values, **options)
+    result = bs.sweep(lm, prompt, name, values, max_new_tokens=max_new_tokens, seed=seed)
     typer.secho(prompt, bold=True)
     table = Table(show_lines=True)
     table.add_column(f"{result.control} at", justify="right")
@@ -77,16 +77,17 @@ def sweep(
     import backbone_surgery as bs
     from backbone_surgery.files import picture_path
 
-    values = attempt(parse_strengths, strengths)
+    values = parse_strengths(strengths)
     counted = [word.strip().lower() for word in words.split(",") if word.strip()]
     if plot is not None and not counted:
-        fail("sweep --plot: expected something to plot. Received no --words. Name words to count.")
+        raise SurgeryError(
+            "sweep --plot: expected something to plot. Received no --words. Name words to count."
+        )
     if plot is not None:
-        attempt(picture_path, plot, "sweep --plot")
-    listed = attempt(_read_prompts, prompts)
+        picture_path(plot, "sweep --plot")
+    listed = _read_prompts(prompts)
     lm, name = _load(vector, control, model, sampler, mesh)
-    result = attempt(
-        bs.sweep,
+    result = bs.sweep(
         lm,
         listed,
         name,
@@ -99,7 +100,7 @@ def sweep(
     )
     write_table(result.table())
     if plot is not None:
-        attempt(result.plot, plot)
+        result.plot(plot)
         write(f"wrote {plot}")
 
 
@@ -108,13 +109,13 @@ def _load(
 ) -> tuple[Any, str]:
     """Load the model; return it with the name of the control whose strengths are compared."""
     if (vector is None) == (control is None):
-        fail(
+        raise SurgeryError(
             "expected one of --vector and --control, which says what to compare strengths of. "
             f"Received {'neither' if vector is None else 'both'}. Name a vector, such as "
             "--vector mood."
         )
-    vectors = attempt(parse_vectors, [] if vector is None else [vector])
-    [name] = vectors or [control]
+    vectors = {} if vector is None else parse_vectors([vector])
+    name = next(iter(vectors)) if control is None else control
     return load(model, vectors, sampler, mesh=mesh, controls=[name]), name
 
 

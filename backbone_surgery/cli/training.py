@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from backbone_surgery.cli.console import attempt, fail, note, read_text, write
+from backbone_surgery.cli.console import note, read_text, write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import BatchSize, Model
 from backbone_surgery.errors import SurgeryError
@@ -43,17 +43,17 @@ def train_vector(
     import backbone_surgery as bs
 
     if output.suffix not in (".gguf", ".safetensors"):
-        fail(
+        raise SurgeryError(
             f"train-vector at '{output}': expected a name that ends in .gguf or .safetensors. "
             f"Received the ending '{output.suffix}'. Choose such a name."
         )
-    attempt(check_folder, output, "train-vector")
-    listed = attempt(_read_pairs, pairs)
+    check_folder(output, "train-vector")
+    listed = _read_pairs(pairs)
     lm = load(model)
-    vector = attempt(bs.ControlVector.train, lm, listed, method.value, batch_size, token, verbose=1)
+    vector = bs.ControlVector.train(lm, listed, method.value, batch_size, token, verbose=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        attempt(vector.save, output)
+        vector.save(output)
     for warning in caught:
         note(str(warning.message))
     write(f"wrote {output}: {len(listed)} pairs, {method.value}")
