@@ -2,13 +2,15 @@
 
 Python's and NumPy's numbers are taken alike. Booleans are not numbers, nor is text, nor an object
 that only converts to a number. The readers return `None` for these, so that the caller can say what
-it expected.
+it expected; the checks say it themselves.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
 
 _KINDS = ("int", "uint", "float", "bfloat")
 """What the names of dtypes of numbers begin with; `ml_dtypes` has no kinds."""
@@ -119,6 +121,23 @@ def fits(shape: Sequence[int | None], wanted: Sequence[int | None]) -> bool:
     if len(shape) != len(wanted):
         return False
     return all(n is None or n == size for n, size in zip(wanted, shape, strict=True))
+
+
+def check_count(operation: str, name: str, value: Any, unit: str) -> None:
+    """Refuse what is no positive int that an int32 holds; `unit` is what it counts."""
+    if not is_int(value) or not 1 <= value < 2**31:
+        raise SurgeryError(
+            f"{operation} at '{name}': expected a positive int. Received {shown(value)}. Pass a "
+            f"number of {unit}."
+        )
+
+
+def check_flag(operation: str, name: str, value: Any) -> None:
+    """Refuse what is neither true nor false."""
+    if not isinstance(value, bool | np.bool_) and not is_int(value):
+        raise SurgeryError(
+            f"{operation} at '{name}': expected True or False. Received {shown(value)}. Pass one."
+        )
 
 
 def _holds_bool(value: Any) -> bool:

@@ -18,8 +18,8 @@ from backbone_surgery.analysis.question import (
 from backbone_surgery.analysis.runs import Runs, batches
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import check_count
 from backbone_surgery.opening.predict import predict
-from backbone_surgery.vectors.activations import check_batch_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def patch_grid(
         >>> bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values.shape
         (2, 3)
     """
-    check_batch_size(batch_size, "patch_grid")
+    check_count("patch_grid", "batch_size", batch_size, "cells")
     check_selector(at, "patch_grid")
     texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
     ids = [text.token_ids for text in texts]

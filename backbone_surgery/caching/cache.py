@@ -7,7 +7,7 @@ import keras
 
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.numbers import is_int
+from backbone_surgery.numbers import check_count
 from backbone_surgery.opening.placement import Placement, placement_of
 from backbone_surgery.opening.state import StateSpec
 
@@ -33,12 +33,8 @@ def new_cache(backbone_with_cache: keras.Model, batch_size: int, length: int) ->
     Raises:
         SurgeryError: the model has no cache inputs, or a size is not positive.
     """
-    for name, size in (("batch_size", batch_size), ("length", length)):
-        if not is_int(size) or not 1 <= size < 2**31:
-            raise SurgeryError(
-                f"new_cache: expected `{name}` to be an int from 1 to {2**31 - 1}. Received "
-                f"{shown(size)}. Pass the number of rows and of slots."
-            )
+    check_count("new_cache", "batch_size", batch_size, "rows")
+    check_count("new_cache", "length", length, "slots")
     states = states_of(backbone_with_cache)
     placement = placement_of(backbone_with_cache.variables)
     return [

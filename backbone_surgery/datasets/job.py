@@ -27,7 +27,7 @@ from backbone_surgery.files import (
     replace_file,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.request import check_count
+from backbone_surgery.numbers import check_count
 
 MANIFEST = "_manifest.json"
 """What reads all Parquet files of a folder passes over names that begin so."""

@@ -23,6 +23,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, check_preprocessor, pack_right, text_alone
 from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
+from backbone_surgery.numbers import check_count, check_flag
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.training import TrainsOwnLayers
@@ -199,9 +200,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         """
         flags = {"strip_prompt": strip_prompt, "return_captures": return_captures}
         for name, flag in {**flags, "verbose": verbose}.items():
-            request.check_flag("generate", name, flag)
+            check_flag("generate", name, flag)
         if batch_size is not None:
-            request.check_count("generate", "batch_size", batch_size, "rows")
+            check_count("generate", "batch_size", batch_size, "rows")
         prompts, limits, batch = request.read_request(
             self,
             inputs,
@@ -278,8 +279,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
                 "stream: expected a preprocessor, to make text. Received a model without one. "
                 "Attach a preprocessor, or use `generate`."
             )
-        request.check_count("stream", "chunk_size", chunk_size, "tokens")
-        request.check_flag("stream", "strip_prompt", strip_prompt)
+        check_count("stream", "chunk_size", chunk_size, "tokens")
+        check_flag("stream", "strip_prompt", strip_prompt)
         prompts, _, batch = request.read_request(
             self,
             inputs,

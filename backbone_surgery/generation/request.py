@@ -169,23 +169,6 @@ def _check_numbers(max_length: Any, max_new_tokens: Any, operation: str) -> None
             )
 
 
-def check_flag(operation: str, name: str, value: Any) -> None:
-    """Refuse what is neither true nor false."""
-    if not isinstance(value, bool | np.bool_) and not is_int(value):
-        raise SurgeryError(
-            f"{operation} at '{name}': expected True or False. Received {shown(value)}. Pass one."
-        )
-
-
-def check_count(operation: str, name: str, value: Any, unit: str) -> None:
-    """Refuse what is no positive int."""
-    if not is_int(value) or value < 1:
-        raise SurgeryError(
-            f"{operation} at '{name}': expected a positive int. Received {shown(value)}. Pass a "
-            f"number of {unit}."
-        )
-
-
 def resolve_stop_ids(
     stop_token_ids: Any,
     preprocessor: Any,

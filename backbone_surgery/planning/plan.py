@@ -20,7 +20,7 @@ from backbone_surgery.files import FLOATS, as_path, read_json, reading
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
-from backbone_surgery.numbers import is_int
+from backbone_surgery.numbers import check_count, is_int
 from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.state import Stateful
 from backbone_surgery.planning.abstract import Sizes, abstract_placement, sizes_of_run, trace
@@ -90,7 +90,10 @@ def plan(
     devices = find_devices(device)
     platform = devices.device.platform
     mesh_sizes = _read_mesh(mesh, devices)
-    _check_counts(batch=batch, length=length, prompt=prompt)
+    check_count("plan", "batch", batch, "rows")
+    for name, value in {"length": length, "prompt": prompt}.items():
+        if value is not None:
+            check_count("plan", name, value, "tokens")
     strategy = make_strategy(keras_hub.samplers.get(sampler))
     if compile:
         _check_compilable(devices, mesh_sizes)
@@ -132,15 +135,6 @@ def plan(
         unpacked=_unpacked(edited),
         programs=compile_programs(programs, devices, mesh_sizes, verbose) if programs else {},
     )
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        may_be_left_out = name != "batch" and value is None
-        if not may_be_left_out and (not is_int(value) or value < 1):
-            raise SurgeryError(
-                f"plan at '{name}': expected a positive int. Received {shown(value)}. Pass one."
-            )
 
 
 def _asked(batch: int, prompt: int | None, length: int | None, most: int | None) -> Sizes:

@@ -8,8 +8,8 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.request import check_count, check_flag, read_request
-from backbone_surgery.numbers import is_int
+from backbone_surgery.generation.request import read_request
+from backbone_surgery.numbers import check_count, check_flag, is_int
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.sampling import read_sampling

@@ -5,7 +5,7 @@ from typing import Any
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.numbers import is_int
+from backbone_surgery.numbers import check_count, is_int
 from backbone_surgery.tuning.candidates import UNEDITED, blocks_of
 from backbone_surgery.tuning.features import Autoencoder, read_autoencoders
 from backbone_surgery.tuning.methods import NAMES, STEERING
@@ -39,24 +39,24 @@ def check_judges(judge: Any, fluency: Any) -> None:
             )
 
 
-def check_numbers(lm: CachedCausalLM, numbers: dict[str, Any], seed: Any) -> None:
+def check_numbers(
+    lm: CachedCausalLM, budget: Any, rank: Any, steps: Any, max_new_tokens: Any, seed: Any
+) -> None:
     """Check the integers that say how much to do."""
-    for what, value in numbers.items():
-        if not is_int(value) or value < 1:
-            raise SurgeryError(
-                f"tune at '{what}': expected an integer of 1 or more. Received {shown(value)}. "
-                "Leave it out for the usual."
-            )
+    check_count("tune", "budget", budget, "texts")
+    check_count("tune", "rank", rank, "directions")
+    check_count("tune", "steps", steps, "steps")
+    check_count("tune", "max_new_tokens", max_new_tokens, "tokens")
     if not is_int(seed) or not 0 <= seed < 2**31:
         raise SurgeryError(
             f"tune at 'seed': expected an integer from 0 to {2**31 - 1}. Received {shown(seed)}. "
             "Leave it out for 0."
         )
     size = lm.opened.token_embedding.output_dim
-    if numbers["rank"] >= size:
+    if rank >= size:
         raise SurgeryError(
             f"tune at 'rank': expected fewer than {size}, the size of the hidden states. Received "
-            f"{numbers['rank']}. Ranks such as 4 are usual."
+            f"{rank}. Ranks such as 4 are usual."
         )
 
 

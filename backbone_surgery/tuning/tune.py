@@ -14,6 +14,7 @@ from backbone_surgery.files import as_path
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.fingerprint import digest
 from backbone_surgery.generation.samplers import make_strategy
+from backbone_surgery.numbers import check_count
 from backbone_surgery.tuning.candidates import UNEDITED, Candidate, Steering
 from backbone_surgery.tuning.checks import (
     check_autoencoders,
@@ -27,7 +28,7 @@ from backbone_surgery.tuning.judging import Judge, Perplexity, as_judged, ask
 from backbone_surgery.tuning.methods import Methods
 from backbone_surgery.tuning.record import Measured, Record
 from backbone_surgery.tuning.result import Trial, Tuning
-from backbone_surgery.vectors.activations import check_batch_size, check_task
+from backbone_surgery.vectors.activations import check_task
 from backbone_surgery.vectors.norms import residual_norms
 from backbone_surgery.vectors.pairs import check_pairs
 from backbone_surgery.vectors.vector import ControlVector
@@ -118,9 +119,8 @@ def tune(
     given = check_vectors(lm, vectors)
     others = check_methods(methods, orthogonal_to, bool(given), len(listed))
     encoders = check_autoencoders(lm, autoencoders, "sae" in methods)
-    check_batch_size(batch_size, "tune")
-    numbers = {"budget": budget, "rank": rank, "steps": steps, "max_new_tokens": max_new_tokens}
-    check_numbers(lm, numbers, seed)
+    check_count("tune", "batch_size", batch_size, "texts")
+    check_numbers(lm, budget, rank, steps, max_new_tokens, seed)
     check_judges(judge, fluency)
     seed = int(seed)
     Random(seed).shuffle(texts)

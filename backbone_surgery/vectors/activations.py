@@ -17,7 +17,7 @@ from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts
 from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.graph.emission import emit
-from backbone_surgery.numbers import is_int, read_int32
+from backbone_surgery.numbers import read_int32
 from backbone_surgery.opening import site
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.layers import TokenPositions
@@ -62,15 +62,6 @@ def check_task(lm: Any, operation: str) -> None:
         raise SurgeryError(
             f"{operation}: expected a `CachedCausalLM`. Received {shown(lm)} of type "
             f"{type(lm).__name__}. Make one of the backbone."
-        )
-
-
-def check_batch_size(batch_size: Any, operation: str) -> None:
-    """Refuse a batch size that is no integer from 1 on."""
-    if not is_int(batch_size) or not 1 <= batch_size < 2**31:
-        raise SurgeryError(
-            f"{operation} at 'batch_size': expected an integer of 1 or more. Received "
-            f"{shown(batch_size)}. Leave it out for 32."
         )
 
 

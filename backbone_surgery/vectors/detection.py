@@ -8,7 +8,8 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.vectors.activations import check_batch_size, measure, read_texts
+from backbone_surgery.numbers import check_count
+from backbone_surgery.vectors.activations import measure, read_texts
 from backbone_surgery.vectors.vector import ControlVector, check_fits
 
 
@@ -76,7 +77,7 @@ def score_detection(
     Raises:
         SurgeryError: no texts, texts of one token, or a vector for another model.
     """
-    check_batch_size(batch_size, "score_detection")
+    check_count("score_detection", "batch_size", batch_size, "texts")
     if not isinstance(vector, ControlVector):
         raise SurgeryError(
             f"score_detection: expected a ControlVector. Received {shown(vector)}. Train one by "

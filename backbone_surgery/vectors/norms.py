@@ -8,8 +8,9 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.numbers import check_count
 from backbone_surgery.opening import site
-from backbone_surgery.vectors.activations import check_batch_size, check_task, measure, read_texts
+from backbone_surgery.vectors.activations import check_task, measure, read_texts
 
 _NEUTRAL_TEXTS = (
     "The town lies on the bank of a wide river, between two hills.",
@@ -55,7 +56,7 @@ def residual_norms(
 ) -> dict[int, float]:
     """Measure how long the hidden states after each block are on average, `{block: norm}`."""
     check_task(lm, "relative_to")
-    check_batch_size(batch_size, "relative_to")
+    check_count("relative_to", "batch_size", batch_size, "texts")
     if texts is None:
         texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
     rows = read_texts(lm, texts, "relative_to")

@@ -15,14 +15,13 @@ import numpy as np
 
 from backbone_surgery.errors import SelectorError, SurgeryError, shown
 from backbone_surgery.files import as_path
-from backbone_surgery.numbers import is_int, read_number
+from backbone_surgery.numbers import check_count, is_int, read_number
 from backbone_surgery.opening import site
 from backbone_surgery.presets import find_vector
 from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import files
 from backbone_surgery.vectors.activations import (
     TokenStates,
-    check_batch_size,
     check_task,
     measure,
     read_texts,
@@ -113,7 +112,7 @@ class ControlVector:
                 anything is compiled.
         """
         check_method(method)
-        check_batch_size(batch_size, "train")
+        check_count("train", "batch_size", batch_size, "texts")
         if not is_int(token) or abs(token) > _FURTHEST:
             raise SurgeryError(
                 "train at 'token': expected an integer, an index into the tokens of a text. "

@@ -276,7 +276,10 @@ def test_figures(tmp_path):
         (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, at="blocks.0.*"), "attention_pattern"),
         (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], lambda x: x[0, 0]), r"shape \[\]. Index"),
         (lambda lm: bs.attribution(lm, [1, 2], lambda x: x), r"shape \[1, 60\]. Index"),
-        (lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, batch_size=0), "1 or more. Received 0"),
+        (
+            lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], 7, batch_size=0),
+            "a positive int. Received 0",
+        ),
         (
             lambda lm: bs.patch_grid(lm, [1, 2], [1, 3], lambda x: 0 * x[:, 0]).recovered,
             "tells the texts apart. Received 0.0",

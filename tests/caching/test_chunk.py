@@ -127,9 +127,9 @@ def test_inputs_that_are_no_dict_are_refused(model):
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, "3", None, np.float32(2), 2**40, 2**70])
 def test_sizes_of_a_new_cache(model, size):
-    with pytest.raises(bs.SurgeryError, match="expected `batch_size` to be an int from 1"):
+    with pytest.raises(bs.SurgeryError, match="'batch_size': expected a positive int"):
         bs.new_cache(model, size, 4)
-    with pytest.raises(bs.SurgeryError, match="expected `length` to be an int from 1"):
+    with pytest.raises(bs.SurgeryError, match="'length': expected a positive int"):
         bs.new_cache(model, 2, size)
 
 

@@ -184,7 +184,7 @@ def test_new_cache(backbone):
     shapes = {tuple(x.shape) for pair in cache for x in pair.values()}
     assert shapes == {(2, 11, heads, 8)}
     assert all(not np.asarray(x).any() for pair in cache for x in pair.values())
-    with pytest.raises(bs.SurgeryError, match="expected `length` to be an int from 1"):
+    with pytest.raises(bs.SurgeryError, match="'length': expected a positive int"):
         bs.new_cache(model, 2, 0)
     with pytest.raises(bs.SurgeryError, match="has no cache inputs"):
         bs.new_cache(backbone, 2, 4)

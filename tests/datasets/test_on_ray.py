@@ -47,7 +47,9 @@ def test_a_worker_that_fails_is_told_of(lines, tmp_path):
         raise ValueError("no judgement")
 
     options = {**OPTIONS, "score": fails, "ray": "local"}
-    with pytest.raises(bs.SurgeryError, match=r"end well. Received ValueError: no judgement"):
+    with pytest.raises(
+        bs.SurgeryError, match=r"end well. Received SurgeryError: .* ValueError, no judgement"
+    ):
         bs.generate_dataset(make, lines, tmp_path / "out", **options)
 
 
