@@ -16,6 +16,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import read_prompts
 from backbone_surgery.numbers import is_int, read_int32
+from backbone_surgery.opening.logits import logits_of
 from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.rewriting.operate import operate
@@ -186,4 +187,4 @@ def bind_row(
 
 def next_token_logits(lm: CachedCausalLM, hidden_states: Any) -> Any:
     """Return the logits after the last token, float[batch, vocabulary]."""
-    return lm.opened.token_embedding(hidden_states[:, -1], reverse=True)
+    return logits_of(lm.opened.token_embedding, hidden_states[:, -1])

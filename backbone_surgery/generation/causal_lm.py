@@ -24,6 +24,7 @@ from backbone_surgery.generation.prompts import Prompts, check_preprocessor, pac
 from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
 from backbone_surgery.generation.scoring import InterceptFn
 from backbone_surgery.numbers import check_count, check_flag
+from backbone_surgery.opening.logits import Logits
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.training import TrainsOwnLayers
@@ -89,7 +90,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         hidden_states = opened.hidden_states(opened(inputs))
         object.__setattr__(self, "opened", opened)
         object.__setattr__(self, "trained_layers", opened.trained_layers)
-        super().__init__(inputs=inputs, outputs=head(hidden_states, reverse=True), **kwargs)
+        super().__init__(inputs=inputs, outputs=Logits(head)(hidden_states), **kwargs)
         self.max_positions = opened.max_positions
         trust = list(trust) if isinstance(trust, Iterator) else trust
         object.__setattr__(self, "rewired_by", (trust, precision))

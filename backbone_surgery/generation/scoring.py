@@ -18,6 +18,7 @@ from backbone_surgery.generation.controls import (
     shown_array,
 )
 from backbone_surgery.numbers import read_int32, read_mask
+from backbone_surgery.opening.logits import logits_of
 from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.site import BLOCK, Identity, Site
 from backbone_surgery.rewriting import Rewrite
@@ -86,7 +87,7 @@ def score(
         values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
     with setting({_intercept: layer_intercept_fn}):
         hidden_states = model({**values, "token_ids": ids, "padding_mask": mask})
-    logits = head(hidden_states, reverse=True)
+    logits = logits_of(head, hidden_states)
     if scoring_mode == "logits":
         return logits
     targets = _read_ids("target_ids", target_ids, head.input_dim, ids)

@@ -1,6 +1,7 @@
 """The clone engine. Private names of Keras are used in this package alone."""
 
 from backbone_surgery.graph.building import building
+from backbone_surgery.graph.calibrating import calibrating, is_chosen
 from backbone_surgery.graph.hoisting import hoist
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
@@ -61,6 +62,7 @@ __all__ = [
     "as_stored",
     "autocasting",
     "building",
+    "calibrating",
     "clone_layer_graph",
     "connect",
     "drop_kernel",
@@ -69,6 +71,7 @@ __all__ = [
     "in_order",
     "infer",
     "is_auto_named",
+    "is_chosen",
     "is_function",
     "is_input",
     "is_made_up",

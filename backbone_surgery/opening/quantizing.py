@@ -1,6 +1,7 @@
 """Quantising the backbone under an edit, as KerasHub's own task quantises it."""
 
 import copy
+import re
 import types
 from typing import Any
 
@@ -8,7 +9,9 @@ import keras
 import keras_hub
 
 from backbone_surgery import graph
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
+
+CALIBRATED = ("gptq", "awq")
 
 
 def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -> None:
@@ -24,19 +27,67 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
         **kwargs: `filters`.
 
     Raises:
-        SurgeryError: KerasHub does not say where the blocks are; or the layouts of a distribution
-            that is set do not fit what int4 makes.
+        SurgeryError: a layer is quantised already, or none is chosen; there is LoRA, which GPTQ and
+            AWQ do not know; KerasHub does not say where the blocks are; or the layouts of a
+            distribution that is set do not fit what int4 makes.
     """
-    _check_layouts(owner, getattr(config, "mode", mode))
+    _check_layers(owner, mode, kwargs.get("filters"))
+    _check_layouts(owner, mode)
     if getattr(config, "quantization_layer_structure", owner) is not None:
-        owner.quantize(mode, config=config, **kwargs)
+        with graph.calibrating():
+            owner.quantize(mode, config=config, **kwargs)
         return
     config = copy.copy(config)
     config.quantization_layer_structure = _structure(owner, config.mode)
     try:
-        owner.quantize(mode, config=config, **kwargs)
+        with graph.calibrating():
+            owner.quantize(mode, config=config, **kwargs)
     finally:
         config.quantization_layer_structure = None  # the layers keep this config
+
+
+def _check_layers(owner: keras.Model, mode: str | None, filters: Any) -> None:
+    """Refuse layers that Keras would stop at, with those before them quantised."""
+    try:
+        layers = [x for x in graph.layers_within(owner) if graph.is_chosen(x, filters)]
+    except (TypeError, re.error) as error:
+        raise SurgeryError(
+            f"quantize at 'filters': expected a regular expression, a list of them, or a function "
+            f"of a layer. Received {shown(filters)} ({error}). Pass one that chooses layers."
+        ) from error
+    able = [x for x in layers if type(x).quantize is not keras.layers.Layer.quantize]
+    if not able:
+        raise SurgeryError(
+            f"quantize at 'filters': expected to choose layers that Keras can quantise. Received "
+            f"{shown(filters)}, which chooses none. Leave it out for all of them."
+        )
+    done = [x.name for x in able if x.quantization_mode is not None]
+    if done:
+        raise SurgeryError(
+            f"quantize at '{owner.name}': expected layers that are not quantised yet. Received "
+            f"'{done[0]}' among others, which is. Load the model anew, or leave them out by "
+            "`filters`."
+        )
+    if mode in CALIBRATED and any(getattr(x, "lora_enabled", False) for x in able):
+        raise SurgeryError(
+            f"quantize at '{owner.name}': expected a backbone without LoRA, which {mode} does not "
+            "know. Received one with it. Fold it in by `merge` first."
+        )
+
+
+def check_lora(owner: keras.Model) -> None:
+    """Refuse LoRA on layers that are quantised to GPTQ or AWQ: Keras would stop midway.
+
+    Raises:
+        SurgeryError: there are such layers.
+    """
+    modes = {layer.quantization_mode for layer in graph.layers_within(owner)} & {*CALIBRATED}
+    if modes:
+        raise SurgeryError(
+            f"enable_lora at '{owner.name}': expected a backbone in float, int8 or int4. Received "
+            f"one in {modes.pop()}, which Keras has no LoRA for. Use `LowRank`, or quantise to "
+            "int8."
+        )
 
 
 def _check_layouts(owner: keras.Model, mode: str | None) -> None:
@@ -62,7 +113,7 @@ def check_saves(owner: keras.Model) -> None:
     Raises:
         SurgeryError: it is quantised in one of these ways.
     """
-    modes = {layer.quantization_mode for layer in graph.layers_within(owner)} & {"gptq", "awq"}
+    modes = {layer.quantization_mode for layer in graph.layers_within(owner)} & {*CALIBRATED}
     if modes:
         raise SurgeryError(
             f"save_weights at '{owner.name}': expected weights that Keras saves whole. Received "

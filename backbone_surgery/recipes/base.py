@@ -14,6 +14,7 @@ import numpy as np
 
 from backbone_surgery.errors import RecipeError
 from backbone_surgery.opening.open import find_family
+from backbone_surgery.opening.quantizing import check_lora
 from backbone_surgery.presets import keep_preset
 from backbone_surgery.recipes.quantization import is_held, quantization, quantize_like
 from backbone_surgery.weights.arrays import of_value, of_variable
@@ -26,6 +27,8 @@ def base_facts(owner: keras.Model, preset: str | None) -> dict[str, Any]:
     """Say what the base of a recipe is: its family, config, digest, LoRA and quantisation."""
     check_backbone(owner, "save_recipe")
     changes = {"quantization": quantization(owner), "lora": lora(owner)}
+    if changes["lora"] or any(map(is_lora, variable_paths(owner))):
+        check_lora(owner)
     return {**_facts(owner), **changes, "preset": preset, "digest": _digest(owner)}
 
 
@@ -120,8 +123,10 @@ def _check_facts(backbone: keras.Model, base: Mapping[str, Any]) -> None:
     if quantized and like and None in (quantized["config"], like["config"]):
         quantized = {**quantized, "config": like["config"]}  # of a file, which does not say it
     if quantized not in (None, like):
-        modes = (x and x["mode"] for x in (like, quantized))
-        raise _other_base("a backbone that is quantised to", *modes)
+        ways = [
+            x and f"{x['mode']}, inputs of {len(x['rounding'])} layers" for x in (like, quantized)
+        ]
+        raise _other_base("a backbone that is quantised to", *ways)
 
 
 def _other_base(what: str, wanted: Any, received: Any) -> RecipeError:

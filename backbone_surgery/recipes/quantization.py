@@ -18,6 +18,9 @@ _CALIBRATED = {"gptq": keras.quantizers.GPTQConfig, "awq": keras.quantizers.AWQC
 def quantization(owner: keras.Model) -> dict[str, Any] | None:
     """Return mode, config and layers of a backbone's quantisation; `None` if it has none.
 
+    What Keras loads from a file has no config. Of such layers, `rounding` lists those that quantise
+    their inputs too.
+
     Raises:
         SurgeryError: it has several, or one that a recipe cannot hold.
     """
@@ -35,7 +38,9 @@ def quantization(owner: keras.Model) -> dict[str, Any] | None:
             f"to int8, int4, GPTQ or AWQ. Received one quantised to {', '.join(sorted(modes))}, "
             f"{'in one way' if one else 'in several ways'}. Quantise all of it alike."
         )
-    return {"mode": mode, "config": configs[0], "layers": sorted(layers)}
+    rounding = sorted(path for path, x in layers.items() if getattr(x, "inputs_quantizer", None))
+    described = {"mode": mode, "config": configs[0], "layers": sorted(layers)}
+    return {**described, "rounding": rounding}
 
 
 def is_held(path: str, described: Mapping[str, Any] | None) -> bool:
@@ -70,6 +75,10 @@ def quantize_like(backbone: keras.Model, described: Mapping[str, Any]) -> None:
         layers[path].quantize(kind, config=config)
         if kind in _CALIBRATED:
             graph.drop_kernel(layers[path])
+        elif config is None and hasattr(layers[path], "inputs_quantizer"):
+            rounds = path in described["rounding"]
+            quantizer = keras.quantizers.AbsMaxQuantizer(axis=-1) if rounds else None
+            layers[path].inputs_quantizer = quantizer
 
 
 def _layers(owner: keras.Model) -> dict[str, keras.layers.Layer]:

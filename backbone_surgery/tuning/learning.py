@@ -13,6 +13,7 @@ from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import LONGEST
+from backbone_surgery.opening.logits import Logits
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.opening.training import TrainsOwnLayers
@@ -68,7 +69,7 @@ def losses_of(
     inputs = {t.name: t for t in opened.inputs if t.name in names}
     targets = keras.Input((None,), dtype="int32", name="targets")
     states = opened.hidden_states(opened(inputs))
-    losses = TokenLosses(name="losses")(opened.token_embedding(states, reverse=True), targets)
+    losses = TokenLosses(name="losses")(Logits(opened.token_embedding)(states), targets)
     model = _Losses({**inputs, "targets": targets}, losses)
     object.__setattr__(model, "trained_layers", tuple(trained))
     return model

@@ -1,12 +1,17 @@
 """`quantize` does to an edited model what it does to KerasHub's task, and a recipe keeps it."""
 
+import re
+
+import jax
 import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import graph
 from backbone_surgery.recipes.quantization import quantization
 from backbone_surgery.recipes.store import read_recipe
+from tests.families import ROWS
 from tests.helpers import FAMILIES, TASKS, VOCABULARY, make_gpt2, ragged
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_collecting")]
@@ -15,9 +20,9 @@ MODES = ("int8", "int4", "gptq", "awq")
 NEW = 12
 
 
-def config_of(mode):
+def config_of(mode, seed=0):
     """What Keras asks for, small enough for a test: of GPTQ and AWQ, groups of 8 weights."""
-    texts = [np.random.default_rng(0).integers(1, VOCABULARY, 200)]
+    texts = [np.random.default_rng(seed).integers(1, VOCABULARY, 200)]
     settings = {"num_samples": 4, "sequence_length": 16, "group_size": 8}
     if mode == "gptq":
         return keras.quantizers.GPTQConfig(texts, lambda x: x, **settings)
@@ -44,10 +49,14 @@ def greedy(lm, inputs, **controls):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_an_edited_model_is_quantised_as_kerashub_quantises_its_task(family, mode, rng):
-    """Weights to the last bit, of blocks that an edit leaves out too; and so is the text."""
+    """Weights to the last bit, of blocks that an edit leaves out too; and so is the text.
+
+    Calibrated ones only where Keras is helped to calibrate.
+    """
     theirs, ours = FAMILIES[family](num_layers=3), FAMILIES[family](num_layers=3)
     task = TASKS[family](backbone=theirs, preprocessor=None)
-    task.quantize(mode, config=config_of(mode))
+    with graph.calibrating():
+        task.quantize(mode, config=config_of(mode))
     lm = bs.CachedCausalLM(bs.operate(ours, [bs.Steer("mood", {0: np.ones(32)})]))
     inputs = ragged(rng, (4, 3), 4)
     greedy(lm, inputs, mood=0.0)
@@ -128,3 +137,129 @@ def test_blocks_that_nobody_names():
     edited = bs.operate(plain, [])
     with pytest.raises(bs.SurgeryError, match="blocks KerasHub can calibrate one by one"):
         edited.quantize("gptq", config=config_of("gptq"))
+
+
+@pytest.mark.parametrize("mode", ["gptq", "awq"])
+def test_other_texts_calibrate_other_weights(mode):
+    """With Keras alone all texts give the same."""
+
+    def digest(seed, *modes):
+        model = bs.operate(make_gpt2(num_layers=1), [])
+        model.quantize(*modes, config=config_of(mode, seed))
+        return bs.weights_digest(model.owner)
+
+    assert digest(0, mode) == digest(0)
+    assert digest(0, mode) != digest(1, mode)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("gpt2", {}), ("gemma2", {}), ("qwen2", {"tie_word_embeddings": False})],
+    ids=["gpt2", "gemma2 with a soft cap", "qwen2, untied"],
+)
+def test_gradients_of_int8_are_those_of_the_float_model(family, options):
+    """By attribution and by `score`."""
+    ids, targets = np.array([[3, 14, 15, 9]]), np.array([[14, 15, 9, 2]])
+    found = []
+    for mode in (None, "int8"):
+        backbone = ROWS[family].make(num_layers=2, **options)
+        edit = bs.Steer("mood", {1: np.ones(backbone.hidden_dim) * 0.1}, trainable=True)
+        lm = bs.CachedCausalLM(bs.operate(backbone, [edit]))
+        if mode is not None:
+            lm.quantize(mode)
+        (learned,) = lm.trainable_variables
+
+        def loss(value, lm=lm, learned=learned):
+            with keras.StatelessScope(state_mapping=[(learned, value)]):
+                return lm.score(ids, scoring_mode="loss", target_ids=targets).mean()
+
+        values = bs.attribution(lm, ids[0], target=7).values
+        found.append((values, np.asarray(jax.grad(loss)(learned.value))))
+    for plain, narrow in zip(*found, strict=True):
+        assert np.corrcoef(plain.ravel(), narrow.ravel())[0, 1] > 0.98
+        assert 0.8 < np.linalg.norm(narrow) / np.linalg.norm(plain) < 1.25
+
+
+def test_fit_learns_in_int8_what_it_learns_in_float(rng):
+    ids = rng.integers(1, VOCABULARY, (4, 8))
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    losses = []
+    for mode in (None, "int8"):
+        lm = bs.CachedCausalLM(
+            bs.operate(make_gpt2(num_layers=2), [bs.LowRank("blocks.*.value", rank=4)])
+        )
+        if mode is not None:
+            lm.quantize(mode)
+        lm.compile(optimizer=keras.optimizers.Adam(0.01))
+        options = {"epochs": 30, "shuffle": False, "verbose": 0}
+        losses.append(lm.fit(inputs, np.roll(ids, -1, 1), **options).history["loss"])
+    assert losses[0][-1] < losses[0][0] - 0.5
+    assert abs(losses[1][-1] - losses[0][-1]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [("nothing", "'nothing', which chooses none"), (3, "it is a int"), ("(", "unterminated")],
+)
+def test_filters_that_choose_nothing(filters, words):
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    before = bs.weights_digest(lm.backbone)
+    with pytest.raises(bs.SurgeryError, match=re.escape(words)):
+        lm.quantize("int8", filters=filters)
+    assert bs.weights_digest(lm.backbone) == before
+
+
+@pytest.mark.parametrize("again", ["int8", "int4"])
+def test_what_is_quantised_in_part_is_not_quantised_half_again(again):
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.quantize("int8", filters="feedforward")
+    before = bs.weights_digest(lm.backbone)
+    with pytest.raises(bs.SurgeryError, match=r"'feedforward_.*' among others, which is"):
+        lm.quantize(again)
+    assert bs.weights_digest(lm.backbone) == before
+    lm.quantize("int8", filters="^(query|key|value)")
+    assert len(quantization(lm.backbone)["layers"]) == 5
+
+
+@pytest.mark.parametrize("mode", ["gptq", "awq"])
+def test_lora_and_calibrated_weights_refuse_each_other(mode, tmp_path):
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.backbone.enable_lora(2)
+    with pytest.raises(bs.SurgeryError, match=f"without LoRA, which {mode} does not know"):
+        lm.quantize(mode, config=config_of(mode))
+    assert quantization(lm.backbone) is None
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.quantize(mode, config=config_of(mode))
+    with pytest.raises(bs.SurgeryError, match=f"Received one in {mode}, which Keras has no LoRA"):
+        lm.opened.enable_lora(2)
+    assert len(lm.backbone.trainable_variables) == len(lm.backbone.trainable_weights)
+
+
+def load(folder):
+    """Load the backbone of a preset as `from_preset` does."""
+    return bs.CachedCausalLM.from_preset(str(folder), preprocessor=None).opened.owner
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path):
+    """Its token embedding rounds its inputs, also where the model that was saved did not."""
+    backbone = make_gpt2(num_layers=1)
+    backbone.quantize(mode)
+    backbone.save_to_preset(str(tmp_path / "preset"))
+    edited = bs.operate(load(tmp_path / "preset"), [bs.Steer("mood", {0: np.ones(32)})])
+    bs.save_recipe(edited, tmp_path / "r")
+    wanted = np.asarray(bs.CachedCausalLM(edited).score(np.array([[3, 1, 4]])))
+    for other in (edited.owner, load(tmp_path / "preset"), make_gpt2(num_layers=1)):
+        loaded = bs.load_recipe(tmp_path / "r", other)
+        got = np.asarray(bs.CachedCausalLM(loaded).score(np.array([[3, 1, 4]])))
+        assert np.array_equal(got, wanted)
+
+
+def test_a_recipe_tells_quantised_inputs_from_others(tmp_path):
+    backbone = make_gpt2(num_layers=1)
+    backbone.quantize(config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None))
+    backbone.save_to_preset(str(tmp_path / "preset"))
+    bs.save_recipe(bs.operate(backbone, []), tmp_path / "r")
+    other = load(tmp_path / "preset")
+    with pytest.raises(bs.RecipeError, match=r"int8, inputs of 0 layers.*of 7 layers"):
+        bs.load_recipe(tmp_path / "r", other)
