@@ -1,11 +1,12 @@
 """Captures: what `generate(return_captures=True)` returns, aligned with the tokens of each row."""
 
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.numbers import is_int
 from backbone_surgery.opening.site import is_pattern
 
 
@@ -13,8 +14,10 @@ from backbone_surgery.opening.site import is_pattern
 class GeneratedActivations:
     """The activations at some sites while texts were generated.
 
-    They cover the tokens that were run through the model: the prompt, and all generated tokens but
-    the last, which was chosen and never run. Rows are padded with zeros on the right.
+    They are read as a dict of arrays by site path: `captures["blocks.3"]`, `for site in captures`,
+    `dict(captures)`. They cover the tokens that were run through the model: the prompt, and all
+    generated tokens but the last, which was chosen and never run. Rows are padded with zeros on the
+    right.
 
     Attributes:
         token_ids: int32[batch, tokens], the tokens that the activations belong to.
@@ -36,8 +39,32 @@ class GeneratedActivations:
             )
         return self.values[path]
 
+    # No `Mapping`: `values` is the dict itself, not a method.
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the paths of the sites."""
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        """Return how many sites there are."""
+        return len(self.values)
+
+    def keys(self) -> KeysView[str]:
+        """Return the paths of the sites."""
+        return self.values.keys()
+
+    def items(self) -> ItemsView[str, np.ndarray]:
+        """Return the path and the array of each site."""
+        return self.values.items()
+
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Return the activations of one row, without padding: [length, ...] for each site."""
+        rows = len(self.lengths)
+        if not is_int(index) or not -rows <= index < rows:
+            raise SurgeryError(
+                f"captures at 'row': expected an int from {-rows} to {rows - 1}, as there are "
+                f"{rows} rows. Received {shown(index)}. Pass the number of one row."
+            )
         tokens = slice(0, int(self.lengths[index]))
         return {path: cut(path, value[index], tokens) for path, value in self.values.items()}
 

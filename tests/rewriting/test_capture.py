@@ -147,6 +147,20 @@ def test_captures_of_a_prompt_alone(lm, rng):
     assert_captures_of(lm.backbone, rows, captures, ["blocks.1"])
 
 
+def test_captures_are_read_as_a_dict_is():
+    values = {name: np.arange(6.0).reshape(2, 3, 1) for name in ("blocks.0", "blocks.1")}
+    captures = bs.GeneratedActivations(np.ones((2, 3), int), np.array([3, 2]), values)
+    assert [*captures] == [*captures.keys()] == ["blocks.0", "blocks.1"]
+    assert len(captures) == 2
+    assert "blocks.1" in captures
+    assert "blocks.2" not in captures
+    assert dict(captures) == dict(captures.items()) == captures.values == values
+    assert captures.row(np.int64(-1))["blocks.0"].tolist() == [[3], [4]]
+    for index in (2, -3, slice(0, 1), True, 1.0):
+        with pytest.raises(bs.SurgeryError, match=r"'row': expected an int from -2 to 1.*Received"):
+            captures.row(index)
+
+
 @pytest.mark.slow
 def test_asking_for_captures_is_one_more_program_and_no_other_call_compiles(rng):
     edited = bs.operate(make_deep_gpt2(), [bs.Capture("blocks.1")])
