@@ -41,8 +41,8 @@ def check_judges(judge: Any, fluency: Any) -> None:
 
 def check_numbers(
     lm: CachedCausalLM, budget: Any, rank: Any, steps: Any, max_new_tokens: Any, seed: Any
-) -> None:
-    """Check the integers that say how much to do."""
+) -> tuple[int, ...]:
+    """Return the integers that say how much to do, as Python's: JSON knows no others."""
     check_count("tune", "budget", budget, "texts")
     check_count("tune", "rank", rank, "directions")
     check_count("tune", "steps", steps, "steps")
@@ -58,6 +58,7 @@ def check_numbers(
             f"tune at 'rank': expected fewer than {size}, the size of the hidden states. Received "
             f"{rank}. Ranks such as 4 are usual."
         )
+    return int(budget), int(rank), int(steps), int(max_new_tokens), int(seed)
 
 
 def check_vectors(lm: CachedCausalLM, vectors: Any) -> dict[str, ControlVector]:

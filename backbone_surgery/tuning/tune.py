@@ -120,9 +120,9 @@ def tune(
     others = check_methods(methods, orthogonal_to, bool(given), len(listed))
     encoders = check_autoencoders(lm, autoencoders, "sae" in methods)
     check_count("tune", "batch_size", batch_size, "texts")
-    check_numbers(lm, budget, rank, steps, max_new_tokens, seed)
+    numbers = check_numbers(lm, budget, rank, steps, max_new_tokens, seed)
+    budget, rank, steps, max_new_tokens, seed = numbers
     check_judges(judge, fluency)
-    seed = int(seed)
     Random(seed).shuffle(texts)
     strategy = make_strategy(lm.sampler)
     settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, strategy.settings()]

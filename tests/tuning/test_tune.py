@@ -157,6 +157,19 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
 
 
+@pytest.mark.slow
+def test_integers_of_numpy_make_the_same_search(lm, tmp_path):
+    numbers = {"budget": 12, "rank": 2, "steps": 1, "max_new_tokens": 3, "seed": 5}
+    file = tmp_path / "search.jsonl"
+    given = {"methods": ("mean_diff",), "fluency": letters, "verbose": 0, "file": file}
+    whole = bs.tune(lm, PAIRS, letters, PROMPTS, **given, **numbers)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))  # so that a line is left to write
+    others = {name: np.int64(number) for name, number in numbers.items()}
+    assert bs.tune(lm, PAIRS, letters, PROMPTS, **given, **others).trials == whole.trials
+    assert file.read_text() == "".join(lines)
+
+
 @pytest.mark.parametrize(
     "content",
     [
