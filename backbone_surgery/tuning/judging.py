@@ -19,10 +19,10 @@ def ask(judge: Judge, texts: list[str], what: str) -> np.ndarray:
     """Return what a judge says of each text, float64[texts].
 
     Raises:
-        SurgeryError: it says anything but a number from 0 to 1 for each.
+        SurgeryError: it says anything but a number from 0 to 1, or a boolean, for each.
     """
     said = judge(texts)
-    values = read_finite(said)
+    values = read_finite(_numbers(said))
     fits = values is not None and values.shape == (len(texts),)
     if values is None or not fits or (values < 0).any() or (values > 1).any():
         raise SurgeryError(
@@ -30,6 +30,14 @@ def ask(judge: Judge, texts: list[str], what: str) -> np.ndarray:
             f"0 to 1 for each. Received {shown(said)} for {len(texts)} texts. Return one for each."
         )
     return values.astype("float64")
+
+
+def _numbers(said: Any) -> Any:
+    """Return booleans as 0 and 1, alone or among numbers; anything else as it is."""
+    if isinstance(said, list | tuple):
+        return [float(x) if isinstance(x, bool | np.bool_) else x for x in said]
+    is_mask = isinstance(said, np.ndarray) and said.dtype == bool
+    return said.astype("float32") if is_mask else said
 
 
 def as_judged(fluency: Judge) -> Callable[[list[str], list[str]], np.ndarray]:

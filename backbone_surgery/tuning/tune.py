@@ -74,7 +74,7 @@ def tune(
         lm: the model, compiled with the sampler to judge it by.
         pairs: `[(positive text, negative text), ...]`, as of `ControlVector.train`.
         judge: a function of a list of texts, without their prompts, that returns a number for each,
-            from 0 for the negative to 1 for the positive side.
+            from 0 for the negative to 1 for the positive side; True counts as 1.
         prompts: at least two; half of them are searched on.
         methods: those of `ControlVector.train`, and others that learn. Directions, one for each
             block: `"learned"`, which makes the texts of the pairs likely; `"bipo"`, which makes one

@@ -10,6 +10,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.tuning.candidates import Candidate
+from backbone_surgery.tuning.judging import ask
 from backbone_surgery.tuning.record import Record
 from tests.edits import save_autoencoder
 
@@ -155,6 +156,13 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
     file.write_text("rubbish\n")
     with pytest.raises(bs.SurgeryError, match="a file of `tune`"):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
+
+
+def test_a_judge_may_answer_yes_or_no():
+    for said in ([True, False], (np.True_, np.False_), np.array([True, False]), [True, 0.0]):
+        np.testing.assert_array_equal(ask(lambda _, said=said: said, ["a", "b"], "judge"), [1, 0])
+    with pytest.raises(bs.SurgeryError, match=r"from 0 to 1 for each\. Received True"):
+        ask(lambda _: True, ["a"], "judge")
 
 
 @pytest.mark.slow
