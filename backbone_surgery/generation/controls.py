@@ -33,7 +33,7 @@ def bind_controls(
     """
     inputs = {t.name: t for t in model.inputs if t.name not in ("token_ids", "padding_mask")}
     shapes = {name: t.shape[1:] for name, t in inputs.items()}
-    rows = Rows(np.asarray(prompt_lengths), (), shapes, model.defaults)
+    rows = Rows(np.asarray(prompt_lengths), (), shapes, model.defaults, model.max_positions)
     fired = {id(f.rewrite): f.sites for f in model.report}
     rewrites = {r.control: r for r in model.rewrites if isinstance(r, Rewrite) and r.control}
     by_hand = {name: t for name, t in inputs.items() if name not in model.defaults}

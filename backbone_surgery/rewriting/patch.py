@@ -37,8 +37,8 @@ class Patch(ControlledRewrite):
 
     Attributes:
         at: site selector; any site that has a value for each token, that is any but a pattern.
-        positions: `"control"`, or a tuple of positions for every row. A call then passes values
-            alone.
+        positions: `"control"`, or a tuple of positions for every row, from 0 on. A call then passes
+            values alone.
         name: name of the control.
 
     Examples:
@@ -60,13 +60,25 @@ class Patch(ControlledRewrite):
         fields.selector()
         fields.name()
         if not isinstance(self.positions, str) or self.positions != "control":
-            positions = _read_positions(self.positions, 1, 1, fields.where)
-            fields.keep("positions", tuple(positions[0, 0].tolist()))
+            array = read_int32(self.positions, smallest=0)
+            if array is None or array.ndim != 1 or not array.size or _repeats(array):
+                raise fields.refuse(
+                    "positions from 0 on, each once, such as (0, 4), or 'control'",
+                    self.positions,
+                    "Count tokens from the first of the row; -1 for none goes into a call alone.",
+                )
+            fields.keep("positions", tuple(array.tolist()))
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Declare the controls, then visit the sites."""
         places = for_each_token(self.choose(surgery), "Patch")
-        fixed = (UNUSED,) if self.positions == "control" else self.positions
+        fixed = (UNUSED,) if isinstance(self.positions, str) else self.positions
+        most = surgery.model.max_positions
+        if most is not None and max(fixed) >= most:
+            raise SurgeryError(
+                f"Patch at '{self.at}': expected positions from 0 to {most - 1}, as many as the "
+                f"model has learned. Received {max(fixed)}. Choose earlier tokens."
+            )
         default = np.tile(np.array(fixed, "int32"), (len(places), 1))
         surgery.control(f"{self.name}_positions", default, (len(places), None))
         for i, place in enumerate(places):
@@ -95,7 +107,7 @@ class Patch(ControlledRewrite):
                 "together; see `Patch`."
             )
         positions = value.get("positions", self.positions)
-        positions = _read_positions(positions, rows.batch, len(rows.sites), where)
+        positions = _read_positions(positions, rows, where)
         values = value["values"]
         if not isinstance(values, Mapping) and len(rows.sites) == 1:
             values = {rows.sites[0]: values}
@@ -120,9 +132,10 @@ def for_each_token(places: list[Place], operation: str) -> list[Place]:
     return places
 
 
-def _read_positions(value: Any, batch: int, sites: int, where: str) -> np.ndarray:
+def _read_positions(value: Any, rows: Rows, where: str) -> np.ndarray:
     """Read positions as int32[batch, sites, n]."""
-    array = read_int32(value, smallest=UNUSED)
+    batch, sites, most = rows.batch, len(rows.sites), rows.max_positions or 2**31
+    array = read_int32(value, UNUSED, most - 1)
     if array is not None and array.ndim in (1, 2):
         array = array[None, None] if array.ndim == 1 else array[:, None]
     if (
@@ -135,8 +148,8 @@ def _read_positions(value: Any, batch: int, sites: int, where: str) -> np.ndarra
     ):
         raise SurgeryError(
             f"{where}: expected positions int[n], int[{batch}, n] or int[{batch}, {sites}, n], "
-            f"from 0 on or -1 for none, each once in a row. Received {shown(value)}. Count tokens "
-            "from the first of the row."
+            f"from 0 to {most - 1} or -1 for none, each once in a row. Received {shown(value)}. "
+            "Count tokens from the first of the row."
         )
     return np.broadcast_to(array, (batch, sites, array.shape[-1]))
 

@@ -24,12 +24,14 @@ class Rows:
         sites: the paths of the sites at which the rewrite fired.
         shapes: `{input name: shape of one row}` of the graph.
         defaults: `{input name: default of one row}` of the graph.
+        max_positions: how many positions the model has learned, if it is limited.
     """
 
     prompt_lengths: np.ndarray
     sites: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     defaults: Mapping[str, np.ndarray] = field(default_factory=dict)
+    max_positions: int | None = None
 
     @property
     def batch(self) -> int:

@@ -152,6 +152,10 @@ def test_errors(rng):
         bs.Patch("blocks.1", positions=(2, 2))
     with pytest.raises(bs.SurgeryError, match=r"expected positions.*Received 'all'"):
         bs.Patch("blocks.1", positions="all")
+    with pytest.raises(bs.SurgeryError, match=r"from 0 on.*Received \(2, -1\).* -1 for none goes"):
+        bs.Patch("blocks.1", positions=(2, -1))
+    with pytest.raises(bs.SurgeryError, match=r"0 to 63, as many as the model has learned.*64"):
+        bs.operate(backbone, [bs.Patch("blocks.1", positions=(63, 64))])
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Patch("blocks.0:2")]))
     lm.compile(sampler="greedy")
     value = np.zeros((1, 32))
@@ -160,6 +164,7 @@ def test_errors(rng):
         ({"positions": [1]}, "expected a dict of positions and values"),
         ({"positions": [1.5], "values": values}, "expected positions"),
         ({"positions": [-2], "values": values}, "expected positions"),
+        ({"positions": [64], "values": values}, r"expected positions.* to 63 or -1 for none"),
         ({"positions": [2**32], "values": values}, r"expected positions.* Received \[4294967296\]"),
         ({"positions": [True], "values": values}, "expected positions"),
         ({"positions": [1], "values": {**values, 3: value}}, "3 is amiss"),
