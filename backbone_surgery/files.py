@@ -106,9 +106,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     A process that is killed leaves behind a hidden file `.<name>.<random>.new` at most.
 
     Args:
-        path: of the file.
+        path: of the file; a link is followed.
         write: writes a new file of the path it is given.
+
+    Raises:
+        SurgeryError: see `target_of`.
     """
+    path = target_of(path)
     part = hidden_beside(path)
     try:
         write(part)
@@ -122,6 +126,21 @@ def put_in_place(part: Path, path: Path) -> None:
     flush(part)
     os.replace(part, path)
     flush(path.parent)
+
+
+def target_of(path: Path) -> Path:
+    """Return the file that a path stands for, with links followed.
+
+    Raises:
+        SurgeryError: what is there is no regular file, but a folder, a pipe or a device.
+    """
+    target = Path(os.path.realpath(path))
+    if os.path.exists(target) and not target.is_file():
+        raise SurgeryError(
+            f"save at '{path}': expected a new file, or a regular one to replace. Received a "
+            "folder, a pipe or a device. Choose another path."
+        )
+    return target
 
 
 def hidden_beside(path: Path) -> Path:

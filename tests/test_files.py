@@ -1,6 +1,7 @@
 """Files: whatever is in them, what reads them says so in words; what writes them writes all."""
 
 import json
+import os
 import random
 import re
 
@@ -178,6 +179,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="no space left"):
         replace_file(path, fail)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.txt": "two"}
+
+
+def test_a_link_is_written_through(tmp_path):
+    (tmp_path / "data").mkdir()
+    file, link, chain = tmp_path / "data" / "a.gguf", tmp_path / "b.gguf", tmp_path / "c.gguf"
+    link.symlink_to(file)
+    chain.symlink_to(link)
+    for size in (4, 8):  # at first there is no file yet
+        vector = bs.ControlVector({1: np.ones(size)})
+        vector.save(chain)
+        assert link.is_symlink()
+        assert chain.is_symlink()
+        assert bs.ControlVector.load(file) == vector
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["a.gguf"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "p").mkdir()
+    with pytest.raises(bs.SurgeryError, match=r"save at .*p': expected a new file, or a regular"):
+        replace_file(tmp_path / "p", lambda part: part.write_text("one"))
+    os.mkfifo(tmp_path / "p.gguf")
+    with pytest.raises(bs.SurgeryError, match=r"Received a folder, a pipe or a device\."):
+        bs.ControlVector({1: np.ones(4)}).save(tmp_path / "p.gguf")
+    assert not (tmp_path / "p.gguf").is_file()
 
 
 def test_paths():

@@ -25,6 +25,7 @@ from backbone_surgery.files import (
     read_json,
     reading,
     replace_file,
+    target_of,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count
@@ -74,7 +75,7 @@ class Job:
 
     def do(self, work: Work, lm: CachedCausalLM, shard: Shard, advance: Advance) -> None:
         """Work on one shard, and put its output in place."""
-        output = self.output(shard)
+        output = target_of(self.output(shard))
         part = hidden_beside(output)
         try:
             work(lm, shard, part, advance)

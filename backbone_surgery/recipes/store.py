@@ -35,10 +35,11 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, n
 
     Raises:
         SurgeryError: an array is not finite, the JSON is larger than what is read, or the folder
-            holds something else.
+            holds something else, or links.
     """
     _check_finite(arrays)
-    check_folder(path, _OURS.fullmatch)
+    # Links are not followed here either: who sends a recipe would choose what is overwritten.
+    check_folder(path, lambda name: _OURS.fullmatch(name) and not (path / name).is_symlink())
     data = save({name: np.asarray(array, order="C") for name, array in arrays.items()})
     whole = {
         **{"format": _FORMAT, "version": _VERSION, "readable_by": _READABLE_BY, **document},

@@ -190,7 +190,8 @@ class ControlVector:
     def save(self, path: str | Path) -> None:
         """Save to a `.gguf` or `.safetensors` file, by the ending. Writing is atomic.
 
-        GGUF files have no place for block 0: its direction is left out, with a warning.
+        A link is followed: the file that it points to is replaced. GGUF files have no place
+        for block 0: its direction is left out, with a warning.
         """
         files.write(as_path(path, "save"), dict(self.directions), dict(self.info))
 

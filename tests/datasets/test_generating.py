@@ -102,9 +102,11 @@ def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
         (tmp_path / "out" / ".a-00003.jsonl.0123.new").write_text("half of it")
+    (tmp_path / "out" / whole[-1].name).symlink_to(tmp_path / "elsewhere")
     paths = bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
     assert len(CALLS) == ROWS + 2  # the row at which it was interrupted, twice
     assert {p.name: p.read_bytes() for p in paths} == {p.name: p.read_bytes() for p in whole}
+    assert (tmp_path / "elsewhere").read_bytes() == whole[-1].read_bytes()  # through the link
     folders = (sorted(p.name for p in paths[0].parent.iterdir()) for paths in (paths, whole))
     assert len(set(map(tuple, folders))) == 1
     before = {p: p.stat().st_mtime_ns for p in paths}

@@ -163,6 +163,10 @@ def test_no_link_is_followed(original, backbone, tmp_path, name):
     file.symlink_to(tmp_path / "outside")
     with pytest.raises(bs.RecipeError, match="expected a regular file"):
         bs.load_recipe(tmp_path / "r", backbone)
+    before = (tmp_path / "outside").read_bytes()
+    with pytest.raises(bs.SurgeryError, match=rf"holds \['{file.name}'\], which would be lost"):
+        bs.save_recipe(bs.operate(backbone, []), tmp_path / "r")
+    assert (tmp_path / "outside").read_bytes() == before
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
