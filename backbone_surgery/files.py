@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,22 +104,28 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file in one step: `path` then holds all of it, or still what it held before.
 
-    A process that is killed leaves behind a hidden file `.<name>.<random>.new` at most.
+    A process that is killed leaves behind a hidden file, see `hidden_beside`, at most.
 
     Args:
         path: of the file; a link is followed.
         write: writes a new file of the path it is given.
 
     Raises:
-        SurgeryError: see `target_of`.
+        SurgeryError: see `target_of`; or the system does not write the file, with its reason.
     """
     path = target_of(path)
     part = hidden_beside(path)
     try:
         write(part)
         put_in_place(part, path)
+    except OSError as error:
+        raise SurgeryError(
+            f"save at '{path}': expected a place that can be written to. Received "
+            f"'{error.strerror or error}'. Choose another path, or make room for it."
+        ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def put_in_place(part: Path, path: Path) -> None:
@@ -144,8 +151,16 @@ def target_of(path: Path) -> Path:
 
 
 def hidden_beside(path: Path) -> Path:
-    """Return a new hidden name in the same folder."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
+    """Return a new hidden name in the same folder, `.backbone_surgery-<random>.new`.
+
+    It does not depend on the name of the path, which may be as long as a name can be.
+    """
+    return path.with_name(f".backbone_surgery-{secrets.token_hex(6)}.new")
+
+
+def is_part(name: str) -> bool:
+    """Tell whether a name is one of `hidden_beside`: of a file that was being written."""
+    return re.fullmatch(r"\.backbone_surgery-[0-9a-f]{12}\.new", name) is not None
 
 
 def flush(path: Path) -> None:

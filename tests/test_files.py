@@ -176,9 +176,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         part.write_text("thr")
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(bs.SurgeryError, match=r"a place that can be written to.*'no space left'"):
         replace_file(path, fail)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.txt": "two"}
+
+
+@pytest.mark.parametrize("ending", [".gguf", ".safetensors"])
+def test_names_as_long_as_a_name_can_be(tmp_path, ending):
+    vector, path = bs.ControlVector({1: np.ones(4)}), tmp_path / f"{ending:n>255}"
+    vector.save(path)
+    assert bs.ControlVector.load(path) == vector
+    assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(bs.SurgeryError, match=r"a place that can be written.*name too long"):
+        vector.save(tmp_path / f"a{path.name}")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written_to():
+    with pytest.raises(bs.SurgeryError, match=r"save at '/proc/a.gguf': expected a place that can"):
+        bs.ControlVector({1: np.ones(4)}).save("/proc/a.gguf")
 
 
 def test_a_link_is_written_through(tmp_path):

@@ -7,7 +7,6 @@ refused.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import (
     as_path,
     hidden_beside,
+    is_part,
     put_in_place,
     read_json,
     reading,
@@ -166,7 +166,7 @@ def _write_manifest(job: Job, text: str) -> None:
             )
         return
     others = sorted(p.name for p in job.folder.iterdir()) if job.folder.is_dir() else []
-    if [name for name in others if not _is_part(name, {MANIFEST})]:
+    if [name for name in others if not is_part(name)]:
         raise SurgeryError(
             f"{job.operation} at '{job.folder}': expected a new folder, or that of the same job. "
             f"Received one that holds {shown(others[:5])}. Choose another."
@@ -195,16 +195,9 @@ def start(progress: Progress, job: Job, left: list[Shard]) -> Any:
 
 def end(job: Job) -> None:
     """Remove what processes that were killed left behind."""
-    names = {MANIFEST, *(path.name for path in job.outputs)}
     for path in job.folder.iterdir():
-        if _is_part(path.name, names):
+        if is_part(path.name):
             path.unlink(missing_ok=True)
-
-
-def _is_part(name: str, whole: set[str]) -> bool:
-    """Tell whether a name is that of a file that was being written."""
-    part = re.fullmatch(r"\.(.+)\.[0-9a-f]+\.new", name)
-    return part is not None and part[1] in whole
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ _EXCHANGE, _SWAP, _HERE = 2, 2, -100
 def new_folder(path: Path, ours: Callable[[str], object]) -> Iterator[Path]:
     """Yield a new folder, which takes the place of `path` when the block ends without an error.
 
-    A process that is killed leaves behind a hidden folder `.<name>.<random>.new` at most.
+    A process that is killed leaves behind a hidden folder, see `hidden_beside`, at most.
 
     Raises:
         SurgeryError: see `check_folder`; or there is an old folder, and the system cannot exchange

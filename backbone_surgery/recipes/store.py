@@ -19,7 +19,15 @@ import numpy as np
 from safetensors.numpy import save
 
 from backbone_surgery.errors import RecipeError, SurgeryError
-from backbone_surgery.files import FLOATS, flush, read_arrays, read_json, reading, replace_file
+from backbone_surgery.files import (
+    FLOATS,
+    flush,
+    is_part,
+    read_arrays,
+    read_json,
+    reading,
+    replace_file,
+)
 from backbone_surgery.recipes.folder import check_folder
 
 RECIPE = "recipe.json"
@@ -27,7 +35,7 @@ _FORMAT, _VERSION, _READABLE_BY = "backbone_surgery.recipe", 1, "0.1.0"
 _MOST = 2 * 2**20
 """Bytes of `recipe.json`."""
 
-_OURS = re.compile(r"\.?(recipe\.json|deltas-[0-9a-f]{16}\.safetensors)(\.[0-9a-f]+\.new)?")
+_OURS = re.compile(r"recipe\.json|deltas-[0-9a-f]{16}\.safetensors")
 
 
 def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -38,8 +46,7 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, n
             holds something else, or links.
     """
     _check_finite(arrays)
-    # Links are not followed here either: who sends a recipe would choose what is overwritten.
-    check_folder(path, lambda name: _OURS.fullmatch(name) and not (path / name).is_symlink())
+    check_folder(path, lambda name: _is_ours(path, name))
     data = save({name: np.asarray(array, order="C") for name, array in arrays.items()})
     whole = {
         **{"format": _FORMAT, "version": _VERSION, "readable_by": _READABLE_BY, **document},
@@ -132,6 +139,12 @@ def _seal(document: Mapping[str, Any]) -> str:
     """Return the sha256 of a recipe's JSON, all but this very entry, in one fixed spelling."""
     rest = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _is_ours(folder: Path, name: str) -> bool:
+    """Tell whether a save wrote a file. It writes no links, and one would choose what is lost."""
+    named = _OURS.fullmatch(name) or is_part(name)
+    return bool(named) and not (folder / name).is_symlink()
 
 
 def _regular(path: Path) -> Path:

@@ -93,7 +93,7 @@ def write(path: Path, directions: Directions, info: Info) -> None:
     """Write a file in one step: it is there whole, or what was there before still is."""
     format_ = _format(path)
     info = {**info, "hidden_dim": str(len(next(iter(directions.values()))))}
-    if path.is_dir() or not path.parent.is_dir():
+    if os.path.isdir(path) or not path.parent.is_dir():
         raise SurgeryError(
             f"save at '{path}': expected a file in a folder that exists. Received another path. "
             "Make the folder first, or choose another path."

@@ -16,6 +16,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import shown
+from backbone_surgery.files import hidden_beside
 from tests.datasets.conftest import OPTIONS, ROWS, make_lm, read_lines
 
 CONTROLS = {"mood": "strength"}
@@ -101,7 +102,7 @@ def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
-        (tmp_path / "out" / ".a-00003.jsonl.0123.new").write_text("half of it")
+        hidden_beside(tmp_path / "out" / "a-00003.jsonl").write_text("half of it")
     (tmp_path / "out" / whole[-1].name).symlink_to(tmp_path / "elsewhere")
     paths = bs.generate_dataset(lm, lines, tmp_path / "out", score=interrupted, **options)
     assert len(CALLS) == ROWS + 2  # the row at which it was interrupted, twice

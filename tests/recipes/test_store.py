@@ -382,8 +382,8 @@ while True:
     except Exception as error:
         assert not before, (steps, error)
         states.append(0)
-    hidden = [p for p in path.parent.iterdir() if p != path]
-    assert all(p.name.startswith(".r.") and p.name.endswith(".new") for p in hidden), hidden
+    hidden = [p.name for p in path.parent.iterdir() if p != path]
+    assert all(map(files.is_part, hidden)), hidden
     save(path, 3)  # what was left behind is in nobody's way
     assert read(path) == {3}
     if not killed:
