@@ -42,7 +42,8 @@ def save(folder, tensors, architecture, /, **config):
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "sae_weights.safetensors")
     k = {"k": K} if architecture == "topk" else {}
-    document = {**V6, "architecture": architecture, **k, **config}
+    sizes = dict(zip(("d_sae", "d_in"), tensors["W_dec"].shape, strict=False))
+    document = {**V6, **sizes, "architecture": architecture, **k, **config}
     (folder / "cfg.json").write_text(json.dumps(document))
     return str(folder)
 

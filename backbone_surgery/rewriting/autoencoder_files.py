@@ -114,6 +114,7 @@ def _read_sparsify(file: Path) -> Autoencoder:
         received = unknown or config["activation"]
         raise _refused(file, "a top-k autoencoder, neither signed nor a transcoder", received)
     w = _checked(file, read_arrays(file), ("encoder.weight", "encoder.bias", "W_dec", "b_dec"))
+    _check_sizes(file, config, w)
     k = _count(file, config.get("k"), w)
     center = w["b_dec"]
     return Autoencoder(w["encoder.weight"].T, w["encoder.bias"], center, w["W_dec"], center, k=k)
@@ -143,11 +144,15 @@ def _read_saelens(file: Path) -> Autoencoder:
     normalize = _normalization(file, config)
     stored = read_arrays(file)
     factor = next((n for n in _FACTORS if n in stored), _FACTORS[0])
-    scaled = bool(config.get("finetuning_scaling_factor"))
+    scaled = _flag(file, config, "finetuning_scaling_factor", False)
+    rescaled = _flag(file, config, "rescale_acts_by_decoder_norm", False)
     names = ("W_enc", *_SAELENS[architecture], "W_dec", "b_dec")
     w = _checked(file, stored, (*names, factor) if scaled or factor in stored else names)
+    _check_sizes(file, config, w)
     if not scaled and not np.allclose(w.get(factor, 1), 1):
         raise _refused(file, f"`finetuning_scaling_factor`, since there is a {factor}", False)
+    if rescaled and architecture != "topk":
+        raise _refused(file, "`rescale_acts_by_decoder_norm` for topk alone", architecture)
     options = config.get("activation_fn_kwargs") or {}
     encoder, decoder, threshold, k = w["W_enc"], w["W_dec"], None, None
     bias = w["b_mag" if architecture == "gated" else "b_enc"]
@@ -155,7 +160,7 @@ def _read_saelens(file: Path) -> Autoencoder:
         decoder = decoder * w[factor][:, None]
     if architecture == "topk":
         k = _count(file, config.get("k", options.get("k")), w)
-        if config.get("rescale_acts_by_decoder_norm"):
+        if rescaled:
             norms = np.maximum(np.linalg.norm(decoder, axis=1), 1e-8)
             encoder, bias, decoder = encoder * norms, bias * norms, decoder / norms[:, None]
     elif architecture == "gated":
@@ -164,7 +169,8 @@ def _read_saelens(file: Path) -> Autoencoder:
         encoder, threshold = encoder * gain, bias - gain * w["b_gate"]
     else:
         threshold = w.get("threshold", np.zeros_like(bias))
-    center = w["b_dec"] if config.get("apply_b_dec_to_input", True) else np.zeros_like(w["b_dec"])
+    centered = _flag(file, config, "apply_b_dec_to_input", True)
+    center = w["b_dec"] if centered else np.zeros_like(w["b_dec"])
     return Autoencoder(encoder, bias, center, decoder, w["b_dec"], threshold, k, normalize)
 
 
@@ -196,6 +202,21 @@ def _normalization(file: Path, config: Mapping[str, Any]) -> str:
     return how
 
 
+def _flag(file: Path, config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a setting that is true or false."""
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise _refused(file, f"`{name}` to be true or false", value)
+    return value
+
+
+def _check_sizes(file: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse settings of other sizes than those of the arrays."""
+    for name, size in zip(("d_sae", "d_in"), arrays["W_dec"].shape, strict=True):
+        if config.get(name) not in (None, size):
+            raise _refused(file, f"`{name}` {size}, the size of the arrays", config[name])
+
+
 def _count(file: Path, k: Any, arrays: Mapping[str, np.ndarray]) -> int:
     """Check how many features are kept."""
     latents = len(arrays["W_dec"])
@@ -212,16 +233,20 @@ def _checked(
     latents, size = [*shapes.get("W_dec", []), 0, 0][:2]
     axes = {name: _SHAPES.get(name, ("latents",)) for name in names}
     sizes = {"latents": latents, "size": size}
-    fits = shapes == {name: [sizes[axis] for axis in axes[name]] for name in axes}
-    fits = fits and all(array.dtype in STORABLE for array in stored.values())
-    with np.errstate(over="ignore"):
-        arrays = {name: np.asarray(stored[name], "float32") for name in axes} if fits else {}
-    if not arrays or not all(np.isfinite(array).all() for array in arrays.values()):
+    if shapes != {name: [sizes[axis] for axis in axes[name]] for name in axes}:
         wanted = ", ".join(f"{name} [{', '.join(axes[name])}]" for name in axes)
-        raise SurgeryError(
-            f"SparseAutoencoder at '{file}': expected arrays of finite numbers, {wanted}, and no "
-            f"others. Received {shown(shapes)}. Get the file again, or use another one."
-        )
+        advice = "Get the file again, or use another one."
+        raise _refused(file, f"arrays {wanted}, and no others", shapes, advice)
+    odd = {n: str(array.dtype) for n, array in stored.items() if array.dtype not in STORABLE}
+    if odd:
+        advice = "Save them as float32: `.npz` files do not keep bfloat16, and hold it as |V2."
+        raise _refused(file, "arrays of integers or floats that NumPy knows", odd, advice)
+    with np.errstate(over="ignore"):
+        arrays = {name: np.asarray(stored[name], "float32") for name in axes}
+    wrong = [name for name, array in arrays.items() if not np.isfinite(array).all()]
+    if wrong:
+        advice = "Get the file again, or use another one."
+        raise _refused(file, "arrays of finite numbers", f"others in {', '.join(wrong)}", advice)
     return arrays
 
 

@@ -4,6 +4,7 @@ import json
 import zipfile
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -134,6 +135,14 @@ def test_arrays_of_other_dtypes(dtype, tmp_path, rng, x):
     assert read_autoencoder(tmp_path).encoder.dtype == np.float32
 
 
+def test_dtypes_that_numpy_does_not_know(tmp_path, rng):
+    w = arrays(rng, "jumprelu")
+    path = save_gemma_scope(tmp_path, {**w, "b_dec": w["b_dec"].astype(ml_dtypes.bfloat16)})
+    words = r"Received \{'b_dec': '\|V2'\}\. Save them as float32.*bfloat16"
+    with pytest.raises(bs.SurgeryError, match=words):
+        read_autoencoder(path)
+
+
 def test_a_token_of_zeros_is_encoded(tmp_path, rng):
     for how in ("constant_norm_rescale", "layer_norm"):
         w = arrays(rng, "standard")
@@ -177,6 +186,16 @@ def test_top_k_keeps_k_where_features_are_equal(k):
         ("topk", {"k": None}, "`k` from 1 to 24"),
         ("topk", {"k": LATENTS + 1}, "`k` from 1 to 24, the number of latents. Received 25"),
         ("topk", {"k": True}, "`k` from 1 to 24"),
+        ("topk", {"d_in": SIZE - 1}, "`d_in` 32, the size of the arrays. Received 31"),
+        ("gated", {"d_sae": 99}, "`d_sae` 24, the size of the arrays. Received 99"),
+        ("standard", {"rescale_acts_by_decoder_norm": True}, "for topk alone. Received 'standard'"),
+        ("topk", {"rescale_acts_by_decoder_norm": 1}, "norm` to be true or false. Received 1"),
+        (
+            "gated",
+            {"apply_b_dec_to_input": "false"},
+            "to be true or false. Received 'false'",
+        ),
+        ("standard", {"apply_b_dec_to_input": None}, "to be true or false. Received None"),
     ],
 )
 def test_settings_that_cannot_be_run(architecture, config, words, tmp_path, rng):
@@ -200,7 +219,11 @@ def test_arrays_that_do_not_fit(architecture, tmp_path, rng):
         "a factor": {**w, "scaling_factor": np.full(LATENTS, 2, "float32")},
     }
     for name, tensors in wrong.items():
-        words = "since there is a scaling_factor" if name == "a factor" else "of finite numbers"
+        words = {
+            "a factor": "since there is a scaling_factor",
+            "NaN": f"of finite numbers.*others in {bias}",
+            "too large": "of finite numbers.*others in b_dec",
+        }.get(name, r"W_dec \[latents, size\].*and no others\. Received")
         with pytest.raises(bs.SurgeryError, match=words):
             read_autoencoder(save(tmp_path, tensors, architecture))
     read_autoencoder(save(tmp_path, w, architecture))
@@ -215,7 +238,7 @@ def test_files_that_are_no_autoencoder_of_gemma_scope(tmp_path, rng):
             read_autoencoder(path)
 
     refused(r"threshold \[latents\], and no", {n: a for n, a in w.items() if n != "threshold"})
-    refused("of finite numbers", {**w, "affine_skip_connection": np.zeros((SIZE, SIZE))})
+    refused("and no others.*affine_skip", {**w, "affine_skip_connection": np.zeros((SIZE, SIZE))})
     refused("Object arrays cannot be loaded", {**w, "b_dec": np.array([{}] * SIZE)})
     hooks = {"hf_hook_point_in": "model.layers.1.mlp.input", "hf_hook_point_out": "another"}
     (tmp_path / "config.json").write_text(json.dumps(hooks))

@@ -277,7 +277,7 @@ def test_errors(sae, tmp_path, rng):
     for change, words in changes:
         refused(words, where=save(folder, w, **change))
     less = {k: v for k, v in w.items() if k != "b_dec"}
-    refused(r"numbers, encoder.weight \[latents, size\]", where=save(folder, less))
+    refused(r"arrays encoder.weight \[latents, size\]", where=save(folder, less))
 
 
 def test_layers_go_on_with_the_same_feature_alone(sae, rng):
