@@ -105,6 +105,17 @@ def text_alone(samples: Any, packed: Any, names: Iterable[str]) -> Any:
     return (x, *others) if others else x
 
 
+def text_list(value: Any) -> Any:
+    """Return an array of strings as a list; anything else, such as token ids, as it is."""
+    if not hasattr(value, "shape"):
+        return value
+    try:
+        array = np.asarray(value)
+    except Exception:  # a symbolic tensor, say
+        return value
+    return array.tolist() if array.dtype.kind in "OSTU" or not array.size else value
+
+
 def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
     texts, scalar = _texts(inputs, operation)
     if not texts:
@@ -129,7 +140,7 @@ def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
 def _texts(inputs: Any, operation: str) -> tuple[list[str], bool]:
     """Return the texts, and whether one was passed that stands in no list."""
     try:
-        texts = np.asarray(inputs).tolist() if hasattr(inputs, "shape") else inputs
+        texts = text_list(inputs)
         scalar = isinstance(texts, str | bytes)
         texts = [texts] if scalar else texts
         listed = isinstance(texts, Sequence)

@@ -12,7 +12,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.chat import token_id
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.engine import Batch
-from backbone_surgery.generation.prompts import Prompts, read_prompts
+from backbone_surgery.generation.prompts import Prompts, read_prompts, text_list
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.numbers import is_int, read_array, read_int32
 
@@ -249,6 +249,7 @@ def resolve_stop_sequences(
     """
     if stop_sequences is None:
         return [], []
+    stop_sequences = text_list(stop_sequences)
     if isinstance(stop_sequences, str) or not isinstance(stop_sequences, Sequence):
         stop_sequences = [stop_sequences]
     texts = [s for s in stop_sequences if isinstance(s, str)]

@@ -15,6 +15,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.files import picture_path
 from backbone_surgery.generation.controls import check_names
+from backbone_surgery.generation.prompts import text_list
 from backbone_surgery.generation.scores import Score, read_scores, score_text
 from backbone_surgery.numbers import read_finite
 from backbone_surgery.rewriting.control import Control
@@ -208,7 +209,6 @@ def _listed(prompts: Any) -> list[str]:
     """Return the prompts as a list; an empty one for what are none."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
+    prompts = text_list(prompts)
     texts = list(prompts) if isinstance(prompts, Sequence) else []
     return texts if all(isinstance(text, str) for text in texts) else []

@@ -5,6 +5,7 @@ from typing import Any
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.prompts import text_list
 from backbone_surgery.numbers import check_count, is_int
 from backbone_surgery.tuning.candidates import UNEDITED, blocks_of
 from backbone_surgery.tuning.features import Autoencoder, read_autoencoders
@@ -15,7 +16,8 @@ from backbone_surgery.vectors.vector import ControlVector
 
 def check_prompts(lm: CachedCausalLM, prompts: Any) -> list[str]:
     """Check the prompts, and that the model can write texts."""
-    texts = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else []
+    listed = text_list(prompts)
+    texts = list(listed) if isinstance(listed, Sequence) and not isinstance(listed, str) else []
     if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
         raise SurgeryError(
             "tune at 'prompts': expected a list of two strings or more, half of them to search on. "

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.prompts import text_list
 from backbone_surgery.numbers import read_array
 
 
@@ -39,6 +40,7 @@ def contrast_pairs(
         >>> bs.contrast_pairs("I am {persona}. {suffix}", ["glad"], ["sad"], ["I", "So I"])
         [('I am glad. I', 'I am sad. I'), ('I am glad. So I', 'I am sad. So I')]
     """
+    positives, negatives, suffixes = map(text_list, (positives, negatives, suffixes))
     for name, texts in (("positives", positives), ("negatives", negatives), ("suffixes", suffixes)):
         listed = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
         if not listed or not texts or not all(isinstance(t, str) for t in texts):
@@ -80,7 +82,7 @@ def listable(value: Any) -> bool:
 
 def check_pairs(pairs: Iterable[Any]) -> list[Any]:
     """Return the pairs as a list; raises for none, for what is no pair, and for identical texts."""
-    listed = list(pairs) if listable(pairs) else []
+    listed = [text_list(pair) for pair in pairs] if listable(pairs) else []
     if not listed:
         raise SurgeryError(
             f"pairs: expected at least one pair of texts. Received {shown(pairs)}. Pass "

@@ -121,7 +121,9 @@ def test_errors_name_what_was_called(lm, option, value):
 def test_stop_sequence_ends_the_text_exactly(lm):
     free = lm.generate(PROMPTS[0], max_new_tokens=60, strip_prompt=True)
     stop = free[len(free) // 3 : len(free) // 3 + 5]
-    got = lm.generate(PROMPTS[0], max_new_tokens=60, stop_sequences=[stop, "never ever"])
+    stops = [stop, "never ever"]
+    got = lm.generate(PROMPTS[0], max_new_tokens=60, stop_sequences=stops)
+    assert got == lm.generate(PROMPTS[0], max_new_tokens=60, stop_sequences=np.array(stops))
     whole = lm.generate(PROMPTS[0], max_new_tokens=60)
     assert got == whole[: whole.index(stop, len(PROMPTS[0])) + len(stop)]
 

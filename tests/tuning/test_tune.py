@@ -10,6 +10,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.tuning.candidates import Candidate
+from backbone_surgery.tuning.checks import check_prompts
 from backbone_surgery.tuning.judging import ask
 from backbone_surgery.tuning.record import Record
 from tests.edits import save_autoencoder
@@ -156,6 +157,12 @@ def test_a_search_goes_on_from_its_file(lm, tmp_path):
     file.write_text("rubbish\n")
     with pytest.raises(bs.SurgeryError, match="a file of `tune`"):
         bs.tune(lm, PAIRS, letters, PROMPTS, file=file, **options)
+
+
+def test_prompts_may_be_an_array(lm):
+    assert check_prompts(lm, np.array(PROMPTS)) == PROMPTS
+    with pytest.raises(bs.SurgeryError, match="a list of two strings or more"):
+        check_prompts(lm, np.array([PROMPTS]))
 
 
 def test_a_judge_may_answer_yes_or_no():

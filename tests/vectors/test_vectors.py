@@ -13,6 +13,7 @@ import backbone_surgery as bs
 from backbone_surgery import graph
 from backbone_surgery.opening import predict
 from backbone_surgery.vectors import activations
+from backbone_surgery.vectors.pairs import check_pairs
 from backbone_surgery.vectors.prefixes import plan_runs
 from tests.helpers import FAMILIES, VOCABULARY, make_deep_gpt2, relative
 
@@ -287,6 +288,19 @@ def test_relative_to_measures_the_residual_norm(trained):
         vectors["pca_diff"].relative_to(lm, [[5]])
     with pytest.raises(bs.SurgeryError, match="relative_to: expected a vector of size 32 for"):
         bs.ControlVector({1: np.ones(48)}).relative_to(lm, rows)
+
+
+@pytest.mark.parametrize("dtype", [str, object])
+def test_texts_may_be_arrays(dtype):
+    glad, sad, rest = (np.array(t, dtype) for t in (["a", "b"], ["c", "d"], ["one", "two"]))
+    pairs = bs.contrast_pairs("{persona} {suffix}", glad, sad, rest)
+    assert pairs == bs.contrast_pairs("{persona} {suffix}", ["a", "b"], ["c", "d"], ["one", "two"])
+    whole = np.array(pairs, dtype)
+    for given in (whole, [*whole]):
+        assert [*map(tuple, check_pairs(given))] == pairs
+    for wrong in (whole[:, 0], whole[:, :1], np.array([], dtype)):
+        with pytest.raises(bs.SurgeryError, match=r"pairs.*: expected"):
+            check_pairs(wrong)
 
 
 def test_contrast_pairs():
