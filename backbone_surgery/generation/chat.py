@@ -7,7 +7,7 @@ and sees plain data alone.
 import functools
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -153,8 +153,10 @@ def chat_prompt(
     own = {"bos_token": "start_token", "eos_token": "end_token", "pad_token": "pad_token"}
     known = {name: getattr(tokenizer, theirs, None) for name, theirs in own.items()}
     tokens = {name: str(t) for name, t in {**known, **chat.tokens}.items() if t is not None}
-    text = _render(template, _read_messages(messages), add_generation_prompt, tokens)
-    prompt = ChatPrompt(text)
+    messages = _read_messages(messages)
+    if not _goes_over_parts(template, messages, add_generation_prompt, tokens):
+        messages = [_with_parts(m, lambda p: "\n".join(x["text"] for x in p)) for m in messages]
+    prompt = ChatPrompt(_render(template, messages, add_generation_prompt, tokens))
     _check_tokens(prompt, tokenizer, {*tokens.values(), *chat.others})
     return prompt
 
@@ -250,6 +252,27 @@ def _problem(message: Any) -> str:
         if not known or not isinstance(part.get("text"), str):
             return f"{shown(message)}, whose content has {shown(part)}"
     return ""
+
+
+def _with_parts(message: dict[str, Any], change: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    """Return a message with its parts changed, if its content is a list of them."""
+    content = message.get("content")
+    return {**message, "content": change(content)} if isinstance(content, list) else message
+
+
+def _goes_over_parts(
+    template: str, messages: list[dict[str, Any]], generate: bool, tokens: dict[str, str]
+) -> bool:
+    """Tell whether a template writes the text of every part, and not the list as Python shows it.
+
+    It is tried with a text that no list shows as it is, and that no template finds to strip.
+    """
+    count = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), list))
+    probe = [_with_parts(m, lambda p: [{**x, "text": "\0"} for x in p]) for m in messages]
+    try:
+        return not count or _render(template, probe, generate, tokens).count("\0") >= count
+    except SurgeryError:
+        return False
 
 
 def _render(

@@ -37,8 +37,9 @@ class Chats:
 
         Args:
             messages: a list of dicts with a `role` and a `content`: a string, or a list of parts
-                such as `{"type": "text", "text": "Hello"}`. A message with `tool_calls` may have no
-                content.
+                such as `{"type": "text", "text": "Hello"}`. For a template that does not go over
+                the parts, their texts are joined by newlines. A message with `tool_calls` may have
+                no content.
             add_generation_prompt: whether to end with the opening of an answer.
             template: in Jinja, in place of `chat_template`.
 

@@ -234,6 +234,25 @@ def test_bad_messages(lm, messages, words):
         lm.chat_prompt(messages, template=CONTENT)
 
 
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{% for p in m.content %}{{ p.text | trim }}{% endfor %}", "The fox.ran"),
+        ("{{ m.content }}", "The fox.\n ran"),
+        ("{{ '[' + m['content'] + ']' }}", "[The fox.\n ran]"),
+        ("{{ '[' ~ m.content | trim ~ ']' }}", "[The fox.\n ran]"),
+        ("{{ m.content.strip() }}", "The fox.\n ran"),
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", "The fox.\n ran"),
+        ("{{ m.content if m.content is string else m.content[0].text }}", "The fox.\n ran"),
+        ("{{ m.content | tojson }}", '"The fox.\\n ran"'),
+    ],
+)
+def test_parts_are_joined_for_a_template_that_does_not_go_over_them(lm, template, wanted):
+    parts = [{"type": "text", "text": text} for text in ("The fox.", " ran")]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "x"}]
+    assert lm.chat_prompt(messages, template="{% set m = messages[0] %}" + template) == wanted
+
+
 def test_a_call_of_tools_needs_no_content(lm):
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     template = "{{ messages[0].tool_calls[0].name }}{{ 'content' in messages[0] }}"

@@ -472,6 +472,20 @@ def test_a_chat_goes_on_with_what_was_answered(lm):
             create(messages=[{"role": "user", "content": image}], **settings)
 
 
+def test_a_chat_of_parts_by_a_template_that_prints_the_content(lm):
+    parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": "a time"}]
+    with Server(lm, chat_template="{{ messages[0].content }}") as server, server.client() as client:
+        settings = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+        told = [
+            client.chat.completions.create(
+                messages=[{"role": "user", "content": content}], **settings
+            )
+            for content in (parts, "Once upon\na time")
+        ]
+    assert told[0].choices[0].message == told[1].choices[0].message
+    assert told[0].usage == told[1].usage
+
+
 def test_a_key_that_is_no_base64_is_401(lm):
     with Server(lm, api_key="sesame") as server:
         for value in (b"Basic \xe9", b"Basic a", b"Basic /w==", b"Bearer \xe9"):
