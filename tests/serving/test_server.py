@@ -1,6 +1,7 @@
 """The server, over a real port on loopback, by OpenAI's own client."""
 
 import base64
+import contextlib
 import gc
 import json
 import socket
@@ -18,6 +19,7 @@ from scipy.special import log_softmax
 import backbone_surgery as bs
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import make_server_app
+from backbone_surgery.serving.web import limits
 from backbone_surgery.serving.web.steering import Vectors, read_steering
 
 NAMES = ("mood", "pet")
@@ -409,6 +411,35 @@ def test_malformed_bodies(server):
 
     answer = server.send("POST", "/v1/steering/vectors?name=large", content=pieces())
     assert answer.status_code == 413
+
+
+@pytest.mark.slow
+def test_a_body_that_does_not_come_is_408_and_holds_up_no_ending(lm, monkeypatch):
+    monkeypatch.setattr(limits, "MOST_SECONDS", 3.0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 100, "n": 3}).encode()
+    half = head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:-5]
+    with Server(lm) as server, contextlib.ExitStack() as stack:
+        address = server.socket.getsockname()
+        slow, late = (
+            stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(2)
+        )
+        slow.sendall(half)
+        late.sendall(half)
+        time.sleep(0.3)
+        server.server.should_exit = True
+        time.sleep(0.3)
+        late.sendall(body[-5:])
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+        answer = slow.makefile("rb").read().decode()
+        assert answer.startswith("HTTP/1.1 408 ")
+        error = json.loads(answer.partition("\r\n\r\n")[2])["error"]
+        words = "the body: expected one within 3 seconds. Received a part. Send all of it."
+        assert (error["message"], error["type"]) == (words, "invalid_request_error")
+        answer = late.makefile("rb").read().decode()
+        assert answer.startswith("HTTP/1.1 200 ")
+        assert len(json.loads(answer.partition("\r\n\r\n")[2])["choices"]) == 3
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-"""A limit on the body of a request, however it is sent."""
+"""Limits on the body of a request, however it is sent: its size, and the time it takes."""
 
+import asyncio
 import contextlib
 from typing import Any
 
@@ -7,13 +8,16 @@ from fastapi.responses import JSONResponse
 
 from backbone_surgery.serving.web.answers import error_body
 
+MOST_SECONDS = 60.0
+"""How long a body may take to come: a server that is to end waits for no longer."""
 
-class _TooLargeError(Exception):
-    """The body is larger than it may be."""
+
+class _RefusedError(Exception):
+    """The rest of the body is not read."""
 
 
 class BodyLimit:
-    """Refuse bodies that are too large, without reading them whole.
+    """Refuse bodies that are too large, without reading them whole, or too slow.
 
     Args:
         app: the application.
@@ -24,28 +28,38 @@ class BodyLimit:
         self.app, self.most_bytes = app, most_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on, and count the bytes of its body."""
+        """Pass a request on, count the bytes of its body, and wait for them no longer than may be.
+
+        The connection of a refused one is closed, for what is left of its body.
+        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        count, refused = 0, False
+        end = asyncio.get_running_loop().time() + MOST_SECONDS
+        count, is_whole, refused = 0, False, None
 
-        async def counted() -> Any:
-            nonlocal count, refused
-            message = await receive()
+        async def limited() -> Any:
+            nonlocal count, is_whole, refused
+            try:
+                async with asyncio.timeout_at(None if is_whole else end):
+                    message = await receive()
+            except TimeoutError:
+                refused = 408, f"within {MOST_SECONDS:g} seconds. Received a part. Send all of it."
+                raise _RefusedError from None
             count += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if count > self.most_bytes:
-                refused = True
-                raise _TooLargeError
+                refused = 413, f"of at most {self.most_bytes} bytes. Received more. Send less."
+                raise _RefusedError
             return message
 
         async def unless_refused(message: Any) -> None:
-            if not refused:  # else it is the application's word for the error above
+            if refused is None:  # else it is the application's word for the error above
                 await send(message)
 
-        with contextlib.suppress(_TooLargeError):
-            await self.app(scope, counted, unless_refused)
-        if refused:
-            text = f"the body: expected at most {self.most_bytes} bytes. Received more."
-            response = JSONResponse(error_body(text, "invalid_request_error"), 413)
-            await response(scope, receive, send)
+        with contextlib.suppress(_RefusedError):
+            await self.app(scope, limited, unless_refused)
+        if refused is not None:
+            status, text = refused
+            body = error_body(f"the body: expected one {text}", "invalid_request_error")
+            await JSONResponse(body, status, {"Connection": "close"})(scope, receive, send)
