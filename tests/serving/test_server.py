@@ -356,6 +356,17 @@ def test_every_error_has_openais_shape(server, method, path, body, status, words
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_json_by_another_header_is_told_which_one(server, kind):
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = server.send("POST", "/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 400
+    words = (
+        f"the header Content-Type: expected application/json. Received {kind or 'none'}. Send it."
+    )
+    assert answer.json()["error"]["message"] == words
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "One day"]])
 def test_usage_counts_a_prompt_once(client, prompt):
     settings = {"prompt": prompt, "max_tokens": 0}

@@ -370,6 +370,10 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
+        if isinstance(error.body, bytes):  # pages of other sites can send all but the header
+            sent = http.headers.get("content-type", "none")
+            text = f"the header Content-Type: expected application/json. Received {sent}. Send it."
+            return answer(400, text)
         first = max(error.errors(), key=_depth)
         _, *path = first["loc"]
         name, received = "body", error.body
