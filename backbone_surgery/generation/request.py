@@ -35,6 +35,18 @@ class Limits:
     width: int
 
 
+class TooLongError(SurgeryError):
+    """A prompt and its new tokens are more than there is room for.
+
+    Attributes:
+        needed: how many tokens they are.
+    """
+
+    def __init__(self, message: str, needed: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 class Request(NamedTuple):
     """What one call asks for: the prompts, how long rows may become, and the batch to run."""
 
@@ -139,17 +151,19 @@ def resolve_limits(
             total = prompts.width or min(default_length or longest, max_positions or 2**31)
         budget = (total - lengths).astype(np.int32)
         if longest > total:
-            raise SurgeryError(
+            raise TooLongError(
                 f"{operation} at row {int(lengths.argmax())}: expected a prompt of at most {total} "
                 f"tokens, the maximal length. Received one of {longest}. Shorten it, or pass a "
-                "larger `max_length`."
+                "larger `max_length`.",
+                longest,
             )
     needed = int((lengths + budget).max())
     if max_positions is not None and needed > max_positions:
-        raise SurgeryError(
+        raise TooLongError(
             f"{operation}: expected at most {max_positions} tokens in a row, prompt included, "
             f"since the model has learned no more positions. Received a request for {needed} (the "
-            f"longest prompt has {longest}). Shorten the prompt or ask for fewer new tokens."
+            f"longest prompt has {longest}). Shorten the prompt or ask for fewer new tokens.",
+            needed,
         )
     return Limits(budget, needed)
 

@@ -8,7 +8,7 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.request import read_request
+from backbone_surgery.generation.request import TooLongError, read_request
 from backbone_surgery.numbers import check_count, check_flag, is_int
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.request import EngineRequest
@@ -279,10 +279,11 @@ class Engine:
             )
         for i, (row, budget) in enumerate(zip(batch.rows, batch.budget, strict=True)):
             if len(row) + budget > self.length:
-                raise SurgeryError(
+                raise TooLongError(
                     f"submit at row {i}: expected a prompt and new tokens of at most {self.length} "
                     f"together. Received {len(row)} and {budget}. Make an engine of a larger "
-                    "`length`, as far as the model has positions."
+                    "`length`, as far as the model has positions.",
+                    len(row) + int(budget),
                 )
         if len(batch.stops.ids) >= STOP_IDS:
             raise SurgeryError(

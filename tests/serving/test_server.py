@@ -307,8 +307,9 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"prompt": [[1], []]}, "List should have at least 1 item after validation, not 0."),
         ({"stop": ["a"] * 17}, "List should have at most 16 items after validation"),
         ({"prompt": [[1], ["a"]]}, "'prompt'.list[list[int]].1.0: Input should be a valid integer"),
-        ({"max_tokens": 500}, "expected at most 256 tokens"),
-        ({"max_tokens": 126}, "at most 128 together"),
+        ({"max_tokens": 500}, "(its `--length`, as far as the model has positions). Received 505."),
+        ({"max_tokens": 126}, "prompt: expected at most 128 tokens with the new ones, as many as"),
+        ({"prompt": [[9] * 300]}, "Received 316. Shorten it, or ask for fewer."),
     ],
 )
 def test_nothing_is_silently_ignored(server, body, words):
@@ -471,7 +472,7 @@ def test_what_the_server_says_of_itself(server, client):
 
 @pytest.mark.slow
 def test_a_chat_without_a_template_says_so(server, client):
-    with pytest.raises(openai.BadRequestError, match="template"):
+    with pytest.raises(openai.BadRequestError, match="have the server started with `--chat-temp"):
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "hello"}]
         )
@@ -512,6 +513,14 @@ def test_a_chat_goes_on_with_what_was_answered(lm):
         image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
         with pytest.raises(openai.BadRequestError, match="Received 'image_url'"):
             create(messages=[{"role": "user", "content": image}], **settings)
+
+
+def test_a_chat_that_is_too_long_names_the_length_of_the_server(lm):
+    messages = [{"role": "user", "content": "a " * 150}]
+    with Server(lm, chat_template="{{ messages[0].content }}") as server, server.client() as client:
+        words = r"prompt: expected at most 128 tokens.* Received \d+\. Shorten it"
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(model="tiny", messages=messages)
 
 
 def test_a_chat_of_parts_by_a_template_that_prints_the_content(lm):

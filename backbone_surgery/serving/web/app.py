@@ -1,4 +1,4 @@
-"""The application: routes, who may use them, and how errors are answered."""
+"""The application: routes, and who may use them."""
 
 import asyncio
 import base64
@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 from fastapi import Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.serving.request import EngineRequest
-from backbone_surgery.serving.scheduler import QueueFullError
-from backbone_surgery.serving.web.answers import Answer, error_body, failure_body
+from backbone_surgery.serving.web.answers import Answer
 from backbone_surgery.serving.web.body import ChatCompletion, Completion, TextCompletion
+from backbone_surgery.serving.web.errors import add_errors
 from backbone_surgery.serving.web.limits import BodyLimit
 from backbone_surgery.serving.web.metrics import Metrics
 from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
@@ -221,7 +220,7 @@ def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
         openapi_url=None,
     )
     app.add_middleware(BodyLimit, most_bytes=most_bytes)
-    _add_errors(app)
+    add_errors(app, service.engine.length)
     _add_completions(app, service)
     _add_steering(app, service)
     _add_state(app, service)
@@ -269,6 +268,12 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
         def submit() -> list[EngineRequest]:
             service.check_length([text for message in body.messages for text in message.texts])
+            if service.chat_template is None and service.lm.chat_template is None:
+                raise SurgeryError(
+                    "messages: expected a server with a chat template. Received a request to one "
+                    "without. Send a `prompt` to /v1/completions, or have the server started with "
+                    "`--chat-template`."
+                )
             prompt = service.lm.chat_prompt(messages, template=service.chat_template)
             return service.submit(body, [prompt], given[0] if given else None)
 
@@ -332,56 +337,3 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-def _depth(error: Mapping[str, Any]) -> tuple[int, bool]:
-    """Tell how deep a value fits the type that an error is of; of several, the deepest was meant.
-
-    What has the right type, and is too long, say, fits deeper than what has another.
-    """
-    return len(error["loc"]), not error["type"].endswith("_type")
-
-
-def _add_errors(app: FastAPI) -> None:
-    def answer(
-        status: int, message: str, param: str | None = None, headers: Any = None
-    ) -> JSONResponse:
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-            status, "invalid_request_error"
-        )
-        return JSONResponse(error_body(message, kind, param), status, headers)
-
-    @app.exception_handler(QueueFullError)
-    async def full(http: Request, error: QueueFullError) -> JSONResponse:
-        return answer(429, str(error), headers={"Retry-After": "1"})
-
-    @app.exception_handler(SurgeryError)
-    async def refused(http: Request, error: SurgeryError) -> JSONResponse:
-        return answer(400, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(http: Request, error: HTTPException) -> JSONResponse:
-        text = f"{http.method} {http.scope['path']}: {error.detail}"
-        return answer(error.status_code, text, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def failed(http: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(failure_body(error), 500)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
-        if isinstance(error.body, bytes):  # pages of other sites can send all but the header
-            sent = http.headers.get("content-type", "none")
-            text = f"the header Content-Type: expected application/json. Received {sent}. Send it."
-            return answer(400, text)
-        first = max(error.errors(), key=_depth)
-        _, *path = first["loc"]
-        name, received = "body", error.body
-        if path and isinstance(path[0], str):
-            name, received = path[0], first["input"]
-        if first["type"] == "extra_forbidden" and len(path) == 1:
-            is_text = http.scope["path"] == "/v1/completions"
-            fields = (TextCompletion if is_text else ChatCompletion).model_fields
-            return answer(400, f"'{name}' is not a known field. {closest(name, fields)}", name)
-        where = ".".join([f"'{name}'", *map(str, path[1:])])
-        return answer(400, f"{where}: {first['msg']}. Received {shown(received)}.", name)
