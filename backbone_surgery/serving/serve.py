@@ -1,5 +1,6 @@
 """`serve`: an OpenAI-compatible server over a model."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,15 +41,30 @@ def serve(
         **engine: see `Engine`.
 
     Raises:
-        SurgeryError: a package of the extra `serve` is missing, or an argument does not fit.
+        SurgeryError: a package of the extra `serve` is missing, an argument does not fit, or
+            nothing can listen on the port.
     """
     uvicorn = import_extra("serve", "uvicorn")
-    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
     if not is_int(port) or not 0 <= port < 2**16:
         raise SurgeryError(
             f"serve at 'port': expected a number from 0 to 65535. Received {shown(port)}. Pass one."
         )
+    asyncio.run(_check_free(host, port))
+    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
     uvicorn.run(app, host=host, port=port)
+
+
+async def _check_free(host: str, port: int) -> None:
+    """Bind the port as uvicorn will, so that a taken one is told before anything is compiled."""
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    except OSError as error:
+        raise SurgeryError(
+            f"serve: expected to listen on port {port} of {host}. Received an error: {error}. End "
+            "what listens there, or choose another `port` or `host`."
+        ) from error
+    server.close()
 
 
 def make_server_app(

@@ -610,6 +610,33 @@ def test_what_was_answered_is_let_go(client):
     raise AssertionError(f"{living() - before} requests are held")
 
 
+def test_a_port_that_is_taken_is_told_before_anything_is_compiled(lm, monkeypatch):
+    monkeypatch.setattr(bs.Engine, "warm_up", lambda *_, **__: pytest.fail("compiled"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = f"listen on port {port} of 127.0.0.1.*in use.*End what listens there, or choose"
+        with pytest.raises(bs.SurgeryError, match=words):
+            bs.serve(lm, port=port)
+
+
+@pytest.mark.parametrize("given", ["free", 0])
+def test_a_port_that_is_free_is_listened_on(lm, monkeypatch, given):
+    """Also one that was used a moment ago, or any."""
+    if given == "free":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            given = free.getsockname()[1]
+            with socket.create_connection(free.getsockname()), free.accept()[0]:
+                pass
+    seen = []
+
+    async def main_loop(self):
+        seen.append(self.servers[0].sockets[0].getsockname()[1])
+
+    monkeypatch.setattr(uvicorn.Server, "main_loop", main_loop)
+    bs.serve(lm, port=given, warm_up=False, rows=1, length=16)
+    assert seen == [given] if given else seen[0] > 0
+
+
 @pytest.mark.slow
 def test_ending_finishes_what_runs(lm):
     texts = []
