@@ -1,6 +1,5 @@
 """How errors are answered: in OpenAI's shape, in words for a client."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,11 +7,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.request import TooLongError
 from backbone_surgery.serving.scheduler import QueueFullError
 from backbone_surgery.serving.web.answers import error_body, failure_body
 from backbone_surgery.serving.web.body import ChatCompletion, TextCompletion
+from backbone_surgery.serving.web.mistakes import describe
 
 
 def add_errors(app: FastAPI, length: int) -> None:
@@ -50,7 +50,10 @@ def add_errors(app: FastAPI, length: int) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> JSONResponse:
-        text = f"{http.method} {http.scope['path']}: {error.detail}"
+        detail = error.detail
+        if error.status_code == 400:  # FastAPI's own, of what Python's parser of JSON refuses
+            detail = "expected a body of JSON in UTF-8. Received another. Change it."
+        text = f"{http.method} {http.scope['path']}: {detail}"
         return answer(error.status_code, text, headers=error.headers)
 
     @app.exception_handler(Exception)
@@ -63,22 +66,7 @@ def add_errors(app: FastAPI, length: int) -> None:
             sent = http.headers.get("content-type", "none")
             text = f"the header Content-Type: expected application/json. Received {sent}. Send it."
             return answer(400, text)
-        first = max(error.errors(), key=_depth)
-        _, *path = first["loc"]
-        name, received = "body", error.body
-        if path and isinstance(path[0], str):
-            name, received = path[0], first["input"]
-        if first["type"] == "extra_forbidden" and len(path) == 1:
-            is_text = http.scope["path"] == "/v1/completions"
-            fields = (TextCompletion if is_text else ChatCompletion).model_fields
-            return answer(400, f"'{name}' is not a known field. {closest(name, fields)}", name)
-        where = ".".join([f"'{name}'", *map(str, path[1:])])
-        return answer(400, f"{where}: {first['msg']}. Received {shown(received)}.", name)
-
-
-def _depth(error: Mapping[str, Any]) -> tuple[int, bool]:
-    """Tell how deep a value fits the type that an error is of; of several, the deepest was meant.
-
-    What has the right type, and is too long, say, fits deeper than what has another.
-    """
-    return len(error["loc"]), not error["type"].endswith("_type")
+        is_text = http.scope["path"] == "/v1/completions"
+        fields = (TextCompletion if is_text else ChatCompletion).model_fields
+        name, text = describe(error, fields)
+        return answer(400, text, name)
