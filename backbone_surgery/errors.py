@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_LONGEST = 200
-
 
 class SurgeryError(ValueError):
     """Something cannot be done as asked.
@@ -56,8 +54,12 @@ def closest(name: object, known: Iterable[object]) -> str:
     return f"{hint}Known: {', '.join(names) if names else '(none)'}."
 
 
-def shown(value: object) -> str:
+def shown(value: object, longest: int = 200) -> str:
     """Return a value as an error shows it: an array by its dtype and shape, and nothing at length.
+
+    Args:
+        value: the value.
+        longest: how many characters of it are shown.
 
     Examples:
         >>> import numpy as np
@@ -70,4 +72,4 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, or an object that cannot show itself
         text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= longest else f"{text[:longest]}..."

@@ -55,6 +55,25 @@ def reading(
         ) from error
 
 
+@contextlib.contextmanager
+def writing(place: object, operation: str) -> Iterator[None]:
+    """Say in words where what is to be written inside cannot be, and that it may be tried again.
+
+    Args:
+        place: what is written, such as a path.
+        operation: named in the error, one that goes on where it was.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise SurgeryError(
+            f"{operation} at '{place}': expected a place that can be written. Received an error: "
+            f"{reason}. Make room there, or make it writable: the same call then goes on where it "
+            "was."
+        ) from error
+
+
 def as_path(path: Any, operation: str) -> Path:
     """Return a path as a `Path`; `operation` is named in the error."""
     if isinstance(path, str | os.PathLike) and os.fspath(path):

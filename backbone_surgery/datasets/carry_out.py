@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from backbone_surgery import hosts
 from backbone_surgery.datasets import on_ray
 from backbone_surgery.datasets.facts import LM, described, make
-from backbone_surgery.datasets.job import Job, begin, check, run
+from backbone_surgery.datasets.job import Job, begin, check, is_begun, make_manifest, run
 from backbone_surgery.datasets.shards import forget
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 
@@ -36,15 +37,17 @@ def carry_out(
     outputs = [path.name for path in job.outputs]
     hosts.agree(model, job.operation, {"files of output": outputs})  # before weights are gathered
     known = described(job.operation, model)
-    whole = {**known, **facts(model)}
+    job = replace(job, manifest=make_manifest(job, {**known, **facts(model)}))
+    is_begun(job)  # the output of another job is no business of this one
+    left = job.left()
     try:
-        check(job, functools.partial(work.check, model), verbose)
-        begin(job, model, whole)
+        check(left, functools.partial(work.check, model), verbose)
+        begin(job, model)
         if ray is None:
-            run(job, work, model, verbose)
+            run(job, left, work, model, verbose)
         else:
             del model  # the workers make their own
-            on_ray.run(job, work, lm, known, ray, verbose)
+            on_ray.run(job, left, work, lm, known, ray, verbose)
     finally:
         forget()
     return job.outputs

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,7 @@ def generate_dataset(
 
     Raises:
         SurgeryError: bad input, with its file and row, before anything is generated; or a score
-            that is no finite number.
+            that is no finite number, or a file that cannot be written, as to a full disk.
 
     Examples:
         >>> import backbone_surgery as bs, json, pathlib, tempfile
@@ -161,7 +162,7 @@ def generate_dataset(
             },
             "vectors": digests,
             "options": {**options, "seed": seed, "batch_size": batch_size},
-            "columns": [column, id_column, output_column],
+            "columns": names,
             "scores": {name: score_facts(_OPERATION, name, f) for name, f in scores.items()},
         }
 
@@ -331,7 +332,7 @@ class _Work:
         """Read what the rows hold for each control."""
 
         def is_number(value: Any) -> bool:
-            return read_number(value) is not None
+            return read_number(_as_float(value)) is not None
 
         known = list(self.vectors)
         expected = f"one of the vectors {', '.join(known) or '(none)'}"
@@ -343,7 +344,7 @@ class _Work:
                 vectors = read_column(
                     _OPERATION, shard, table, other, expected, lambda vector: vector in known
                 )
-            found[name] = _Values(strengths, vectors)
+            found[name] = _Values([_as_float(value) for value in strengths], vectors)
         return found
 
     def _controls(
@@ -371,6 +372,11 @@ class _Work:
             ids = [repr(value) for value in values]
         digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
         return [int.from_bytes(digest[:4], "big") for digest in digests]
+
+
+def _as_float(value: Any) -> Any:
+    """Make a float of a decimal number of Parquet, and nothing of another value."""
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _listed(generated: Any) -> list[Any]:

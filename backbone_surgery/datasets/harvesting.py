@@ -39,7 +39,7 @@ def harvest(
     lm: LM,
     inputs: str | Path | Sequence[str | Path],
     output: str | Path,
-    sites: str | Sequence[str],
+    sites: str | Sequence[str] | np.ndarray,
     column: str = "text",
     *,
     dtype: Literal["float16", "float32"] = "float16",
@@ -80,7 +80,7 @@ def harvest(
 
     Raises:
         SurgeryError: bad input, with its file and row, before anything is run; or an activation
-            that the dtype cannot hold, with its row and site.
+            that the dtype cannot hold, with its row and site, or a file that cannot be written.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub, json, pathlib, tempfile
@@ -93,11 +93,7 @@ def harvest(
         ['row', 'position', 'token_id', 'blocks.0', 'blocks.1']
     """
     check_count(_OPERATION, "batch_size", batch_size, "texts")
-    if not isinstance(sites, str | list | tuple):
-        raise SurgeryError(
-            f"{_OPERATION} at 'sites': expected site selectors. Received {shown(sites)}. Pass "
-            "'blocks.*', say."
-        )
+    selectors = _read_selectors(sites)
     if length is not None:
         check_count(_OPERATION, "length", length, "tokens")
     if dtype not in ("float16", "float32"):
@@ -106,7 +102,6 @@ def harvest(
             "Pass one of them."
         )
     job = plan_job(_OPERATION, inputs, output, shard_rows, ".parquet")
-    selectors = (sites,) if isinstance(sites, str) else tuple(sites)
     work = _Work(selectors, column, dtype, length, controls, batch_size)
     check_columns(_OPERATION, job.shards, [column])
 
@@ -115,10 +110,21 @@ def harvest(
             "sites": list(_capturing(model, selectors, dtype).output),
             "options": {"dtype": dtype, "length": length, "batch_size": batch_size},
             "controls": {"values": controls_digest(_OPERATION, model, controls)},
-            "columns": [column],
+            "columns": {"column": column},
         }
 
     return carry_out(job, lm, work, facts, ray, verbose)
+
+
+def _read_selectors(sites: Any) -> tuple[str, ...]:
+    listed = np.atleast_1d(sites).tolist() if isinstance(sites, str | np.ndarray) else sites
+    is_list = isinstance(listed, list | tuple) and len(listed) > 0
+    if not is_list or not all(isinstance(site, str) for site in listed):
+        raise SurgeryError(
+            f"{_OPERATION} at 'sites': expected site selectors, at least one. Received "
+            f"{shown(sites)}. Pass 'blocks.*', say."
+        )
+    return tuple(listed)
 
 
 def _capturing(lm: CachedCausalLM, selectors: tuple[str, ...], dtype: str) -> keras.Model:

@@ -1,21 +1,21 @@
 """Jobs: work on every shard of a data set, once each, however often the job is killed.
 
-The output of a shard is put in place whole. So what is there is done, and a job that is started
-again does the rest. A manifest says what the output was made of; a job of other settings is
-refused.
+The output of a shard is put in place whole. So what is there is done, unless a copy cut it short,
+and a job that is started again does the rest. A manifest says what the output was made of; a job
+of other settings is refused.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.progress import Progress
 
 from backbone_surgery import hosts
-from backbone_surgery.datasets.shards import Shard, find_shards
+from backbone_surgery.datasets.shards import Shard, count_rows, find_shards
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import (
     as_path,
@@ -26,14 +26,18 @@ from backbone_surgery.files import (
     reading,
     replace_file,
     target_of,
+    writing,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count
 
 MANIFEST = "_manifest.json"
 """What reads all Parquet files of a folder passes over names that begin so."""
-_VERSION = 3
-"""Of the manifest: a release that counts something else among what made the output raises it."""
+_FORMAT = "backbone_surgery.dataset"
+_VERSION = 4
+"""A release that counts something else among what made the output raises it."""
+_SHOWN = 4
+"""Differences of two jobs that an error names, at most."""
 _MOST = 2**28
 """Bytes of a manifest."""
 
@@ -52,13 +56,16 @@ class Job:
         operation: what is done, for errors.
         folder: of the output.
         shards: all of them.
-        ending: of the files of output; `None` for that of the input.
+        ending: of the files of output, which then hold rows of their own; `None` for that of the
+            input, and its rows.
+        manifest: says what the output is made of.
     """
 
     operation: str
     folder: Path
     shards: tuple[Shard, ...]
     ending: str | None = None
+    manifest: str = ""
 
     def output(self, shard: Shard) -> Path:
         """Return the file of output of a shard."""
@@ -69,24 +76,55 @@ class Job:
         """All files of output."""
         return [self.output(shard) for shard in self.shards]
 
+    def is_done(self, shard: Shard) -> bool:
+        """Tell whether the output of a shard is there, and whole.
+
+        Raises:
+            SurgeryError: there is a file of more rows than the shard, which this job did not write.
+        """
+        output = self.output(shard)
+        if not output.exists():
+            return False
+        rows = count_rows(self.operation, output)
+        if self.ending is not None or rows is None:
+            return rows is not None
+        wanted = shard.stop - shard.start
+        if rows > wanted:
+            raise SurgeryError(
+                f"{self.operation} at '{output}': expected the {wanted} rows of a shard, or fewer, "
+                "to be made anew. Received more. Move the file away, and start the job again."
+            )
+        return rows == wanted
+
     def left(self) -> list[Shard]:
-        """Return the shards without output."""
-        return [shard for shard in self.shards if not self.output(shard).exists()]
+        """Return the shards without output, or with one that is cut short."""
+        return [shard for shard in self.shards if not self.is_done(shard)]
 
     def do(self, work: Work, lm: CachedCausalLM, shard: Shard, advance: Advance) -> None:
         """Work on one shard, and put its output in place."""
         output = target_of(self.output(shard))
         part = hidden_beside(output)
         try:
-            work(lm, shard, part, advance)
-            # Where processes hold a model together, all of them compute, and one writes.
-            parts = {"shard": shard.name}
-            hosts.by_first(lm, self.operation, parts, lambda: put_in_place(part, output))
+            with writing(output, self.operation):
+                work(lm, shard, part, advance)
+                # Where processes hold a model together, all of them compute, and one writes.
+                parts = {"shard": shard.name}
+                hosts.by_first(lm, self.operation, parts, lambda: self._put(part, output))
         except SurgeryError as error:
             rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
             raise SurgeryError(f"{self.operation} in {rows}: {error}") from error
         finally:
             part.unlink(missing_ok=True)
+
+    def _put(self, part: Path, output: Path) -> None:
+        """Put a file of output in place, unless the folder is another job's by now."""
+        if not is_begun(self):
+            raise SurgeryError(
+                f"{self.operation} at '{self.folder / MANIFEST}': expected the manifest of this "
+                "job, which it began with. Received another, or none. Choose a new folder, and "
+                "run one job at a time there."
+            )
+        put_in_place(part, output)
 
 
 def plan_job(
@@ -99,6 +137,11 @@ def plan_job(
     """
     folder = as_path(output, operation).absolute()  # workers may run in other folders
     check_count(operation, "shard_rows", shard_rows, "rows")
+    if folder.is_symlink() and not folder.exists():
+        raise SurgeryError(
+            f"{operation} at '{folder}': expected a folder, or a link to one. Received a link to "
+            f"'{folder.readlink()}', where there is nothing. Make that folder, or choose another."
+        )
     if (folder.exists() and not folder.is_dir()) or not folder.parent.is_dir():
         raise SurgeryError(
             f"{operation} at '{folder}': expected a new folder, or that of the same job, in one "
@@ -107,77 +150,117 @@ def plan_job(
     return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
 
 
-def check(job: Job, look: Callable[[Shard], object], verbose: int) -> None:
+def check(left: Sequence[Shard], look: Callable[[Shard], object], verbose: int) -> None:
     """Look at the rows of each shard that is left, so that a bad one is found before work begins.
 
     Args:
-        job: the job.
+        left: the shards.
         look: is called with each shard, and raises a `SurgeryError` for a bad row.
         verbose: whether to show a progress bar.
     """
     with Progress(disable=not verbose) as progress:
-        for shard in progress.track(job.left(), description="checking"):
+        for shard in progress.track(left, description="checking"):
             look(shard)
 
 
-def begin(job: Job, lm: CachedCausalLM, facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a job, or check that it is the one that is there.
+def make_manifest(job: Job, facts: Mapping[str, Any]) -> str:
+    """Return the manifest of a job.
+
+    Args:
+        job: the job.
+        facts: all that its output depends on but the files of input, as JSON.
+    """
+    files = {shard.file: shard.stop for shard in job.shards}
+    inputs = {f.name: {"rows": n, "sha256": _sha256(f)} for f, n in files.items()}
+    outputs = {job.output(shard).name: [shard.start, shard.stop] for shard in job.shards}
+    known = {"format": _FORMAT, "version": _VERSION, "operation": job.operation}
+    manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
+    return json.dumps(manifest, default=_plain, indent=1) + "\n"
+
+
+def begin(job: Job, lm: CachedCausalLM) -> None:
+    """Write the manifest of a job, unless it is there.
 
     Args:
         job: the job.
         lm: the model that it is done with.
-        facts: all that its output depends on but the files of input, as JSON.
 
     Raises:
-        SurgeryError: the folder holds the output of another job, or other files; or not all
-            processes see it.
+        SurgeryError: see `is_begun`; or not all processes see the folder.
     """
-    files = {shard.file: shard.stop for shard in job.shards}
-    inputs = [{"file": f.name, "rows": n, "sha256": _sha256(f)} for f, n in files.items()]
-    outputs = [path.name for path in job.outputs]
-    known = {"format": "backbone_surgery.dataset", "version": _VERSION, "operation": job.operation}
-    manifest = {**known, **facts, "inputs": inputs, "outputs": outputs}
-    text = json.dumps(manifest, default=_plain, indent=1) + "\n"
-    hosts.by_first(lm, job.operation, {"job": text}, lambda: _write_manifest(job, text))
+    hosts.by_first(lm, job.operation, {"job": job.manifest}, lambda: _write_manifest(job))
     path = job.folder / MANIFEST
     seen = path.read_text(encoding="utf-8") if path.is_file() else None
     hosts.agree(lm, job.operation, {"manifest, in a folder that all of them share,": seen})
 
 
-def _write_manifest(job: Job, text: str) -> None:
-    manifest = json.loads(text)
-    path = job.folder / MANIFEST
+def is_begun(job: Job) -> bool:
+    """Tell whether the folder of a job has its manifest; else there is nothing to be kept.
+
+    The manifest of another job is not, before its first file of output is in place.
+
+    Raises:
+        SurgeryError: it holds the output of another job, or other files.
+    """
+    path, before, own = job.folder / MANIFEST, None, ""
     if path.is_file():
         with reading(path, job.operation, "the manifest of a job"):
             before = read_json(path, _MOST)
-            version = before.get("version")
-            others = [k for k in {**before, **manifest} if before.get(k) != manifest.get(k)]
-        if version != _VERSION:
-            raise SurgeryError(
-                f"{job.operation} at '{job.folder}': expected a manifest of version {_VERSION}. "
-                f"Received version {shown(version)}, of another release of backbone-surgery, which "
-                "tells jobs apart by other things. Choose a new folder, or go on with that release."
-            )
-        if others:
-            raise SurgeryError(
-                f"{job.operation} at '{job.folder}': expected the job that the folder was made by. "
-                f"Received one that differs in: {', '.join(others)}. Choose a new folder, or ask "
-                "for the same."
-            )
-        return
-    others = sorted(p.name for p in job.folder.iterdir()) if job.folder.is_dir() else []
-    if [name for name in others if not is_part(name)]:
+            own = MANIFEST if before.get("format") == _FORMAT else ""
+    manifest = json.loads(job.manifest)
+    if before == manifest:
+        return True
+    names = sorted(p.name for p in job.folder.iterdir()) if job.folder.is_dir() else []
+    names = [name for name in names if name != own and not is_part(name)]
+    if names and before is not None:
+        _refuse(job, before, manifest)
+    if names:
         raise SurgeryError(
             f"{job.operation} at '{job.folder}': expected a new folder, or that of the same job. "
-            f"Received one that holds {shown(others[:5])}. Choose another."
+            f"Received one that holds {shown(names[:5])}. Choose another."
         )
-    job.folder.mkdir(exist_ok=True)
-    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
+    return False
 
 
-def run(job: Job, work: Work, lm: CachedCausalLM, verbose: int) -> None:
+def _refuse(job: Job, before: Mapping[str, Any], manifest: Mapping[str, Any]) -> NoReturn:
+    """Say how the job that made a folder differs from another one."""
+    version = before.get("version")
+    if version != _VERSION:
+        raise SurgeryError(
+            f"{job.operation} at '{job.folder}': expected a manifest of version {_VERSION}. "
+            f"Received version {shown(version)}, of another release of backbone-surgery, which "
+            "tells jobs apart by other things. Choose a new folder, or go on with that release."
+        )
+    others = list(_differences("", before, manifest))
+    more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    raise SurgeryError(
+        f"{job.operation} at '{job.folder}': expected the job that the folder was made by. "
+        f"Received one that differs in: {', '.join(others[:_SHOWN])}{more}. Choose a new folder, "
+        "or ask for the same."
+    )
+
+
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Name the entries in which two manifests differ, with both values."""
+    if isinstance(before, list) and isinstance(now, list):
+        before, now = dict(enumerate(before)), dict(enumerate(now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield f"{name[1:]} ({shown(before, 60)} there, {shown(now, 60)} here)"
+
+
+def _write_manifest(job: Job) -> None:
+    if not is_begun(job):
+        path = job.folder / MANIFEST
+        with writing(path, job.operation):
+            job.folder.mkdir(exist_ok=True)
+            replace_file(path, lambda part: part.write_text(job.manifest, encoding="utf-8"))
+
+
+def run(job: Job, left: list[Shard], work: Work, lm: CachedCausalLM, verbose: int) -> None:
     """Work on the shards that are left, one after the other."""
-    left = job.left()
     hosts.agree(lm, job.operation, {"shards without output": [shard.name for shard in left]})
     with Progress(disable=not verbose) as progress:
         task = start(progress, job, left)

@@ -11,17 +11,27 @@ from rich.progress import Progress
 
 from backbone_surgery.datasets.facts import described
 from backbone_surgery.datasets.job import Job, end, start
+from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
 
 
-def run(job: Job, work: Any, make: Any, known: dict[str, Any], address: str, verbose: int) -> None:
+def run(
+    job: Job,
+    left: list[Shard],
+    work: Any,
+    make: Any,
+    known: dict[str, Any],
+    address: str,
+    verbose: int,
+) -> None:
     """Work on the shards that are left, with a worker for each GPU, or node without one.
 
     A shard that Ray hands out twice gives the same file twice.
 
     Args:
         job: the job. Its folders are the same on every node.
+        left: its shards that are left.
         work: called with a model, a shard and a path.
         make: makes a model.
         known: what is known of the model by `described`; that of a worker must be the same.
@@ -33,7 +43,7 @@ def run(job: Job, work: Any, make: Any, known: dict[str, Any], address: str, ver
     """
     ray = import_extra(job.operation, "ray")
     data = import_extra(job.operation, "ray.data")
-    left, own = job.left(), not ray.is_initialized()
+    own = not ray.is_initialized()
     if own:
         _connect(ray, job, address)
     try:
@@ -148,7 +158,7 @@ class _Worker:
             )
 
     def _do(self, shard: Any) -> None:
-        if not self.job.output(shard).exists():
+        if not self.job.is_done(shard):
             self.job.do(self.work, self.lm, shard, lambda rows: None)
 
 

@@ -3,16 +3,19 @@
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.files import as_path, reading
 
 _ENDINGS = (".parquet", ".jsonl")
+_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Ends of lines to `str.splitlines`, but not to JSON, by how JSON escapes them."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,30 @@ def column_names(file: Path) -> list[str]:
         return opened.schema_arrow.names
 
 
+def count_rows(operation: str, file: Path) -> float | None:
+    """Return how many rows a file of output holds; of one that is cut short, not a whole number.
+
+    It takes a look at the end of a Parquet file, and `None` is for one that has no such end. In
+    JSON lines it counts the ends of lines.
+
+    Args:
+        operation: named in the error.
+        file: what a job wrote, or a copy of that.
+    """
+    with reading(file, operation, "a file of output"), open(file, "rb") as opened:
+        if file.suffix == ".jsonl":
+            rows, last = 0, b"\n"
+            while part := opened.read(2**20):
+                rows += part.count(b"\n")
+                last = part[-1:]
+            return rows if last == b"\n" else rows + 0.5
+        arrow, parquet = _arrow()
+        try:
+            return parquet.read_metadata(opened).num_rows
+        except (arrow.ArrowException, OSError):
+            return None
+
+
 def _files(operation: str, inputs: Any) -> Iterator[Path]:
     listed = inputs if isinstance(inputs, list | tuple) else [inputs]
     for path in (as_path(path, operation).absolute() for path in listed):
@@ -203,7 +230,7 @@ def _lines(file: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
 def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
     """Read the object that a line holds."""
     try:
-        value = json.loads(line.rstrip())
+        value = json.loads(line.rstrip(), parse_constant=_refuse, parse_float=_finite)
         if not isinstance(value, dict):
             raise ValueError(f"a value of type {type(value).__name__}")
     except (ValueError, RecursionError) as error:
@@ -215,10 +242,23 @@ def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
     return value
 
 
+def _finite(text: str) -> float:
+    """Read a number: what is too large for a float could not be written as JSON again."""
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text}, which is no finite number")
+
+
 def _line(row: dict[str, Any]) -> bytes:
-    """Write an object as a line; half of a pair of surrogates, which UTF-8 has not, escaped."""
+    """Write an object as a line, which holds no other character that Python ends a line at.
+
+    Half of a pair of surrogates, which UTF-8 has not, is escaped too.
+    """
     try:
-        return f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+        return f"{json.dumps(row, ensure_ascii=False).translate(_ENDS)}\n".encode()
     except UnicodeEncodeError:
         return f"{json.dumps(row)}\n".encode()
 

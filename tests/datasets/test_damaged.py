@@ -28,6 +28,10 @@ def test_damaged_files_are_refused(lm, tmp_path):
         (b"\x00", "Expecting value"),
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff in position 12"),
         (b"[" * 100_000, "recursion"),
+        (b'{"prompt": [1], "x": [1e400]}', "1e400, which is no finite number"),
+        (b'{"prompt": [1], "x": -1e999}', "-1e999, which is no finite number"),
+        (b'{"prompt": [1], "x": NaN}', "NaN, which is no finite number"),
+        (b'{"prompt": [1], "x": -Infinity}', "-Infinity, which is no finite number"),
     ],
 )
 def test_a_line_that_holds_no_object_is_named_by_its_row(lm, rows, tmp_path, row, line, words):

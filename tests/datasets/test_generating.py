@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import re
+from decimal import Decimal
 
 import jax.numpy as jnp
 import keras
@@ -88,6 +89,20 @@ def test_rows_of_parquet_keep_their_types(lm, rows, tmp_path):
         assert new == alone(lm, row, repr(row["name"]), 0.5)
 
 
+def test_strengths_may_be_decimal_numbers(lm, rows, tmp_path):
+    rows = [{**row, "strength": round(row["strength"], 2)} for row in rows]
+    path, options = tmp_path / "in.parquet", {**OPTIONS, "controls": CONTROLS}
+    wanted = [alone(lm, row, f"in.parquet/{i}", row["strength"]) for i, row in enumerate(rows)]
+    decimals = [{**row, "strength": Decimal(f"{row['strength']:.2f}")} for row in rows]
+    pq.write_table(pa.Table.from_pylist(decimals), path)
+    [written] = bs.generate_dataset(lm, path, tmp_path / "out", **options)
+    assert pq.read_table(written)["generated"].to_pylist() == wanted
+    assert pq.read_table(written)["strength"].to_pylist() == [row["strength"] for row in decimals]
+    pq.write_table(pa.Table.from_pylist([{**decimals[0], "strength": Decimal("1e60")}]), path)
+    with pytest.raises(bs.SurgeryError, match=r"expected a number .* Received Decimal"):
+        bs.generate_dataset(lm, path, tmp_path / "other", **options)
+
+
 def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
     options = {**OPTIONS, "controls": CONTROLS, "shard_rows": 2}
     whole = bs.generate_dataset(lm, lines, tmp_path / "whole", score=len, **options)
@@ -119,19 +134,27 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
     out = tmp_path / "out"
     bs.generate_dataset(lm, lines, out, **OPTIONS)
     others = {
-        "options": {"max_new_tokens": 6},
-        "controls": {"controls": {"mood": bs.Control(0.5, tokens="prompt")}},
-        "outputs": {"shard_rows": 2},
-        "columns": {"output_column": "new"},
-        "scores": {"score": len},
+        r"options\.max_new_tokens \(5 there, 6 here\)\. Choose": {"max_new_tokens": 6},
+        r"options\.stop_token_ids \(None there, .*stop_sequences": {
+            "stop_token_ids": [3],
+            "stop_sequences": [[4, 5]],
+        },
+        "controls.values .'sha256:": {"controls": {"mood": bs.Control(0.5, tokens="prompt")}},
+        r"outputs\.a-00000\.jsonl\.1 \(7 there, 2 here.* \[2, 4\] here.*, and 2 more\. Ch": {
+            "shard_rows": 2
+        },
+        r"columns\.output_column \('generated' there, 'new' here": {"output_column": "new"},
+        r"scores\.score \(None there, {'function': 'builtins\.len'": {"score": len},
     }
     for words, other in others.items():
         with pytest.raises(bs.SurgeryError, match=f"differs in: {words}"):
             bs.generate_dataset(lm, lines, out, **{**OPTIONS, **other})
-    with pytest.raises(bs.SurgeryError, match="differs in: edit"):
+    with pytest.raises(bs.SurgeryError, match=r"differs in: edit\.rewrites"):
         bs.generate_dataset(bs.CachedCausalLM(lm.opened.owner), lines, out, **OPTIONS)
     (lines / "a.jsonl").write_text(json.dumps({"prompt": [1]}) + "\n")
-    with pytest.raises(bs.SurgeryError, match="differs in: inputs"):
+    with pytest.raises(
+        bs.SurgeryError, match=r"differs in: inputs\.a\.jsonl\.rows \(7 there, 1 here"
+    ):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
 
 
@@ -140,7 +163,7 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
     bs.generate_dataset(lm, lines, out, **OPTIONS)
     manifest = json.loads((out / "_manifest.json").read_text())
     (out / "_manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    with pytest.raises(bs.SurgeryError, match=r"manifest of version 3\. Received version 1"):
+    with pytest.raises(bs.SurgeryError, match=r"manifest of version 4\. Received version 1"):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
     (out / "_manifest.json").write_text("[]")
     with pytest.raises(bs.SurgeryError, match="expected the manifest of a job"):
@@ -211,7 +234,7 @@ def write_lines(path, rows):
         ({"prompt": list(range(1, 30))}, "at most 32 tokens.* a prompt of 29"),
         ({"prompt": [1] * 40}, "at most 32 tokens"),
         ({"strength": None}, "expected a number in column 'strength'"),
-        ({"strength": float("nan")}, "expected a number in column 'strength'"),
+        ({"strength": float("nan")}, "expected a JSON object .*NaN, which is no finite number"),
         ({"name": None}, "expected an id in column 'name'"),
         ({"vector": "sideways"}, "one of the vectors up, wide"),
     ],

@@ -61,6 +61,12 @@ def test_activations_are_those_of_the_edited_model(lm, lines, rows, tmp_path, dt
         assert read_rows == counts
 
 
+def test_an_array_may_name_the_sites(lm, lines, tmp_path):
+    paths = bs.harvest(lm, lines, tmp_path / "out", np.array(SITES), **OPTIONS)
+    names = ["blocks.0", "blocks.1", "blocks.0.head_outputs"]
+    assert sorted(pq.read_table(paths[0]).column_names[3:]) == sorted(names)
+
+
 def test_a_harvest_that_is_ended_goes_on(lm, lines, tmp_path):
     whole = bs.harvest(lm, lines, tmp_path / "whole", "blocks.1", shard_rows=2, **OPTIONS)
     out = tmp_path / "out"
@@ -116,6 +122,10 @@ def test_what_float16_cannot_hold_is_refused(lines, tmp_path):
     ("change", "words"),
     [
         ({"sites": "blocks.7"}, "blocks.7"),
+        ({"sites": []}, r"^harvest at 'sites': expected site selectors, at least.*Received \[\]"),
+        ({"sites": np.array([])}, "^harvest at 'sites': .*Received array"),
+        ({"sites": ["blocks.1", 3]}, r"^harvest at 'sites': .*Received \['blocks.1', 3\]"),
+        ({"sites": None}, "^harvest at 'sites': .*Received None"),
         ({"sites": "blocks.0.attention_pattern"}, "Received an attention pattern"),
         ({"dtype": "int8"}, "expected 'float16' or 'float32'"),
         ({"length": 0}, "at 'length'"),

@@ -42,6 +42,17 @@ def test_row_groups_are_decoded_once(tmp_path, monkeypatch, most):
     forget()
 
 
+def test_lines_of_output_are_lines_to_python(tmp_path):
+    rows = [{"text": f"größe{chr(code)}"} for code in (*range(32), 0x85, 0x2028, 0x2029)]
+    path = tmp_path / "out.jsonl"
+    JsonRows(rows).write(path, {"new": ["\x85é" for _ in rows]})
+    text = path.read_text(encoding="utf-8")
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {**row, "new": "\x85é"} for row in rows
+    ]
+    assert r"größe\u2028" in text
+
+
 def test_half_a_pair_of_surrogates_is_written(tmp_path):
     rows = [{"cut": "\ud83d"}, {"cut": "größe"}]
     JsonRows(rows).write(tmp_path / "out.jsonl", {"new": ["é\ude00", "é"]})

@@ -1,0 +1,177 @@
+"""What a folder must hold for a job to go on in it."""
+
+import errno
+
+import pyarrow.parquet as pq
+import pytest
+from pyarrow.json import read_json
+
+import backbone_surgery as bs
+from backbone_surgery.datasets import job
+from backbone_surgery.datasets.shards import JsonRows
+from backbone_surgery.files import hidden_beside
+from tests.datasets.conftest import OPTIONS, make_lm
+
+HARVEST = {"sites": "blocks.1", "column": "prompt", "batch_size": 4, "verbose": 0}
+
+
+@pytest.fixture
+def as_parquet(lines, tmp_path):
+    """The rows of the files of JSON lines, in Parquet."""
+    (tmp_path / "tables").mkdir()
+    for path in lines.iterdir():
+        pq.write_table(read_json(path), tmp_path / "tables" / f"{path.stem}.parquet")
+    return tmp_path / "tables"
+
+
+def generate(lm, inputs, out):
+    return bs.generate_dataset(lm, inputs, out, shard_rows=4, **OPTIONS)
+
+
+def harvest(lm, inputs, out):
+    return bs.harvest(lm, inputs, out, shard_rows=4, **HARVEST)
+
+
+@pytest.mark.parametrize(
+    ("run", "inputs"),
+    [(generate, "lines"), (generate, "as_parquet"), (harvest, "lines")],
+    ids=["lines", "parquet", "harvest"],
+)
+def test_files_of_output_that_were_cut_short_are_made_anew(lm, tmp_path, run, inputs, request):
+    inputs = request.getfixturevalue(inputs)
+    paths = run(lm, inputs, tmp_path / "out")
+    whole = [path.read_bytes() for path in paths]
+    last = paths[-1].stat().st_mtime_ns
+    for cut in (whole[0][:-1], b"", whole[0][: len(whole[0]) // 2], b"\0" * len(whole[0])):
+        paths[0].write_bytes(cut)
+        assert run(lm, inputs, tmp_path / "out") == paths
+        assert [path.read_bytes() for path in paths] == whole
+    assert paths[-1].stat().st_mtime_ns == last
+
+
+def test_lines_that_are_missing_are_made_anew(lm, lines, tmp_path):
+    paths = generate(lm, lines, tmp_path / "out")
+    whole = paths[0].read_bytes()
+    paths[0].write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    generate(lm, lines, tmp_path / "out")
+    assert paths[0].read_bytes() == whole
+
+
+@pytest.mark.parametrize("more", [b'{"prompt": [1]}\n', b'{"pro'])
+def test_a_file_of_more_rows_than_its_shard_is_refused(lm, lines, tmp_path, more):
+    paths = generate(lm, lines, tmp_path / "out")
+    longer = paths[1].read_bytes() + more
+    paths[1].write_bytes(longer)
+    words = f"at '{paths[1]}': expected the 3 rows of a shard, or fewer.* Received more. Move"
+    with pytest.raises(bs.SurgeryError, match=words):
+        generate(lm, lines, tmp_path / "out")
+    assert paths[1].read_bytes() == longer
+
+
+def test_a_folder_in_place_of_a_file_is_refused(lm, lines, tmp_path):
+    [path, *_] = generate(lm, lines, tmp_path / "out")
+    path.unlink()
+    path.mkdir()
+    words = f"at '{path}': expected a file of output. Received another one .Is a directory"
+    with pytest.raises(bs.SurgeryError, match=words):
+        generate(lm, lines, tmp_path / "out")
+
+
+def test_shards_of_other_rows_under_the_same_names_are_refused(lm, lines, tmp_path):
+    paths = harvest(lm, lines, tmp_path / "out")
+    paths[0].unlink()
+    with pytest.raises(bs.SurgeryError, match="differs in: outputs"):
+        bs.harvest(lm, lines, tmp_path / "out", shard_rows=5, **HARVEST)
+
+
+def fails(text):
+    raise ValueError("no judgement")
+
+
+def test_a_job_that_wrote_nothing_makes_room_for_another(lm, lines, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(bs.SurgeryError, match="no judgement"):
+        bs.generate_dataset(lm, lines, out, score=fails, seed=1, **OPTIONS)
+    assert [path.name for path in out.iterdir()] == ["_manifest.json"]
+    hidden_beside(out / "a-00000.jsonl").write_text(
+        "half of it"
+    )  # as one that is killed does
+    paths = bs.generate_dataset(lm, lines, out, score=len, **OPTIONS)
+    assert sorted(out.iterdir()) == sorted([out / "_manifest.json", *paths])
+    with pytest.raises(bs.SurgeryError, match="differs in: options"):
+        bs.generate_dataset(lm, lines, out, score=len, seed=1, **OPTIONS)
+
+
+@pytest.mark.parametrize("text", ['{"mine": 1}', "[]"])
+def test_manifests_of_others_are_left_alone(lm, lines, tmp_path, text):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "_manifest.json").write_text(text)
+    with pytest.raises(bs.SurgeryError, match=r"expected (a manifest of version|the manifest of)"):
+        generate(lm, lines, tmp_path / "out")
+    assert (tmp_path / "out" / "_manifest.json").read_text() == text
+
+
+def test_a_job_whose_folder_another_one_took_writes_nothing(lm, lines, tmp_path):
+    def another(text):
+        if not (tmp_path / "out" / "b-00000.jsonl").exists():
+            bs.generate_dataset(make_lm, lines, tmp_path / "out", seed=1, **OPTIONS)
+        return 1.0
+
+    with pytest.raises(bs.SurgeryError, match="differs in"):
+        bs.generate_dataset(lm, lines, tmp_path / "out", score=another, **OPTIONS)
+    assert "score" not in (tmp_path / "out" / "a-00000.jsonl").read_text()
+
+
+def test_a_job_that_lost_its_manifest_writes_nothing(lm, lines, tmp_path):
+    def score(text):
+        (tmp_path / "out" / "_manifest.json").unlink(missing_ok=True)
+        return 1.0
+
+    words = "expected the manifest of this job, which it began with. Received another, or none"
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.generate_dataset(lm, lines, tmp_path / "out", score=score, **OPTIONS)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("run", "owner", "write"),
+    [(generate, JsonRows, "write"), (harvest, pq.ParquetWriter, "write_table")],
+)
+def test_a_job_goes_on_once_its_disk_has_room(lm, lines, tmp_path, monkeypatch, run, owner, write):
+    whole = [path.read_bytes() for path in run(lm, lines, tmp_path / "whole")]
+    own, done = getattr(owner, write), []
+
+    def full(self, *args, **kwargs):
+        if done:
+            raise OSError(errno.ENOSPC, "Error writing bytes to file")  # as PyArrow words it
+        done.append(own(self, *args, **kwargs))
+
+    words = r"-00001\..*': expected a place .* No space left on device\. .* call then goes on"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, write, full)
+        with pytest.raises(bs.SurgeryError, match=words):
+            run(lm, lines, tmp_path / "out")
+    held = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert held == ["_manifest.json", f"a-00000.{'parquet' if run is harvest else 'jsonl'}"]
+    paths = run(lm, lines, tmp_path / "out")
+    assert [path.read_bytes() for path in paths] == whole
+
+
+def test_a_manifest_that_cannot_be_written_is_told_of(lm, lines, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.EROFS, "")
+
+    monkeypatch.setattr(job, "replace_file", full)
+    words = r"^generate_dataset at '.*_manifest.json': .* an error: Read-only file system"
+    with pytest.raises(bs.SurgeryError, match=words):
+        generate(lm, lines, tmp_path / "out")
+
+
+def test_a_broken_link_is_no_folder_of_output(lm, lines, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    words = f"at '{tmp_path / 'out'}': expected a folder, .* a link to '{tmp_path / 'gone'}', where"
+    for run in (generate, harvest):
+        with pytest.raises(bs.SurgeryError, match=words):
+            run(lm, lines, tmp_path / "out")
+    (tmp_path / "gone").mkdir()
+    assert all(path.is_file() for path in generate(lm, lines, tmp_path / "out"))
