@@ -175,7 +175,7 @@ def private_uses(module, source):
             name = node.attr
         elif isinstance(node, ast.Constant) and id(node) not in formats:
             name = node.value if node.value in KERAS else ""
-        if is_private(name) and name not in ("_fields", "_replace"):
+        if is_private(name) and name not in ("_fields", "_replace", "_exit"):
             uses.add(name)
     if package(module) == "families":
         uses = {u for u in uses if u in KERAS or f"{u}.".startswith("keras.src.")}

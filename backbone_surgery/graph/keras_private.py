@@ -149,6 +149,11 @@ def drop_kernel(layer: keras.Layer) -> None:
     layer.is_awq_calibrated = layer.quantization_mode == "awq"
 
 
+def stored_embeddings(embedding: keras.Layer) -> Any:
+    """Return the embeddings of a layer as they are stored, narrow if they are, without LoRA."""
+    return embedding._embeddings
+
+
 def reserve_names(names: Iterable[str]) -> None:
     """Keep Keras from making up any of these names in this thread.
 

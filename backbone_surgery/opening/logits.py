@@ -67,7 +67,7 @@ def logits_of(embedding: Any, hidden_states: Any) -> Any:
 def _widened(embedding: Any) -> Any:
     """Return the kernel of an int8 embedding in reverse, float[vocabulary, hidden_dim]."""
     if embedding.tie_weights:
-        kernel, scale = embedding._embeddings, embedding.embeddings_scale
+        kernel, scale = graph.stored_embeddings(embedding), embedding.embeddings_scale
     else:
         kernel = ops.transpose(embedding.reverse_embeddings)
         scale = embedding.reverse_embeddings_scale

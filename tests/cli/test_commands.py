@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,3 +196,16 @@ def test_strengths_of_a_control_of_the_edit_of_a_model_are_compared(run, edited_
         text = run("generate", PROMPT, *options).stdout.strip().removeprefix(PROMPT).strip()
         assert text in " ".join(compared.stdout.split())
     assert run("steer", PROMPT, "-c", "mood", *steering[2:]).exit_code == 0
+
+
+def test_an_interrupted_command_ends_at_once_with_what_it_wrote():
+    """Without the tear-down of Python, in which a program that still runs could crash."""
+    words = (
+        "import atexit; from backbone_surgery import cli\n"
+        "@cli.app.command()\n"
+        "def wait(): print('begun'); raise KeyboardInterrupt\n"
+        "atexit.register(print, 'torn down'); cli.main()"
+    )
+    command = [sys.executable, "-c", words, "wait"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (130, "begun\n"), done.stderr

@@ -93,9 +93,7 @@ def test_a_job_that_wrote_nothing_makes_room_for_another(lm, lines, tmp_path):
     with pytest.raises(bs.SurgeryError, match="no judgement"):
         bs.generate_dataset(lm, lines, out, score=fails, seed=1, **OPTIONS)
     assert [path.name for path in out.iterdir()] == ["_manifest.json"]
-    hidden_beside(out / "a-00000.jsonl").write_text(
-        "half of it"
-    )  # as one that is killed does
+    hidden_beside(out / "a-00000.jsonl").write_text("half of it")  # as one that is killed does
     paths = bs.generate_dataset(lm, lines, out, score=len, **OPTIONS)
     assert sorted(out.iterdir()) == sorted([out / "_manifest.json", *paths])
     with pytest.raises(bs.SurgeryError, match="differs in: options"):

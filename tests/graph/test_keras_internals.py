@@ -22,6 +22,8 @@ IMPORTS = {
     "keras.src.models.functional": "Functional",
     "keras.src.ops.node": "Node",
     "keras.src.ops.operation": "Operation",
+    "keras.src.quantizers": "gptq_core",
+    "keras.src.quantizers.utils": "should_quantize_layer",
     "keras.src.utils.tracking": "DotNotTrackScope",
 }
 ATTRIBUTES = {
@@ -44,6 +46,7 @@ ATTRIBUTES = {
     "_trainable_variables",
     "_non_trainable_variables",
     "_kernel",
+    "_embeddings",
     "_value",
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
@@ -334,6 +337,34 @@ def test_the_kernel_of_a_layer_that_is_built_for_gptq():
     assert layer._kernel in layer.variables, moved("Dense._kernel")
     del layer._kernel
     assert [v.name for v in layer.variables if "kernel" == v.name] == ["kernel"]
+
+
+def test_embeddings_as_stored():
+    layer = keras.layers.ReversibleEmbedding(4, 2)
+    layer.build(None)
+    layer.quantize("int8")
+    assert layer._embeddings.dtype == "int8", moved("ReversibleEmbedding._embeddings")
+
+
+def test_what_calibration_sees():
+    """It wraps `call`, which is not what a layer runs that is to be calibrated."""
+    from keras.src.quantizers import awq_core, gptq_core
+
+    for stream in (gptq_core.stream_hessians, awq_core.stream_activations):
+        layer = keras.layers.Dense(3)
+        layer.build((None, 3))
+        with stream({"dense": layer}, {"dense": None}):
+            assert vars(layer)["call"] is layer.call, moved(stream.__name__)
+            assert "quantized_call" not in vars(layer), moved(stream.__name__)
+
+
+def test_filters_of_quantize():
+    from keras.src.quantizers.utils import should_quantize_layer
+
+    layer = keras.layers.Dense(3, name="query")
+    for filters in ("^query$", ["key", "query"], lambda layer: layer.name == "query", None):
+        assert should_quantize_layer(layer, filters), moved("should_quantize_layer")
+    assert not should_quantize_layer(layer, "key"), moved("should_quantize_layer")
 
 
 def test_autocast_scope():
