@@ -89,7 +89,7 @@ def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], met: _Met) -> l
             # Of several matrices only weights lie in memory as they are multiplied.
             several = any(equation.params["dimension_numbers"][1])
             lies = not several or bool({id(x), id(y)} & set(met.weights))
-            outputs = [_of_matrix(x, y, stored, lies=lies, **equation.params)]
+            outputs = [_of_matrix(x, y, stored, as_stored=lies, **equation.params)]
         elif name == "gather":
             outputs = [_look_up(equation.primitive, *inputs, **equation.params)]
         elif name in _CALLS:
@@ -105,21 +105,23 @@ def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], met: _Met) -> l
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def product(x: Any, y: Any, dimension_numbers: Any, *, lies: bool = True, **params: Any) -> Any:
+def product(
+    x: Any, y: Any, dimension_numbers: Any, *, as_stored: bool = True, **params: Any
+) -> Any:
     """Compute `jax.lax.dot_general`: of narrow numbers in wide sums, and of two rows for one.
 
     Args:
         x: one factor, of any dtype.
         y: the other.
         dimension_numbers: the axes that are summed over, and those of the batch, of both.
-        lies: whether kernels may be used: both lie in memory in the order of their axes.
+        as_stored: whether both lie in memory in the order of their axes, as kernels need them.
         **params: others of `jax.lax.dot_general`.
     """
     import jax
     import jax.numpy as jnp
 
     sums = _SUMS.get(x.dtype.name) if x.dtype == y.dtype else None
-    own = calls.product(x, y, dimension_numbers) if lies else None
+    own = calls.product(x, y, dimension_numbers) if as_stored else None
     if own is not None:
         return own.astype(params["preferred_element_type"] or x.dtype)
     if sums is None:

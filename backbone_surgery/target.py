@@ -144,9 +144,9 @@ def order_of_weight(chosen: str, shape: tuple[int, ...]) -> tuple[int, ...] | No
     """Return in which order of axes a kernel [inputs, heads, head_dim] or a table is to lie.
 
     A TPU multiplies by the inputs of one head after the other, and turns a kernel that comes in
-    another order: a second copy of it, at each call. It takes narrow heads as they come. A table
-    [tokens, hidden_dim] comes with tokens next to each other where that leaves fewer empty of the
-    numbers that it reads at once; and it turns all of it to look a token up.
+    another order: a second copy of it, at each call. It takes narrow heads as they come. It stores
+    a table [tokens, hidden_dim] with the axis last that leaves fewer lanes empty. If that is the
+    axis of the tokens, it reorders the whole table to look a token up.
 
     Returns:
         The axes from the outermost to the innermost in memory; `None` for the order they are in.

@@ -33,7 +33,7 @@ _TURN_BYTES = 5 * 2**20
 """What a TPU reads of all experts while a turn of one begins: about 9 µs by a v5e's compiler."""
 
 _MOST_SHARE, _MOST_OWN_SHARE = 0.9, 0.6
-"""Of what that leaves, how many experts are run in turn at most.
+"""Largest share of the experts that is run one by one, after the cost of a turn.
 
 The second is for devices that have experts of their own, since one of them has the most to run.
 """
@@ -79,9 +79,9 @@ def choice_of(weights: keras.KerasTensor, compute_dtype: str) -> Choice | None:
 
 
 def axes_shared(mixed: MixedExperts, devices: int) -> dict[str, int] | None:
-    """Return along which axis several devices share each weight of experts.
+    """Return the axis along which each weight of the experts is split over devices.
 
-    Without values, along which they would.
+    For weights without values, that along which it would be split.
 
     Returns:
         `{attribute of the bank: axis}`; `None` if they do not share all of them so.

@@ -24,8 +24,7 @@ def hoist(
     Args:
         tensor: a symbolic tensor.
         take: makes a symbolic tensor of one, of the same dtype and number of axes.
-        passes: `(layer, args, kwargs)`: whether a layer makes of what `take` gives of its inputs
-            what `take` gives of its outputs.
+        passes: `(layer, args, kwargs)`: whether `take(layer(x))` equals `layer(take(x))`.
     """
     nodes = topological_nodes([tensor])
     passed = {id(node_of(tensor))}

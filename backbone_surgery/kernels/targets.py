@@ -13,7 +13,7 @@ _GROUPS = {16: 8, 8: 4}
 """By the floats of a vector, how many rows of a matrix at once leave room in the registers."""
 
 _ROWS = {16: 8, 8: 4}
-"""How many sums of dot products do, by two rows of a matrix."""
+"""By the floats of a vector, how many rows of x are multiplied at once with two of a matrix."""
 
 
 def columns_target(dtype: str, rows: int, whole: bool) -> str:

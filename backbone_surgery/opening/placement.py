@@ -44,7 +44,7 @@ class Placement:
         return self._sharding(axes)
 
     def has_all_heads(self, spec: StateSpec) -> bool:
-        """Tell whether an array of state has heads, and each device all of them."""
+        """Tell whether an array of state has heads, of which no device holds only a part."""
         alone = self.shares_of_heads == 1 or self._shared_axis(spec) is None
         return spec.head_axis is not None and alone
 
