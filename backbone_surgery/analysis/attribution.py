@@ -85,9 +85,9 @@ def attribution(
     sites = list(model.report[-1].sites)
     inputs = {**question.inputs(), **bind_row(lm, controls, question, "attribution")}
     if isinstance(measure, TokenLogits):  # other texts and tokens compile nothing new
-        tokens, step = measure.ids, made_once(model, "step", lambda: _step(lm, model, sites))
+        tokens, step = measure.ids, made_once(model, "step", lambda: _step(model, sites))
     else:
-        tokens, step = [], _step(lm, model, sites, measure)
+        tokens, step = [], _step(model, sites, measure)
     shapes = [
         (1, len(question.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))
     ]
@@ -105,9 +105,7 @@ def attribution(
     return Attribution(np.stack(summed), float(value), sites, question.labels)
 
 
-def _step(
-    lm: CachedCausalLM, model: EditedBackbone, sites: list[str], measure: Metric | None = None
-) -> Any:
+def _step(model: EditedBackbone, sites: list[str], measure: Metric | None = None) -> Any:
     """Return the compiled function that gives metric, activations and gradients.
 
     Without `measure`, the metric is that of the token ids which it is called with.
@@ -119,7 +117,7 @@ def _step(
         mapping = list(zip(model.variables, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
             outputs = model(nudged)
-            logits = next_token_logits(lm, outputs["hidden_states"])
+            logits = next_token_logits(model, outputs["hidden_states"])
         captured = [outputs["captures"][f"{_NAME}/{site}"] for site in sites]
         return _differentiable((measure or TokenLogits(tokens))(logits)[0]), captured
 

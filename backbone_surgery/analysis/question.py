@@ -185,6 +185,6 @@ def bind_row(
     return bind_controls(lm.opened, controls, np.array([len(text.token_ids)]), operation)
 
 
-def next_token_logits(lm: CachedCausalLM, hidden_states: Any) -> Any:
+def next_token_logits(model: EditedBackbone, hidden_states: Any) -> Any:
     """Return the logits after the last token, float[batch, vocabulary]."""
-    return logits_of(lm.opened.token_embedding, hidden_states[:, -1])
+    return logits_of(model.token_embedding, hidden_states[:, -1])

@@ -1,4 +1,4 @@
-"""Logits of hidden states, by the token embedding in reverse, with the gradients of all weights."""
+"""Logits of hidden states, by the token embedding in reverse, with gradients for int8 too."""
 
 from typing import Any
 

@@ -200,7 +200,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
                 f"keras_hub Backbone. Received {type(self.owner).__name__}. Call `enable_lora` on "
                 "the backbone that the graph was cloned from."
             )
-        quantizing.check_lora(self.owner)
+        quantizing.check_lora(self.owner, "enable_lora")
         self.owner.enable_lora(rank, **kwargs)
 
     def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:

@@ -75,18 +75,16 @@ def _check_layers(owner: keras.Model, mode: str | None, filters: Any) -> None:
         )
 
 
-def check_lora(owner: keras.Model) -> None:
-    """Refuse LoRA on layers that are quantised to GPTQ or AWQ: Keras would stop midway.
+def check_lora(owner: keras.Model, operation: str) -> None:
+    """Refuse LoRA beside layers in GPTQ or AWQ: Keras would stop midway; `operation` is named.
 
     Raises:
         SurgeryError: there are such layers.
     """
-    modes = {layer.quantization_mode for layer in graph.layers_within(owner)} & {*CALIBRATED}
-    if modes:
+    for mode in _calibrated(owner):
         raise SurgeryError(
-            f"enable_lora at '{owner.name}': expected a backbone in float, int8 or int4. Received "
-            f"one in {modes.pop()}, which Keras has no LoRA for. Use `LowRank`, or quantise to "
-            "int8."
+            f"{operation} at '{owner.name}': expected a backbone in float, int8 or int4 for LoRA. "
+            f"Received one in {mode}. Use `LowRank`, or quantise to int8."
         )
 
 
@@ -113,13 +111,17 @@ def check_saves(owner: keras.Model) -> None:
     Raises:
         SurgeryError: it is quantised in one of these ways.
     """
-    modes = {layer.quantization_mode for layer in graph.layers_within(owner)} & {*CALIBRATED}
-    if modes:
+    for mode in _calibrated(owner):
         raise SurgeryError(
             f"save_weights at '{owner.name}': expected weights that Keras saves whole. Received "
-            f"some quantised to {modes.pop()}, of which it leaves out the zero points. Use "
+            f"some quantised to {mode}, of which it leaves out the zero points. Use "
             "`save_recipe`."
         )
+
+
+def _calibrated(owner: keras.Model) -> set[str]:
+    """Return which of GPTQ and AWQ some layers are quantised to."""
+    return {layer.quantization_mode for layer in graph.layers_within(owner)} & {*CALIBRATED}
 
 
 def _structure(owner: keras.Model, mode: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def base_facts(owner: keras.Model, preset: str | None) -> dict[str, Any]:
     check_backbone(owner, "save_recipe")
     changes = {"quantization": quantization(owner), "lora": lora(owner)}
     if changes["lora"] or any(map(is_lora, variable_paths(owner))):
-        check_lora(owner)
+        check_lora(owner, "save_recipe")
     return {**_facts(owner), **changes, "preset": preset, "digest": _digest(owner)}
 
 

@@ -230,9 +230,21 @@ def test_lora_and_calibrated_weights_refuse_each_other(mode, tmp_path):
     assert quantization(lm.backbone) is None
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
     lm.quantize(mode, config=config_of(mode))
-    with pytest.raises(bs.SurgeryError, match=f"Received one in {mode}, which Keras has no LoRA"):
+    before = [v.path for v in lm.backbone.variables]
+    with pytest.raises(bs.SurgeryError, match=f"^enable_lora .* for LoRA. Received one in {mode}"):
         lm.opened.enable_lora(2)
-    assert len(lm.backbone.trainable_variables) == len(lm.backbone.trainable_weights)
+    assert [v.path for v in lm.backbone.variables] == before
+    bs.save_recipe(bs.operate(lm.backbone, []), tmp_path / "r")
+
+
+def test_a_recipe_of_lora_that_was_calibrated_is_refused(tmp_path):
+    """KerasHub's own task lets both be made, and nothing could load it."""
+    backbone = make_gpt2(num_layers=1)
+    backbone.enable_lora(2)
+    TASKS["gpt2"](backbone=backbone, preprocessor=None).quantize("awq", config=config_of("awq"))
+    with pytest.raises(bs.SurgeryError, match=r"^save_recipe .* for LoRA. Received one in awq"):
+        bs.save_recipe(bs.operate(backbone, []), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
 
 
 def load(folder):
