@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import backbone_surgery as bs
-from backbone_surgery.generation.engine import Batch, make_arguments, run_batch
+from backbone_surgery.generation.run_batch import Batch, make_arguments, run_batch
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
 

@@ -20,7 +20,7 @@ from bench_checkpoints import spread
 from bench_convert import convert
 
 import backbone_surgery as bs
-from backbone_surgery.generation.engine import Batch, run_batch
+from backbone_surgery.generation.run_batch import Batch, run_batch
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
 

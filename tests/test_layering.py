@@ -254,7 +254,7 @@ SOUND = {
     "families": "from backbone_surgery.families.one import ONE",
     "families.one": "from backbone_surgery.opening.family import Family",
     "generation": "",
-    "generation.engine": "from backbone_surgery.generation.buckets import bucket",
+    "generation.run_batch": "from backbone_surgery.generation.buckets import bucket",
     "generation.buckets": "",
     "cli": "def main():\n    import backbone_surgery",
 }
@@ -275,7 +275,7 @@ def test_made_up_package_in_order_passes():
         ("graph", "import backbone_surgery", "graph imports __init__"),
         ("opening.open", "from backbone_surgery.families import FAMILIES", "which comes later"),
         ("graph.replay", "from backbone_surgery import graph", "a circle"),
-        ("generation.buckets", "import backbone_surgery.generation.engine", "a circle"),
+        ("generation.buckets", "import backbone_surgery.generation.run_batch", "a circle"),
         ("new_thing", "", "place it in ORDER of tests/test_layering.py"),
         ("new_thing.part", "", "place it in ORDER of tests/test_layering.py"),
     ],

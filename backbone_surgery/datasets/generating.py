@@ -31,7 +31,7 @@ from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request
-from backbone_surgery.generation.scores import Score, read_scores, score_text
+from backbone_surgery.generation.text_scores import Score, read_scores, score_text
 from backbone_surgery.numbers import check_count, is_int, read_number
 from backbone_surgery.rewriting import Control
 from backbone_surgery.vectors.vector import ControlVector

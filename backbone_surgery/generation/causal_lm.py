@@ -12,17 +12,17 @@ from backbone_surgery import graph, hosts
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation import cached_call, request, scoring
+from backbone_surgery.generation import cached_call, request, score
 from backbone_surgery.generation.captures import pack
-from backbone_surgery.generation.chats import Chats
+from backbone_surgery.generation.chat_task import ChatTask
 from backbone_surgery.generation.controls import check_by_hand
-from backbone_surgery.generation.engine import Batch, Row, run_batch
 from backbone_surgery.generation.lookup import look_up
 from backbone_surgery.generation.presets import Presets
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, check_preprocessor, pack_right, text_alone
+from backbone_surgery.generation.run_batch import Batch, Row, run_batch
 from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
-from backbone_surgery.generation.scoring import InterceptFn
+from backbone_surgery.generation.score import InterceptFn
 from backbone_surgery.numbers import check_count, check_flag
 from backbone_surgery.opening.logits import Logits
 from backbone_surgery.opening.model import EditedBackbone
@@ -34,7 +34,7 @@ _SEQUENCE_CHECK = 16
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM):
+class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.CausalLM):
     """A causal language model that generates from the graph of its backbone, with a cache.
 
     It is a KerasHub task: `fit`, `evaluate`, `compile` and the rest behave as upstream. Unlike
@@ -393,7 +393,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, Chats, keras_hub.models.CausalLM)
         Raises:
             SurgeryError: an argument does not fit.
         """
-        return scoring.score(
+        return score.score(
             self,
             token_ids,
             padding_mask,

@@ -11,8 +11,8 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.chat import token_id
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.generation.engine import Batch
 from backbone_surgery.generation.prompts import Prompts, read_prompts, text_list
+from backbone_surgery.generation.run_batch import Batch
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.numbers import is_int, read_array, read_int32
 

@@ -91,7 +91,7 @@ def make_strategy(sampler: Any) -> Strategy:
         return BeamSearch(sampler)
     if type(sampler) is samplers.GreedySampler and not _overrides(sampler):
         return Greedy()
-    return RowSampling(sampler)
+    return SeededSampling(sampler)
 
 
 def _overrides(sampler: Any) -> bool:
@@ -219,7 +219,7 @@ class _Sampling:
         return sampler
 
 
-class RowSampling(_Sampling):
+class SeededSampling(_Sampling):
     """Choose each row's token by a sampler's `get_next_token`, on a random state of its own."""
 
     width = 1

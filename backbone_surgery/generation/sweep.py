@@ -16,7 +16,7 @@ from backbone_surgery.extras import import_extra
 from backbone_surgery.files import picture_path
 from backbone_surgery.generation.controls import check_names
 from backbone_surgery.generation.prompts import text_list
-from backbone_surgery.generation.scores import Score, read_scores, score_text
+from backbone_surgery.generation.text_scores import Score, read_scores, score_text
 from backbone_surgery.numbers import read_finite
 from backbone_surgery.rewriting.control import Control
 

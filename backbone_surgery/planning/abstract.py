@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from backbone_surgery import target
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packing import Packing
-from backbone_surgery.generation.engine import Batch, filled_up, make_arguments
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.programs import Programs
+from backbone_surgery.generation.run_batch import Batch, filled_up, make_arguments
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.meshes.layout_map import Split

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.generation.samplers import Arrays
-from backbone_surgery.serving.sampling import RowsSampling
+from backbone_surgery.serving.sampling import RequestSampling
 
 MOST_LIKELIEST = 20
 """How many of the likeliest tokens are noted at each step, as OpenAI has it."""
@@ -34,7 +34,7 @@ class TokenLogprobs:
 
 
 class RecordedSampling:
-    """Choose as `RowsSampling` does, and note log-probabilities for the rows that ask for them.
+    """Choose as `RequestSampling` does, and note log-probabilities for the rows that ask for them.
 
     Args:
         steps: for how many steps there is room; `rewind` begins again.
@@ -44,7 +44,7 @@ class RecordedSampling:
     width = 1
 
     def __init__(self, steps: int, vocabulary_size: int) -> None:
-        self._sampling = RowsSampling()
+        self._sampling = RequestSampling()
         self.steps, self.count = steps, min(MOST_LIKELIEST, vocabulary_size)
         self.key = (*self._sampling.key, steps, self.count)
 

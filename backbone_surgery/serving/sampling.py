@@ -97,7 +97,7 @@ def _of_sampler(sampler: Any) -> Sampling:
     )
 
 
-class RowsSampling:
+class RequestSampling:
     """Choose the token of each row by its own settings.
 
     A row draws what KerasHub's sampler of these settings draws with the same seed: `TopKSampler`

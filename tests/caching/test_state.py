@@ -9,7 +9,7 @@ from keras import ops
 import backbone_surgery as bs
 from backbone_surgery.caching.cache import bytes_per_token
 from backbone_surgery.drawing.picture import make_picture
-from backbone_surgery.generation import engine
+from backbone_surgery.generation import run_batch
 from tests.helpers import make_deep_gpt2, make_gemma2, make_gpt2, ragged, relative
 from tests.reference import run_chunks
 
@@ -202,7 +202,7 @@ def test_pictures_show_the_state(lm):
 
 @pytest.mark.slow
 def test_greedy_equals_uncached_in_a_growing_cache(lm, rng, monkeypatch):
-    monkeypatch.setattr(engine, "_GROWS_FROM", 16)
+    monkeypatch.setattr(run_batch, "_GROWS_FROM", 16)
     inputs = ragged(rng, (9, 3, 6), 9)
     got = lm.generate(inputs, max_new_tokens=20, stop_token_ids=None)["token_ids"]
     rows = [inputs["token_ids"][i, :length] for i, length in enumerate((9, 3, 6))]

@@ -186,8 +186,8 @@ def test_compilations(rng):
 
 
 def _chunks(lm, inputs, chunk, **options):
-    from backbone_surgery.generation.engine import run_batch
     from backbone_surgery.generation.request import read_request
+    from backbone_surgery.generation.run_batch import run_batch
     from backbone_surgery.generation.samplers import make_strategy
 
     batch = read_request(lm, inputs, **{"seed": 1, **options}).batch

@@ -12,8 +12,8 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery import target
 from backbone_surgery.generation import programs
-from backbone_surgery.generation.engine import Batch, make_arguments
 from backbone_surgery.generation.programs import Programs
+from backbone_surgery.generation.run_batch import Batch, make_arguments
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.planning.abstract import Sizes, trace

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation import engine
+from backbone_surgery.generation import run_batch
 from tests.helpers import FAMILIES, TASKS, make_gpt2, ragged
 
 OPTIONS = {"max_new_tokens": 46, "stop_token_ids": None}
@@ -14,7 +14,7 @@ OPTIONS = {"max_new_tokens": 46, "stop_token_ids": None}
 @pytest.fixture
 def from_16(monkeypatch):
     """Let small caches grow: prompts of up to 16 tokens start in 24 slots, then 48, then 64."""
-    monkeypatch.setattr(engine, "_GROWS_FROM", 16)
+    monkeypatch.setattr(run_batch, "_GROWS_FROM", 16)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_samplers_and_conditions_do_not_notice(make, rng, monkeypatch):
     inputs = ragged(rng, (4, 9, 2), 9)
     wanted = lm.generate(inputs, seed=[1, 2, 3], **OPTIONS)["token_ids"]
     assert lm.programs.compilations == {"prefill": 1, "decode": 1}
-    monkeypatch.setattr(engine, "_GROWS_FROM", 16)
+    monkeypatch.setattr(run_batch, "_GROWS_FROM", 16)
     got = lm.generate(inputs, seed=[1, 2, 3], **OPTIONS)["token_ids"]
     assert lm.programs.compilations == {"prefill": 2, "decode": 3}
     assert np.array_equal(got, wanted)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbone_surgery as bs
-from backbone_surgery.generation import engine
+from backbone_surgery.generation import run_batch
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.samplers import NO_TOKEN, Greedy
 from backbone_surgery.kernels import calls
@@ -166,7 +166,7 @@ def test_a_second_row_that_fills_up_changes_nothing(rng, monkeypatch):
     lm.compile(sampler="greedy")
     inputs = ragged(rng, (5,), 60)
     wanted = lm.generate(inputs, stop_token_ids=None)["token_ids"]
-    monkeypatch.setattr(engine, "least_rows", lambda platform: 2)
+    monkeypatch.setattr(run_batch, "least_rows", lambda platform: 2)
     assert np.array_equal(lm.generate(inputs, stop_token_ids=None, lookup=4)["token_ids"], wanted)
 
 
@@ -175,7 +175,7 @@ def test_a_second_row_that_fills_up_changes_nothing(rng, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lookup", [1, 3, 16])
 def test_tokens_stay(family, sampler, lookup, rng, monkeypatch):
-    monkeypatch.setattr(engine, "_GROWS_FROM", 16)  # guesses meet the end of a cache
+    monkeypatch.setattr(run_batch, "_GROWS_FROM", 16)  # guesses meet the end of a cache
     lm = bs.CachedCausalLM(FAMILIES[family]())
     lm.compile(sampler=SAMPLERS[sampler]())
     inputs = ragged(rng, (1, 5, 9), 60)

@@ -147,9 +147,9 @@ def test_programs_of_samplers_that_went_are_let_go(lm, prompt, monkeypatch):
 
 @pytest.mark.slow
 def test_a_text_is_made_by_the_sampler_that_it_was_begun_with(rng, monkeypatch):
-    from backbone_surgery.generation import engine
+    from backbone_surgery.generation import run_batch
 
-    monkeypatch.setattr(engine, "_GROWS_FROM", 16)  # so that a longer cache is compiled for later
+    monkeypatch.setattr(run_batch, "_GROWS_FROM", 16)  # so that the cache has to grow
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2", load_weights=False)
     banned = lm.preprocessor.tokenizer.token_to_id("a")
     sampler = Only([banned])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.scoring import interceptable
+from backbone_surgery.generation.score import interceptable
 from tests.helpers import make_gpt2, ragged, relative
 
 

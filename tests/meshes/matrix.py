@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 import backbone_surgery as bs
-from backbone_surgery.generation.engine import run_batch
 from backbone_surgery.generation.request import read_request
+from backbone_surgery.generation.run_batch import run_batch
 from backbone_surgery.generation.samplers import make_strategy
 from tests.families import ROWS
 from tests.helpers import relative

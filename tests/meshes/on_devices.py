@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 from keras import distribution
 
 import backbone_surgery as bs
-from backbone_surgery.generation.engine import run_batch
 from backbone_surgery.generation.request import read_request
+from backbone_surgery.generation.run_batch import run_batch
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.tuning.learning import learn
 from backbone_surgery.tuning.preferences import prefer

@@ -18,7 +18,7 @@ from backbone_surgery import graph
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.packing import Packing
-from backbone_surgery.generation import engine
+from backbone_surgery.generation import run_batch
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.predict import predict
 from tests.families import ROWS
@@ -139,7 +139,7 @@ def check_growing():
             return state
 
         object.__setattr__(lm.programs, "grow", watched)
-        with mock.patch.object(engine, "_GROWS_FROM", 16):
+        with mock.patch.object(run_batch, "_GROWS_FROM", 16):
             once = ids(lm, 4, max_new_tokens=40)
             compiled = dict(lm.programs.compilations)
             np.testing.assert_array_equal(ids(lm, 4, max_new_tokens=40), once)
@@ -186,7 +186,7 @@ def check_repeated_heads():
             with on(mesh, make()):
                 lm = greedy(make())
             lm.compile(sampler=sampler)
-            with mock.patch.object(engine, "_GROWS_FROM", 16):
+            with mock.patch.object(run_batch, "_GROWS_FROM", 16):
                 np.testing.assert_array_equal(ids(lm, 5, max_new_tokens=20), wanted)
             paper = bs.plan(lm.backbone, dict(zip(("batch", "model"), mesh, strict=True)), 2, 16)
             cache = bs.new_cache(lm.backbone_with_cache, paper.rows, paper.slots)
@@ -304,7 +304,7 @@ def check_heads_first():
         lm.compile(sampler=sampler)
         made = Programs(lm.backbone_with_cache, lm.programs.head, "tpu")
         object.__setattr__(lm, "programs", made)
-        with mock.patch.object(engine, "_GROWS_FROM", 16):
+        with mock.patch.object(run_batch, "_GROWS_FROM", 16):
             np.testing.assert_array_equal(ids(lm, 5, max_new_tokens=20), wanted)
         key = made.packing.new_cache(4, 16)[0]["key"]
         assert key.shape[:3] == (4, 8, 16)

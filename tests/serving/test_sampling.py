@@ -8,7 +8,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.samplers import NO_TOKEN, make_strategy
-from backbone_surgery.serving.sampling import RowsSampling, read_sampling
+from backbone_surgery.serving.sampling import RequestSampling, read_sampling
 
 samplers = keras_hub.samplers
 KINDS = [
@@ -32,7 +32,7 @@ def test_a_row_draws_as_its_sampler_would_alone(rng):
     seeds = np.stack([np.arange(rows), np.zeros(rows)], axis=1).astype("uint32")
     settings = [read_sampling(kind, None, None, None).arrays() for kind in KINDS]
     settings = {name: np.stack([s[name] for s in settings]) for name in settings[0]}
-    strategy = RowsSampling()
+    strategy = RequestSampling()
     choose = jax.jit(strategy.choose)
     state, drawn = strategy.start(seeds), []
     for step in range(steps):
@@ -57,7 +57,7 @@ def test_a_row_without_probabilities_gets_no_token(bad):
         "top_k": np.int32([0, 3, 0]),
         "top_p": np.float32([np.inf] * 3),
     }
-    strategy = RowsSampling()
+    strategy = RequestSampling()
     state = strategy.start(np.zeros((3, 2), "uint32"))
     tokens, _, _ = strategy.choose(logits, np.zeros(3, bool), state, settings)
     assert tokens[0] != NO_TOKEN

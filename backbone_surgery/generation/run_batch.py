@@ -1,4 +1,4 @@
-"""The engine: run one batch of prompts through the compiled programs, in chunks of steps."""
+"""Run one batch of prompts through the compiled programs, in chunks of steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

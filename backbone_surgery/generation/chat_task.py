@@ -5,7 +5,7 @@ from typing import Any
 from backbone_surgery.generation import chat
 
 
-class Chats:
+class ChatTask:
     """A base of tasks whose preprocessor may have a chat template."""
 
     preprocessor: Any
