@@ -56,12 +56,17 @@ def reading(
 
 
 @contextlib.contextmanager
-def writing(place: object, operation: str) -> Iterator[None]:
-    """Say in words where what is to be written inside cannot be, and that it may be tried again.
+def writing(
+    place: object,
+    operation: str,
+    advice: str = "Make room for it, make the place writable, or choose another path.",
+) -> Iterator[None]:
+    """Say in words that the system does not write what is written inside, and why.
 
     Args:
         place: what is written, such as a path.
-        operation: named in the error, one that goes on where it was.
+        operation: named in the error, such as `"save_recipe"`.
+        advice: what to do about it.
     """
     try:
         yield
@@ -69,8 +74,7 @@ def writing(place: object, operation: str) -> Iterator[None]:
         reason = os.strerror(error.errno) if error.errno else error
         raise SurgeryError(
             f"{operation} at '{place}': expected a place that can be written. Received an error: "
-            f"{reason}. Make room there, or make it writable: the same call then goes on where it "
-            "was."
+            f"{reason}. {advice}"
         ) from error
 
 
@@ -130,18 +134,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         write: writes a new file of the path it is given.
 
     Raises:
-        SurgeryError: see `target_of`; or the system does not write the file, with its reason.
+        SurgeryError: see `target_of`.
+        OSError: the system does not write the file; `writing` says so in words.
     """
     path = target_of(path)
     part = hidden_beside(path)
     try:
         write(part)
         put_in_place(part, path)
-    except OSError as error:
-        raise SurgeryError(
-            f"save at '{path}': expected a place that can be written to. Received "
-            f"'{error.strerror or error}'. Choose another path, or make room for it."
-        ) from error
     finally:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -40,6 +40,7 @@ _SHOWN = 4
 """Differences of two jobs that an error names, at most."""
 _MOST = 2**28
 """Bytes of a manifest."""
+_AGAIN = "Make room there, or make it writable: the same call then goes on where it was."
 
 Advance = Callable[[int], object]
 """Is told how many more rows are done."""
@@ -105,7 +106,7 @@ class Job:
         output = target_of(self.output(shard))
         part = hidden_beside(output)
         try:
-            with writing(output, self.operation):
+            with writing(output, self.operation, _AGAIN):
                 work(lm, shard, part, advance)
                 # Where processes hold a model together, all of them compute, and one writes.
                 parts = {"shard": shard.name}
@@ -254,7 +255,7 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
 def _write_manifest(job: Job) -> None:
     if not is_begun(job):
         path = job.folder / MANIFEST
-        with writing(path, job.operation):
+        with writing(path, job.operation, _AGAIN):
             job.folder.mkdir(exist_ok=True)
             replace_file(path, lambda part: part.write_text(job.manifest, encoding="utf-8"))
 

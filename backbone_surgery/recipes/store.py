@@ -27,6 +27,7 @@ from backbone_surgery.files import (
     read_json,
     reading,
     replace_file,
+    writing,
 )
 from backbone_surgery.recipes.folder import check_folder
 
@@ -42,8 +43,8 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, n
     """Write the folder of a recipe, whole or not at all.
 
     Raises:
-        SurgeryError: an array is not finite, the JSON is larger than what is read, or the folder
-            holds something else, or links.
+        SurgeryError: an array is not finite, the JSON is larger than what is read, the folder
+            holds something else, or links, or the system does not write it.
     """
     _check_finite(arrays)
     check_folder(path, lambda name: _is_ours(path, name))
@@ -58,15 +59,16 @@ def write_recipe(path: Path, document: Mapping[str, Any], arrays: Mapping[str, n
             f"save_recipe at '{RECIPE}': expected JSON of at most {_MOST} bytes. Received "
             f"{len(text)} bytes. Keep numbers in arrays rather than lists."
         )
-    path.mkdir(exist_ok=True)
-    flush(path.parent)
     deltas = before = _deltas(path, whole)
-    with contextlib.suppress(RecipeError):
-        before = _deltas(path, read_document(path))
-    replace_file(deltas, lambda part: part.write_bytes(data))
-    replace_file(path / RECIPE, lambda part: part.write_text(text, encoding="utf-8"))
-    if before != deltas:
-        before.unlink(missing_ok=True)
+    with writing(path, "save_recipe"):
+        path.mkdir(exist_ok=True)
+        flush(path.parent)
+        with contextlib.suppress(RecipeError):
+            before = _deltas(path, read_document(path))
+        replace_file(deltas, lambda part: part.write_bytes(data))
+        replace_file(path / RECIPE, lambda part: part.write_text(text, encoding="utf-8"))
+        if before != deltas:
+            before.unlink(missing_ok=True)
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.files import replace_file
+from backbone_surgery.files import replace_file, writing
 from backbone_surgery.numbers import read_number
 from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import gguf_file, safetensors_file
@@ -111,7 +111,8 @@ def write(path: Path, directions: Directions, info: Info) -> None:
         )
         directions = {block: d for block, d in directions.items() if block != 0}
     digest = checksum(directions, info)
-    replace_file(path, lambda part: format_.write(part, directions, info, digest))
+    with writing(path, "save"):
+        replace_file(path, lambda part: format_.write(part, directions, info, digest))
 
 
 def checksum(directions: Mapping[int, np.ndarray], info: Mapping[str, str]) -> str:
