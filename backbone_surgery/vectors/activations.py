@@ -1,6 +1,6 @@
 """Activations: measure what stands at some sites, for many texts, in one graph."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from backbone_surgery.opening.state import Stateful
 from backbone_surgery.vectors.pairs import listable
 from backbone_surgery.vectors.prefixes import plan_runs
 
-_TOKENS = "measured_tokens"
+_ASKED = "asked"
 
 
 class TokenStates(keras.layers.Layer):
@@ -118,27 +118,29 @@ def read_ids(text: Any, vocabulary: int, operation: str) -> np.ndarray:
 def measure(
     lm: Any,
     rows: list[np.ndarray],
-    make_layer: Callable[[], keras.layers.Layer],
+    layer: type[keras.layers.Layer],
     operation: str,
     *,
     at: str = "blocks.*",
     tokens: np.ndarray | None = None,
+    asked: np.ndarray | None = None,
     batch_size: int = 32,
     controls: Mapping[str, Any] | None = None,
     verbose: int = 0,
 ) -> dict[str, np.ndarray]:
     """Run texts through the graph of a model, its rewrites applied, and measure at some sites.
 
-    Batches all have one shape, so one program is compiled. With `tokens`, texts that begin another
-    one are not run: theirs is read there.
+    Batches all have one shape, so one program is compiled, and kept for the next call. With
+    `tokens`, texts that begin another one are not run: theirs is read there.
 
     Args:
         lm: a `CachedCausalLM`.
         rows: token ids of each text.
-        make_layer: makes what measures one site, such as `TokenStates`.
+        layer: class of what measures one site, such as `TokenStates`.
         operation: for errors.
         at: site selector.
         tokens: int32[rows], a position in each row, for `TokenStates`.
+        asked: what the layer takes with each row in place of tokens: any array.
         batch_size: how many rows to run at once.
         controls: as of `generate`.
         verbose: 1 shows a progress bar.
@@ -146,13 +148,14 @@ def measure(
     Returns:
         `{site path: float32[rows, size]}`.
     """
-    model = _measuring(lm.opened, at, make_layer)
     lengths = Prompts(rows).lengths
     bound = bind_controls(lm.opened, controls, lengths, operation)
     runs = plan_runs(rows, tokens, bound)
+    each = runs.tokens if asked is None else np.broadcast_to(asked, (len(rows), *asked.shape))
+    model = _measuring(lm.opened, at, layer, each.dtype.name, each.ndim)
     width = min(bucket(int(lengths.max()), 16, steps=8), lm.max_positions or LONGEST)
     inputs = {name: value[runs.texts] for name, value in bound.items()}
-    inputs |= {**pack_right([rows[i] for i in runs.texts], width, 0), _TOKENS: runs.tokens}
+    inputs |= {**pack_right([rows[i] for i in runs.texts], width, 0), _ASKED: each}
     count = len(runs.texts)
     size = min(batch_size, bucket(count))
     parts = []
@@ -180,29 +183,22 @@ def _check_finite(measured: Mapping[str, np.ndarray], dtype: str) -> None:
             )
 
 
-def _measuring(
-    opened: EditedBackbone, at: str, make_layer: Callable[[], keras.layers.Layer]
-) -> keras.Model:
-    """Return the model that gives what a layer measures at each site.
-
-    It is the same one each time for layers of one class, so it is compiled once.
-    """
-    if not isinstance(make_layer, type) or not isinstance(at, str):
-        return _derive(opened, at, make_layer)
-    return made_once(opened, (at, make_layer), lambda: _derive(opened, at, make_layer))
+def _measuring(opened: EditedBackbone, at: Any, layer: type, dtype: str, rank: int) -> keras.Model:
+    """Return the model that gives what a layer measures at each site; it is compiled once."""
+    selected = tuple(site.select(at, [place.path for place in site.places(opened)]))
+    key = (selected, layer, dtype, rank)
+    return made_once(opened, key, lambda: _derive(opened, *key))
 
 
 @graph.building()
 def _derive(
-    opened: EditedBackbone, at: str, make_layer: Callable[[], keras.layers.Layer]
+    opened: EditedBackbone, selected: tuple[str, ...], kind: type, dtype: str, rank: int
 ) -> keras.Model:
     inputs = {t.name: t for t in opened.inputs}
-    tokens = keras.Input((None,), dtype="int32", name=_TOKENS)
+    asked = keras.Input((None,) * (rank - 1), dtype=dtype, name=_ASKED)
     padding_mask = inputs["padding_mask"]
     positions = TokenPositions(name="positions")(inputs["token_ids"], padding_mask)
-    places = site.places(opened)
-    selected = set(site.select(at, [place.path for place in places]))
-    paths = {place.nodes: place.path for place in places if place.path in selected}
+    paths = {place.nodes: place.path for place in site.places(opened) if place.path in selected}
     last = list(paths.values())[-1]
 
     def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,11 +217,11 @@ def _derive(
         return x
 
     def apply(x: Any) -> Any:
-        return make_layer()(x, positions, padding_mask, tokens)
+        return kind()(x, positions, padding_mask, asked)
 
     def at_last(x: Any) -> Any:
         """Leave out what nothing that is measured depends on, after attention."""
-        if make_layer is not TokenStates:
+        if kind is not TokenStates:
             return apply(x)
         return graph.hoist(x, apply, keeps)
 
@@ -235,7 +231,7 @@ def _derive(
     mapping = {id(t): t for t in inputs.values()}
     _, emitted = graph.replay(opened.output, mapping, visit, per_use=True)
     outputs = {path: tensors[0] for path, tensors in emitted.items()}
-    return keras.Model({**inputs, _TOKENS: tokens}, outputs, name="measuring")
+    return keras.Model({**inputs, _ASKED: asked}, outputs, name="measuring")
 
 
 def _keeps_to_tokens(layer: Any, args: tuple, kwargs: dict[str, Any], family: Family) -> bool:

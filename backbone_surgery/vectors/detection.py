@@ -18,32 +18,28 @@ class LargestProjections(keras.layers.Layer):
 
     The first token is left out: it stands for no text, and its hidden state is often far larger.
 
-    Args:
-        directions: float32[directions, hidden_dim].
-
     Call arguments:
         x: float[batch, time, hidden_dim].
         positions: int32[batch, time].
         padding_mask: int or bool[batch, time].
-        token: int32[batch]; not used.
+        directions: float32[batch, directions, hidden_dim].
 
     Returns:
         float32[batch, directions].
     """
 
-    def __init__(self, directions: np.ndarray, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(autocast=False, **kwargs)
-        self.directions = directions
 
-    def call(self, x, positions, padding_mask, token):
+    def call(self, x, positions, padding_mask, directions):
         """Take the largest over the tokens that count."""
         counted = ops.logical_and(ops.cast(padding_mask, "bool"), positions > 0)[..., None]
-        along = ops.matmul(ops.cast(x, "float32"), np.transpose(self.directions))
+        along = ops.matmul(ops.cast(x, "float32"), ops.swapaxes(directions, 1, 2))
         return ops.max(ops.where(counted, along, -np.inf), axis=1)
 
-    def compute_output_spec(self, x, positions, padding_mask, token):
+    def compute_output_spec(self, x, positions, padding_mask, directions):
         """One number for each row and direction."""
-        return keras.KerasTensor((x.shape[0], len(self.directions)), "float32")
+        return keras.KerasTensor(directions.shape[:2], "float32")
 
 
 def score_detection(
@@ -113,12 +109,12 @@ def largest_projections(
             "counted. Received a shorter one. Pass longer texts."
         )
     check_fits(lm, vector, "score_detection")
-    directions = np.stack(list(vector.directions.values()))
     measured = measure(
         lm,
         rows,
-        lambda: LargestProjections(directions),
+        LargestProjections,
         "score_detection",
+        asked=np.stack(list(vector.directions.values())),
         batch_size=batch_size,
         controls=controls,
     )

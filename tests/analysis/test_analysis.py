@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests import compilations
 from tests.analysis.cells import logits_of_cells
 from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, relative
 from tests.numpy_models import Model, weights_of
@@ -157,20 +158,11 @@ def test_logit_lens_reads_each_block_by_the_final_norm(lm):
 )
 def test_another_text_and_token_compile_nothing(lm, ask):
     ask(lm, CLEAN, 7)
-    compiled = []
-
-    def count(event, duration, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
+    with compilations.counted() as compiled:
         ask(lm, CORRUPTED, 9)
         assert not compiled
         jax.jit(lambda x: x * 3)(len(compiled))  # counted, so that this can fail
         assert compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
 
 
 def test_attribution_is_gradient_times_activation(lm):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests import compilations
 from tests.helpers import make_gpt2
 from tests.numpy_models import Model
 
@@ -28,6 +29,16 @@ def test_it_is_the_area_under_the_curve(rng):
         largest = [(states(backbone, ids, block)[1:] @ direction).max() for ids in texts]
         wanted = metrics.roc_auc_score([1, 1, 1, 1, 0, 0, 0], largest)
         assert scores[block] == pytest.approx(wanted)
+
+
+def test_another_vector_compiles_nothing(rng):
+    lm = bs.CachedCausalLM(make_gpt2())
+    texts = [[1, 2, 3]], [[4, 5]]
+    for is_known in (False, True):
+        vector = bs.ControlVector({i: rng.normal(size=32) for i in range(2)})
+        with compilations.counted() as compiled:
+            bs.score_detection(lm, vector, *texts)
+        assert bool(compiled) != is_known
 
 
 def test_a_tie_counts_half():
