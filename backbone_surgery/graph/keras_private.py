@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+from keras import tree
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import AutocastScope
@@ -53,9 +54,16 @@ def as_stored() -> contextlib.AbstractContextManager:
     return AutocastScope(None)
 
 
-def infer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the shapes and dtypes of what a function gives for symbolic tensors."""
-    return compute_output_spec(function, *args, **kwargs)
+def infer(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the shapes and dtypes of what a function gives for symbolic tensors.
+
+    None of them counts as sparse, as Keras takes `x * 2.0` to be, whatever `x` is.
+    """
+
+    def dense(x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype) if isinstance(x, keras.KerasTensor) else x
+
+    return compute_output_spec(function, *tree.map_structure(dense, args))
 
 
 LISTS_OF_LAYERS = {"_layers", "_operations", "_operations_by_depth", "_functional", "_modules"}

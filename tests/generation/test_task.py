@@ -276,3 +276,19 @@ def test_weights_stay_where_keras_is_interrupted(rng, way):
         getattr(lm, way)(x, *[y] * (way == "evaluate"), batch_size=2, callbacks=[Interrupt()])
     for value, variable in zip(before, plain.variables, strict=True):
         np.testing.assert_array_equal(variable, value)
+
+
+def test_a_final_norm_that_is_scaled_makes_no_sparse_logits(rng):
+    """Keras takes `x * 2.0` to be sparse. Warnings, which there were, are errors in tests."""
+    backbone = make_gpt2(num_layers=1)
+
+    def scale_norm(layer, *args, **kwargs):
+        x = layer(*args, **kwargs)
+        return x * 2.0 if layer.name == "site_final_norm" else x
+
+    edited = bs.operate(backbone, [bs.Steer("mood", {0: np.ones(32)}, strength=0), scale_norm])
+    assert edited.output.sparse
+    lm, inputs = bs.CachedCausalLM(edited), ragged(rng, (4, 4), 4)
+    states = np.asarray(backbone(inputs)) * 2
+    wanted = states @ np.asarray(backbone.token_embedding.embeddings).T
+    np.testing.assert_allclose(lm(inputs), wanted, rtol=1e-5, atol=1e-5)
