@@ -10,6 +10,7 @@ import keras
 import keras_hub
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, check_names
@@ -97,10 +98,7 @@ def vectors_digest(vectors: Any, by_column: Mapping[str, Columns]) -> dict[str, 
                 f"generate_dataset at 'vectors': expected control vectors by name. Received "
                 f"{shown(vector)} at '{name}'. Load it with `ControlVector.load`."
             )
-        total = hashlib.sha256()
-        for block, direction in vector.directions.items():
-            total.update(f"{block} ".encode() + direction.tobytes())
-        digests[name] = f"sha256:{total.hexdigest()}"
+        digests[name] = f"sha256:{hosts.digest(dict(vector.directions)).hex()}"
     return digests
 
 
@@ -127,12 +125,8 @@ def controls_digest(operation: str, lm: CachedCausalLM, controls: Controls | Non
     Raises:
         SurgeryError: a control is not known, or its value does not fit.
     """
-    total = hashlib.sha256()
     bound = bind_controls(lm.opened, controls, np.array([1, 9, LAST]), operation)
-    for name, value in sorted(bound.items()):
-        total.update(f"{name} {value.dtype} {value.shape} ".encode())
-        total.update(np.ascontiguousarray(value).tobytes())
-    return f"sha256:{total.hexdigest()}"
+    return f"sha256:{hosts.digest(bound).hex()}"
 
 
 def sampler_facts(sampler: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from backbone_surgery.numbers import check_count
 MANIFEST = "_manifest.json"
 """What reads all Parquet files of a folder passes over names that begin so."""
 _FORMAT = "backbone_surgery.dataset"
-_VERSION = 4
+_VERSION = 5
 """A release that counts something else among what made the output raises it."""
 _SHOWN = 4
 """Differences of two jobs that an error names, at most."""

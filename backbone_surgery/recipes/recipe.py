@@ -1,7 +1,6 @@
 """Recipes: an edit on disk. What is kept is the edit, never the graph or the backbone's weights."""
 
 import contextlib
-import hashlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from backbone_surgery.recipes.describe import Describer, Rebuilder
 from backbone_surgery.recipes.store import read_recipe, write_recipe
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.version import __version__
-from backbone_surgery.weights.arrays import of_value, of_variable
+from backbone_surgery.weights.arrays import of_variable
 from backbone_surgery.weights.paths import extra_paths, resolve, variable_paths
 from backbone_surgery.weights.transfer import finalize_layers
 
@@ -75,12 +74,7 @@ def edit_digest(edited: Any) -> str:
     base = {**document["base"], "config": _nameless(document["base"]["config"])}
     layers = _nameless(document["layers"])
     whole = {**document, "versions": None, "base": base, "layers": layers}
-    text = json.dumps(whole, sort_keys=True)
-    total = hashlib.sha256(text.encode())
-    for name, array in sorted(arrays.items()):
-        total.update(f"{name} {of_value(np.asarray(array))} ".encode())
-        total.update(np.asarray(array, order="C").tobytes())
-    return f"sha256:{total.hexdigest()}"
+    return f"sha256:{hosts.digest([json.dumps(whole, sort_keys=True), arrays]).hex()}"
 
 
 def _nameless(value: Any) -> Any:

@@ -163,7 +163,7 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
     bs.generate_dataset(lm, lines, out, **OPTIONS)
     manifest = json.loads((out / "_manifest.json").read_text())
     (out / "_manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    with pytest.raises(bs.SurgeryError, match=r"manifest of version 4\. Received version 1"):
+    with pytest.raises(bs.SurgeryError, match=r"manifest of version 5\. Received version 1"):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
     (out / "_manifest.json").write_text("[]")
     with pytest.raises(bs.SurgeryError, match="expected the manifest of a job"):
