@@ -130,13 +130,7 @@ def generate_dataset(
         "stop_sequences": stop_sequences,
     }
     names = {"column": column, "output_column": output_column, "id_column": id_column}
-    for name, value in names.items():
-        is_left_out = name == "id_column" and value is None
-        if not is_left_out and not (isinstance(value, str) and value):
-            raise SurgeryError(
-                f"{_OPERATION} at '{name}': expected the name of a column. Received "
-                f"{shown(value)}. Pass one."
-            )
+    _check_names(names)
     vectors = {} if vectors is None else vectors
     digests = vectors_digest(vectors, by_column)
     work = _Work(
@@ -167,6 +161,17 @@ def generate_dataset(
         }
 
     return carry_out(job, lm, work, facts, ray, verbose)
+
+
+def _check_names(names: Mapping[str, Any]) -> None:
+    """Refuse what is no name of a column; that of ids may be left out."""
+    for name, value in names.items():
+        is_left_out = name == "id_column" and value is None
+        if not is_left_out and not (isinstance(value, str) and value):
+            raise SurgeryError(
+                f"{_OPERATION} at '{name}': expected the name of a column. Received "
+                f"{shown(value)}. Pass one."
+            )
 
 
 class _Values(NamedTuple):
