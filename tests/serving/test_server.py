@@ -592,6 +592,7 @@ def test_a_full_queue_is_429(lm):
             answer = server.send("POST", "/v1/completions", json=body)
             assert answer.status_code == 429
             assert answer.headers["retry-after"] == "1"
+            assert "Received one more than may wait" in answer.json()["error"]["message"]
             stream.close()
         body = {"prompt": PROMPT, "max_tokens": 2}
         assert server.send("POST", "/v1/completions", json=body).status_code == 200

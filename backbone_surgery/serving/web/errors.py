@@ -33,7 +33,11 @@ def add_errors(app: FastAPI, length: int) -> None:
 
     @app.exception_handler(QueueFullError)
     async def full(http: Request, error: QueueFullError) -> JSONResponse:
-        return answer(429, str(error), headers={"Retry-After": "1"})
+        text = (
+            "this server: expected fewer requests at once. Received one more than may wait. Try "
+            "again later."
+        )
+        return answer(429, text, headers={"Retry-After": "1"})
 
     @app.exception_handler(TooLongError)
     async def too_long(http: Request, error: TooLongError) -> JSONResponse:

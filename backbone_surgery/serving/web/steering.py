@@ -11,9 +11,9 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
-from backbone_surgery.opening.site import places
 from backbone_surgery.rewriting import Control, Rewrite, Schedule, Steer
 from backbone_surgery.vectors import ControlVector
+from backbone_surgery.vectors.vector import check_fits
 
 _KEYS = ("strength", "vector", "tokens", "schedule")
 _EASYSTEER_KEYS = ("name", "scale", "layers", "apply")
@@ -30,7 +30,6 @@ class Vectors:
 
     def __init__(self, lm: CachedCausalLM, vectors: Mapping[str, ControlVector]) -> None:
         self.lm = lm
-        self._blocks = len({place.block for place in places(lm.opened)} - {None})
         self._vectors: dict[str, ControlVector] = {}
         self._lock = threading.Lock()
         for name, vector in vectors.items():
@@ -53,13 +52,7 @@ class Vectors:
                 f"vector {shown(name)}: expected a name of letters, digits and underscores. "
                 "Received another. Rename it."
             )
-        size, blocks = self.lm.opened.token_embedding.output_dim, self._blocks
-        if vector.hidden_dim != size or not set(vector.directions) <= set(range(blocks)):
-            raise SurgeryError(
-                f"vector '{name}': expected directions of size {size} for blocks 0 to "
-                f"{blocks - 1}. Received size {vector.hidden_dim} for blocks "
-                f"{sorted(vector.directions)}. Use a vector made for this model."
-            )
+        check_fits(self.lm, vector, f"vector '{name}'")
         with self._lock:
             if len(self._vectors) >= _MOST_VECTORS and name not in self._vectors:
                 raise SurgeryError(
