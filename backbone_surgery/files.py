@@ -88,12 +88,12 @@ def as_path(path: Any, operation: str) -> Path:
     )
 
 
-def picture_path(path: Any, operation: str) -> Path:
-    """Return the path of a picture to be drawn; `operation` is named in the error."""
-    found = as_path(path, operation)
-    if found.suffix.lower() not in _PICTURES:
+def picture_path(path: Any, operation: str, *others: str) -> Path:
+    """Return the path of a picture to be drawn, or of a file with one of some other endings."""
+    found, endings = as_path(path, operation), (*_PICTURES, *others)
+    if found.suffix.lower() not in endings:
         raise SurgeryError(
-            f"{operation} at '{path}': expected a file that ends in one of {', '.join(_PICTURES)}. "
+            f"{operation} at '{path}': expected a file that ends in one of {', '.join(endings)}. "
             f"Received the ending {shown(found.suffix)}. Choose such a name."
         )
     check_folder(found, operation)

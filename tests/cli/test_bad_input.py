@@ -35,7 +35,7 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         (["inspect", "--model", "docs"], "without `config.json`"),
         (["inspect", "--model", ""], "from_preset"),
         (["plot", "missing/x.mmd"], "plot at 'missing/x.mmd': expected a file in a folder that"),
-        (["plot", "x"], "ends in one of .png"),
+        (["plot", "x"], "ends in one of .png, .svg, .pdf, .jpg, .jpeg, .mmd"),
         (["plot", "missing/x.png"], "a folder that exists"),
         ([*STEER, "moot"], "Did you mean 'mood'"),
         ([*STEER, "no.gguf"], "expected a file"),
