@@ -46,6 +46,7 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's routes; each request is steered by itself."""
     import backbone_surgery as bs
+    from backbone_surgery.serving.serve import check_server
 
     if sampler is SamplerName.beam:
         raise SurgeryError(
@@ -54,6 +55,7 @@ def serve(
         )
     files = parse_vectors(vector)
     template = None if chat_template is None else read_text(chat_template, "serve")
+    check_server(host, port)
     lm = load(model, files, sampler, recipe, capture, mesh)
     note("compiling the programs that requests will need")
     bs.serve(

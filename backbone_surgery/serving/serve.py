@@ -11,6 +11,8 @@ from backbone_surgery.numbers import is_int
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.vectors import ControlVector
 
+_MODULES = ("fastapi", "prometheus_client")
+
 
 def serve(
     lm: CachedCausalLM,
@@ -44,18 +46,28 @@ def serve(
         SurgeryError: a package of the extra `serve` is missing, an argument does not fit, or
             nothing can listen on the port.
     """
-    uvicorn = import_extra("serve", "uvicorn")
+    check_server(host, port)
+    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
+    import_extra("serve", "uvicorn").run(app, host=host, port=port)
+
+
+def check_server(host: str, port: int) -> None:
+    """Refuse what no server can be started with, before a model is loaded or compiled.
+
+    Raises:
+        SurgeryError: see `serve`.
+    """
+    for module in (*_MODULES, "uvicorn"):
+        import_extra("serve", module)
     if not is_int(port) or not 0 <= port < 2**16:
         raise SurgeryError(
             f"serve at 'port': expected a number from 0 to 65535. Received {shown(port)}. Pass one."
         )
-    asyncio.run(_check_free(host, port))
-    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
-    uvicorn.run(app, host=host, port=port)
+    asyncio.run(_bind(host, port))
 
 
-async def _check_free(host: str, port: int) -> None:
-    """Bind the port as uvicorn will, so that a taken one is told before anything is compiled."""
+async def _bind(host: str, port: int) -> None:
+    """Bind a port as uvicorn will, and let go of it."""
     loop = asyncio.get_running_loop()
     try:
         server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
@@ -77,7 +89,7 @@ def make_server_app(
     **engine: Any,
 ) -> Any:
     """Make the ASGI application that `serve` runs; see there."""
-    for module in ("fastapi", "prometheus_client"):
+    for module in _MODULES:
         import_extra("serve", module)
     from backbone_surgery.serving.web.app import Service, make_app
 

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import gc
 import json
+import re
 import socket
 import threading
 import time
@@ -15,8 +16,10 @@ import pytest
 import uvicorn
 from safetensors.numpy import load, save
 from scipy.special import log_softmax
+from typer.testing import CliRunner
 
 import backbone_surgery as bs
+from backbone_surgery.cli import app
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import make_server_app
 from backbone_surgery.serving.web import limits
@@ -634,6 +637,10 @@ def test_a_port_that_is_taken_is_told_before_anything_is_compiled(lm, monkeypatc
         words = f"listen on port {port} of 127.0.0.1.*in use.*End what listens there, or choose"
         with pytest.raises(bs.SurgeryError, match=words):
             bs.serve(lm, port=port)
+        # The command does not even look for a model.
+        answer = CliRunner().invoke(app, ["serve", "--port", str(port), "--model", "missing"])
+        assert answer.exit_code == 2
+        assert re.search(words, answer.stderr, re.DOTALL)
 
 
 @pytest.mark.parametrize("given", ["free", 0])
