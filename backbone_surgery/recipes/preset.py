@@ -1,10 +1,13 @@
 """Presets of edited models: a KerasHub preset of the base, with the recipe of the edit inside."""
 
 import contextlib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import keras
 
 from backbone_surgery import hosts
 from backbone_surgery.errors import RecipeError, SurgeryError
@@ -13,7 +16,7 @@ from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.recipes.folder import new_folder
 from backbone_surgery.recipes.quantization import quantization
 from backbone_surgery.recipes.recipe import save_recipe
-from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora
+from backbone_surgery.weights.owner import check_backbone, copy_backbone, left_out, lora
 
 FOLDER = "recipe"
 _OURS = re.compile(
@@ -53,7 +56,15 @@ def save_preset(
             save_recipe(edited, folder / FOLDER)
         base = copy_backbone(owner) if tuned else owner
         base.save_to_preset(str(folder), max_shard_size=most)
+        _complete(folder / "config.json", base)
         add(folder)
+
+
+def _complete(file: Path, base: keras.Model) -> None:
+    """Add what the config of a backbone leaves out, such as that Llama's head is tied."""
+    document = json.loads(file.read_text("utf-8"))
+    document["config"] = {**left_out(base), **document["config"]}
+    file.write_text(json.dumps(document, indent=4), "utf-8")
 
 
 def _is_preset(path: Path) -> bool:

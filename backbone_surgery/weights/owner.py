@@ -31,9 +31,7 @@ def copy_backbone(
         backbone: what to copy.
         quantize: quantises the copy as the backbone is, if it is; the values are copied after that.
     """
-    takes = inspect.signature(type(backbone).__init__).parameters
-    left_out = {k: v for k, v in vars(backbone).items() if k in takes}  # by some configs
-    config = {**left_out, **backbone.get_config()}
+    config = {**left_out(backbone), **backbone.get_config()}
     if is_quantized(backbone):  # its config does not say of which dtype it was before
         policy = backbone.dtype_policy
         config["dtype"] = getattr(policy, "default_policy", policy).name
@@ -42,6 +40,12 @@ def copy_backbone(
         quantize(copy)
     transfer_weights(copy, backbone, rename=lambda path: None if is_lora(path) else path)
     return copy
+
+
+def left_out(backbone: keras.Model) -> dict[str, Any]:
+    """Return the arguments of a backbone that its config leaves out, as Llama's does some."""
+    takes, config = inspect.signature(type(backbone).__init__).parameters, backbone.get_config()
+    return {k: v for k, v in vars(backbone).items() if k in takes and k not in config}
 
 
 def lora(owner: keras.Model) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests.families import ROWS
 from tests.helpers import FAMILIES, TASKS, make_gpt2
 from tests.recipes.edits import make, outputs
 
@@ -119,6 +120,18 @@ def test_a_preset_of_an_unedited_model_has_no_recipe(gpt2, tmp_path):
     assert not (tmp_path / "p" / "recipe").exists()
     loaded = bs.CachedCausalLM.from_preset(str(tmp_path / "p"))
     assert bs.weights_digest(loaded) == bs.weights_digest(gpt2)
+
+
+def test_a_preset_says_what_a_config_leaves_out(tmp_path):
+    """KerasHub's `LlamaBackbone.get_config` does not say that the head is tied."""
+    backbone = ROWS["llama"].make(num_layers=1, tie_word_embeddings=True)
+    edited = bs.operate(backbone, [bs.Steer("mood", {0: np.ones(32)})])
+    bs.CachedCausalLM(edited).save_to_preset(tmp_path / "p")
+    loaded = bs.CachedCausalLM.from_preset(str(tmp_path / "p"))
+    np.testing.assert_array_equal(outputs(loaded.backbone), outputs(edited))
+    theirs = keras_hub.models.Backbone.from_preset(str(tmp_path / "p"))
+    assert theirs.tie_word_embeddings
+    assert bs.weights_digest(theirs) == bs.weights_digest(backbone)
 
 
 def clone_fn(layer, *args, **kwargs):
