@@ -22,7 +22,7 @@ class Logits(keras.layers.Layer):
 
     def __init__(self, embedding: keras.layers.Layer) -> None:
         with graph.untracked():
-            super().__init__(dtype=embedding.dtype_policy, name="logits")
+            super().__init__(dtype=embedding.compute_dtype, name="logits")
             self.embedding = embedding
             self.built = True
 

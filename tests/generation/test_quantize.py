@@ -197,6 +197,21 @@ def test_fit_learns_in_int8_what_it_learns_in_float(rng):
     assert abs(losses[1][-1] - losses[0][-1]) < 0.2
 
 
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_task_of_what_is_quantised_already_predicts_and_learns(mode, rng):
+    backbone = make_gpt2(num_layers=1)
+    backbone.quantize(mode)
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.LowRank("blocks.*.value", rank=4)]))
+    lm.compile(optimizer=keras.optimizers.Adam(0.01))
+    ids = rng.integers(1, VOCABULARY, (4, 8))
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    found = lm.predict(inputs, verbose=0)
+    np.testing.assert_allclose(found, lm.score(ids), rtol=1e-4, atol=1e-4)
+    options = {"epochs": 20, "shuffle": False, "verbose": 0}
+    losses = lm.fit(inputs, np.roll(ids, -1, 1), **options).history["loss"]
+    assert losses[-1] < losses[0] - 0.1
+
+
 @pytest.mark.parametrize(
     ("filters", "words"),
     [("nothing", "'nothing', which chooses none"), (3, "it is a int"), ("(", "unterminated")],
