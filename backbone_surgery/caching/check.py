@@ -71,7 +71,8 @@ def check(
     and a TPU are held to what a CPU is.
 
     In half precision the experts of a mixture are chosen as in the uncached pass, since rounding
-    alone may choose others. The logits of the routers must agree as the hidden states must.
+    alone may choose others. The logits of the routers must agree as the hidden states must. Where
+    layers quantise their inputs, as in int8, it is as in half precision.
 
     Args:
         backbone: whatever `rewire` takes.
@@ -92,7 +93,7 @@ def check(
         True
     """
     opened = open_backbone(backbone)
-    dtype = keras.backend.standardize_dtype(opened.compute_dtype)
+    dtype = _precision(opened)
     uncached, cached = _models(opened, dtype != "float32")
     if not is_int(seed) or seed < 0:
         raise SurgeryError(
@@ -145,6 +146,14 @@ def _judge(report: CheckReport, opened: EditedBackbone) -> None:
             f"{_suspects(opened)}. Make it work on each token alone, or give it state, see "
             "docs/state.md."
         )
+
+
+def _precision(opened: EditedBackbone) -> str:
+    """Return the dtype that a model is as precise as: bfloat16 where it rounds inputs to 8 bits."""
+    layers = graph.layers_within(opened.owner)
+    if any(getattr(layer, "inputs_quantizer", None) for layer in layers):
+        return "bfloat16"
+    return keras.backend.standardize_dtype(opened.compute_dtype)
 
 
 def _rows(opened: EditedBackbone, controls: Any) -> dict[str, np.ndarray]:
