@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
 
 
 class TrainsOwnLayers:
@@ -79,11 +80,18 @@ def _keeping_values(model: Any) -> Iterator[None]:
     values = [graph.array_of(variable) for variable in variables]
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(RuntimeError):  # a step that failed midway took the arrays over
             getattr(model, "jax_state_sync", lambda: None)()
         for variable, value in zip(variables, values, strict=True):
             is_lost = graph.array_of(variable) is None and value is not None
             if is_lost and not value.is_deleted():
                 graph.put_array(variable, value)
+        if type(error).__name__ == "IndivisibleError":  # of JAX, which does not make it public
+            reason = str(error).rpartition("implies that ")[2][:200]
+            raise SurgeryError(
+                f"fit, evaluate or predict of '{model.name}': expected batches, the last one "
+                "included, whose texts the devices of the mesh can share evenly. Received another "
+                f"({reason}). Choose `batch_size` and the number of texts so."
+            ) from error
         raise

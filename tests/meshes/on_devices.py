@@ -15,6 +15,7 @@ import jax
 import keras
 import keras_hub
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 from keras import distribution
 
@@ -334,6 +335,29 @@ def check_learning():
     print("equal")
 
 
+def check_fitting():
+    """A `fit` in int8 is that of one device; a batch that devices can't share is told in words."""
+    ids = np.random.default_rng(4).integers(1, 60, (7, 8))
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    found = []
+    for mesh in (None, (2, 4)):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        with on(mesh, make_divisible()):
+            edit = bs.LowRank("blocks.*.value", rank=2)
+            lm = bs.CachedCausalLM(bs.operate(make_variant("int8"), [edit]))
+            lm.compile(optimizer=keras.optimizers.SGD(0.1))
+            if mesh is not None:
+                for run in (lm.fit, lm.evaluate):
+                    with pytest.raises(bs.SurgeryError, match="the devices of the mesh can share"):
+                        run(inputs, ids, batch_size=7, verbose=0)
+            six = {name: value[:6] for name, value in inputs.items()}
+            options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+            found.append(lm.fit(six, np.roll(ids[:6], -1, 1), **options).history["loss"])
+    np.testing.assert_allclose(*found, rtol=1e-3)
+    print("equal")
+
+
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
     kind, *names = sys.argv[1:]
@@ -342,6 +366,7 @@ if __name__ == "__main__":
         "placement": check_placement,
         "engine": check_engine,
         "learning": check_learning,
+        "fitting": check_fitting,
         "tools": check_tools,
         "variants": check_variants,
     }

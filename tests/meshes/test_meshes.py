@@ -52,7 +52,7 @@ def test_where_rows_weights_and_caches_lie():
 
 
 @slow
-@pytest.mark.parametrize("kind", ["engine", "learning", "tools", "variants"])
+@pytest.mark.parametrize("kind", ["engine", "learning", "fitting", "tools", "variants"])
 def test_on_a_mesh(kind):
     run("-m", "tests.meshes.on_devices", kind)
 
