@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -209,3 +211,23 @@ def test_an_interrupted_command_ends_at_once_with_what_it_wrote():
     command = [sys.executable, "-c", words, "wait"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (130, "begun\n"), done.stderr
+
+
+def test_an_interrupted_command_ends_while_a_compiled_program_runs():
+    """Python would hear of the signal only when the program is done."""
+    words = (
+        "import jax, numpy; from backbone_surgery import cli\n"
+        "count = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 1, lambda x: -x, x))\n"
+        "@cli.app.command()\n"
+        "def wait(): print('begun', flush=True); numpy.asarray(count(0))\n"
+        "cli.main()"
+    )
+    command = [sys.executable, "-c", words, "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
