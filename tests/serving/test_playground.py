@@ -101,6 +101,34 @@ def test_what_is_shown_can_be_copied(page):
     assert page.evaluate("window.copied").startswith("curl http://127.0.0.1:")
 
 
+def test_a_control_whose_default_steers_is_off_at_0(lm, browser):  # noqa: F811
+    """The server knows no vector of the edit's, so there is none to colour along."""
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    edit = [bs.Steer("tone", vector, strength=1.0), bs.Capture("blocks.*")]
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    toned = bs.CachedCausalLM(bs.operate(plain.backbone, edit), plain.preprocessor)
+    toned.compile(sampler="greedy")
+    with Server(toned) as server:
+        page = browser.new_page()
+        page.goto(f"{server.url}/")
+        page.wait_for_selector(".control")
+        assert page.eval_on_selector_all("#colour option", "all => all.map((o) => o.text)") == [
+            "nothing"
+        ]
+        page.fill("#tokens", "24")
+        page.fill("#temperature", "0")
+        page.fill("#strengths", "0")
+        with page.expect_response("**/v1/completions") as answer:
+            page.click("#go")
+        answer.value.finished()
+        wanted = toned.generate("Once upon a time", max_new_tokens=24, controls={"tone": 0.0})
+        page.wait_for_function(
+            "text => document.querySelector('.out').innerText === text", arg=wanted
+        )
+        assert page.inner_text("#error") == ""
+        page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_on_a_phone(lm, browser, scheme):  # noqa: F811
     with Server(lm) as server:
