@@ -53,6 +53,8 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+        except BrokenPipeError:  # nobody reads on, as behind `| head`; typer ends quietly
+            raise
         except (OSError, ValueError) as error:
             kind = f"{type(error).__name__} " if isinstance(error, OSError) else ""
             typer.secho("error:", fg="red", bold=True, err=True, nl=False)

@@ -231,3 +231,21 @@ def test_an_interrupted_command_ends_while_a_compiled_program_runs():
             assert process.wait(timeout=30) == 130
         finally:
             process.kill()
+
+
+def test_a_command_whose_reader_leaves_ends_quietly():
+    """As behind `| head`."""
+    words = (
+        "from backbone_surgery import cli\n"
+        "def wait():\n"
+        "    while True: cli.console.write('begun')\n"
+        "cli.app.command()(cli.plain_errors(wait)); cli.main()"
+    )
+    command = [sys.executable, "-c", words, "wait"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert "BrokenPipe" not in errors, errors
+    assert process.returncode == 1
