@@ -7,7 +7,7 @@ import numpy as np
 from backbone_surgery.analysis.attribution import Attribution
 from backbone_surgery.analysis.logit_lens import LogitLens
 from backbone_surgery.analysis.patch_grid import PatchGrid
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.captures import GeneratedActivations
 from backbone_surgery.numbers import is_int
@@ -33,7 +33,7 @@ def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
         The axes. `ax.figure.savefig(...)` keeps the picture.
 
     Raises:
-        SurgeryError: matplotlib is missing, or the result is none of these.
+        SurgeryError: matplotlib is missing, the result is none of these, or `ax` is none.
     """
     if isinstance(grid, PatchGrid):
         values, label = grid.recovered, "share of the metric recovered"
@@ -60,7 +60,7 @@ def plot_lens(lens: LogitLens, ax: Any = None) -> Any:
         The axes.
 
     Raises:
-        SurgeryError: matplotlib is missing, or the result is none.
+        SurgeryError: matplotlib is missing, the result is none, or `ax` is none.
     """
     if not isinstance(lens, LogitLens):
         raise _unknown("plot_lens", "a `LogitLens`", lens)
@@ -107,8 +107,8 @@ def plot_attention(
         The axes.
 
     Raises:
-        SurgeryError: matplotlib is missing, the first argument is of another kind, the site is no
-            captured pattern, or there is no such row or head.
+        SurgeryError: matplotlib is missing, an argument is of another kind, the site is no captured
+            pattern, or there is no such row or head.
     """
     if not isinstance(captures, GeneratedActivations):
         raise _unknown("plot_attention", "`GeneratedActivations`", captures)
@@ -140,8 +140,13 @@ def plot_attention(
 
 
 def _axes(ax: Any, operation: str, shape: tuple[int, ...], extra: float, wide: float = 1.0) -> Any:
-    if ax is not None:
+    if hasattr(ax, "imshow"):
         return ax
+    if ax is not None:
+        raise SurgeryError(
+            f"{operation} at 'ax': expected axes of matplotlib, or None. Received {shown(ax)}. To "
+            f"write a file, call `{operation}(...).figure.savefig(path)`."
+        )
     pyplot = import_extra(operation, "matplotlib.pyplot")
     size = (_CELL * wide * shape[1] + 2 + extra, max(_CELL * shape[0] + 1.5, _LOWEST))
     return pyplot.subplots(figsize=size, layout="constrained")[1]

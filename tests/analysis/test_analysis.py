@@ -250,6 +250,8 @@ def test_figures(tmp_path):
         bs.plot_grid(lens)
     with pytest.raises(bs.SurgeryError, match="plot_lens: expected a `LogitLens`"):
         bs.plot_lens(grid)
+    with pytest.raises(bs.SurgeryError, match=r"'ax': expected axes .* Received 'grid\.png'"):
+        bs.plot_grid(grid, "grid.png")
     with pytest.raises(bs.SurgeryError, match="a head from 0 to 3"):
         bs.plot_attention(captures, "blocks.0.attention_pattern", head=9)
     with pytest.raises(bs.SurgeryError, match="expected `GeneratedActivations`"):
