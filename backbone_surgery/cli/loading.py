@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from backbone_surgery.cli.options import SamplerName, parse_mesh
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, closest
 
 
 def load(
@@ -44,7 +44,9 @@ def load(
                 f"'{model}', which holds one. Leave out --recipe, or name the model it was made on."
             )
         backbone = bs.load_recipe(recipe, backbone)
-    own = {getattr(x, "control", None) for x in getattr(backbone, "rewrites", ())}
+    edit = getattr(backbone, "rewrites", ())
+    own: set[str] = {name for x in edit if (name := getattr(x, "control", None)) is not None}
+    _check_controls(model, own, {*controls} - {*(vectors or ())})
     files = {name: name for name in controls if name not in own} | {**(vectors or {})}
     rewrites: list[Any] = [
         bs.Steer(name, loaded, strength=0.0) for name, loaded in load_vectors(model, files).items()
@@ -56,6 +58,21 @@ def load(
     lm = bs.CachedCausalLM(backbone, preprocessor)
     lm.compile(sampler=sampler.value)
     return lm
+
+
+def _check_controls(model: str, own: set[str], names: set[str]) -> None:
+    """Refuse names that are no control of the edit, if there is one, and no vector of the model."""
+    from backbone_surgery.presets import find_vector
+
+    for name in sorted(names - own) if own else ():
+        try:
+            find_vector(model, name)
+        except SurgeryError as error:
+            raise SurgeryError(
+                f"control '{name}' of '{model}': expected a control of its edit, or a vector that "
+                f"comes with it. {closest(name, sorted(own))} Name one of these, or load a file "
+                "with --vector."
+            ) from error
 
 
 def _share(model: str, sizes: Mapping[str, int]) -> None:

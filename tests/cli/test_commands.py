@@ -200,6 +200,12 @@ def test_strengths_of_a_control_of_the_edit_of_a_model_are_compared(run, edited_
     assert run("steer", PROMPT, "-c", "mood", *steering[2:]).exit_code == 0
 
 
+def test_a_mistyped_control_of_an_edit_is_told_the_one_there_is(run, edited_folder):
+    wrong = run("generate", PROMPT, "-m", edited_folder, "-c", "tonee=1")
+    assert wrong.exit_code == 2
+    assert "Did you mean 'tone'?" in wrong.output
+
+
 def test_an_interrupted_command_ends_at_once_with_what_it_wrote():
     """Without the tear-down of Python, in which a program that still runs could crash."""
     words = (
