@@ -149,7 +149,6 @@ def chat_prompt(
         raise SurgeryError(
             f"chat_prompt: expected a tokenizer with a chat template. Received one without. {_HOW}"
         )
-    _check_template(template)
     own = {"bos_token": "start_token", "eos_token": "end_token", "pad_token": "pad_token"}
     known = {name: getattr(tokenizer, theirs, None) for name, theirs in own.items()}
     tokens = {name: str(t) for name, t in {**known, **chat.tokens}.items() if t is not None}
@@ -179,6 +178,25 @@ def _require(preprocessor: Any, operation: str) -> None:
             f"{operation}: expected a preprocessor, whose tokenizer has the template. Received a "
             "model without one. Attach a preprocessor."
         )
+
+
+def compile_template(template: Any) -> Any:
+    """Compile a template for Jinja's sandbox.
+
+    Raises:
+        SurgeryError: it is no string, or there is an error in it.
+    """
+    _check_template(template)
+    sandbox = import_extra("chat_prompt", "jinja2.sandbox")
+    try:
+        return _compiled(sandbox.ImmutableSandboxedEnvironment, template)
+    except Exception as error:  # Python's too, as where brackets are too deep
+        line = getattr(error, "lineno", None)
+        raise SurgeryError(
+            "chat_prompt: expected a template in Jinja. Received one with an error"
+            f"{'' if line is None else f' in line {line}'}: {getattr(error, 'message', error)} "
+            f"{_HOW}"
+        ) from error
 
 
 def _check_template(template: Any) -> None:
@@ -278,11 +296,11 @@ def _goes_over_parts(
 def _render(
     template: str, messages: list[dict[str, Any]], generate: bool, tokens: dict[str, str]
 ) -> str:
-    sandbox = import_extra("chat_prompt", "jinja2.sandbox")
+    compiled = compile_template(template)
     errors = import_extra("chat_prompt", "jinja2.exceptions")
     try:
         return str(
-            _compiled(sandbox.ImmutableSandboxedEnvironment, template).render(
+            compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
@@ -290,11 +308,6 @@ def _render(
                 **tokens,
             )
         )
-    except errors.TemplateSyntaxError as error:
-        raise SurgeryError(
-            "chat_prompt: expected a template in Jinja. Received one with an error in line "
-            f"{error.lineno}: {error.message} {_HOW}"
-        ) from error
     except errors.SecurityError as error:
         raise SurgeryError(
             "chat_prompt: expected a template that reads its variables alone. Received one that "

@@ -7,6 +7,7 @@ from typing import Any
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.chat import compile_template
 from backbone_surgery.numbers import is_int
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.vectors import ControlVector
@@ -100,6 +101,8 @@ def make_server_app(
         )
     if api_key is not None and (not isinstance(api_key, str) or not api_key):
         raise SurgeryError("serve at 'api_key': expected a text. Received none. Leave it out.")
+    if chat_template is not None:
+        compile_template(chat_template)
     running = Engine(lm, **engine)
     if warm_up:
         running.warm_up(captures=bool(lm.opened.captures))

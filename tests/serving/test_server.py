@@ -630,6 +630,13 @@ def test_what_was_answered_is_let_go(client):
     raise AssertionError(f"{living() - before} requests are held")
 
 
+@pytest.mark.parametrize("template", ["{{ unfinished", 3])
+def test_a_template_with_an_error_is_told_before_anything_is_compiled(lm, monkeypatch, template):
+    monkeypatch.setattr(bs.Engine, "warm_up", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(bs.SurgeryError, match="template"):
+        make_server_app(lm, chat_template=template)
+
+
 def test_a_port_that_is_taken_is_told_before_anything_is_compiled(lm, monkeypatch):
     monkeypatch.setattr(bs.Engine, "warm_up", lambda *_, **__: pytest.fail("compiled"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
