@@ -49,8 +49,9 @@ def reading(
     except Exception as error:
         words = " ".join(str(error).split())[:200]
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {words}"
+        received = "none" if isinstance(error, FileNotFoundError) else "another one"
         raise kind(
-            f"{operation} at '{place}': expected {expected}. Received another one ({reason}). "
+            f"{operation} at '{place}': expected {expected}. Received {received} ({reason}). "
             f"{advice}"
         ) from error
 

@@ -50,7 +50,10 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*SWEEP, "--words", "a", "--plot", "x"], "ends in one of .png"),
         ([*SWEEP, "--batch-size", "0"], "--batch-size"),
         (["sweep", "", "--vector", "mood"], "at least one prompt"),
-        (["sweep", "missing.txt", "--vector", "mood"], "'missing.txt': expected a text file"),
+        (
+            ["sweep", "missing.txt", "--vector", "mood"],
+            "'missing.txt': expected a text file in UTF-8. Received none",
+        ),
         (["serve", "--sampler", "beam"], "expected greedy, random, top_k or top_p"),
         (["serve", "--chat-template", "missing"], "'missing': expected a text file"),
         (["train-vector", "pyproject.toml", "v.gguf"], "pyproject.toml:1: expected"),
