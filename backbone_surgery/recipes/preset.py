@@ -61,9 +61,10 @@ def save_preset(
 
 
 def _complete(file: Path, base: keras.Model) -> None:
-    """Add what the config of a backbone leaves out, such as that Llama's head is tied."""
+    """Add plain values that the config of a backbone leaves out, as that Llama's head is tied."""
     document = json.loads(file.read_text("utf-8"))
-    document["config"] = {**left_out(base), **document["config"]}
+    plain = {k: v for k, v in left_out(base).items() if isinstance(v, bool | int | float | str)}
+    document["config"] = {**plain, **document["config"]}
     file.write_text(json.dumps(document, indent=4), "utf-8")
 
 
