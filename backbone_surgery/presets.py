@@ -41,6 +41,8 @@ def find_vector(preset: str, name: str) -> Path:
     for path in files:
         if path.stem == name:
             return path
+    if not files:
+        _check_there(preset, str(folder.parent))
     raise SurgeryError(
         f"control vector '{name}' of '{preset}': expected one of the vectors that come with the "
         f"model. {closest(name, dict.fromkeys(p.stem for p in files))} Name one of these, or load "

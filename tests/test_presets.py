@@ -64,7 +64,11 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [".r.old"]
 
 
-@pytest.mark.parametrize("load", [bs.CachedCausalLM.from_preset, bs.plan])
+def load_mood(preset):
+    return bs.ControlVector.from_preset(preset, "mood")
+
+
+@pytest.mark.parametrize("load", [bs.CachedCausalLM.from_preset, bs.plan, load_mood])
 def test_names_of_no_preset(load):
     with pytest.raises(bs.SurgeryError, match=r"from_preset at 'tiny_gp2': .*mean tiny_gpt2"):
         load("tiny_gp2")
