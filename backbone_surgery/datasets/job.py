@@ -113,7 +113,8 @@ class Job:
                 hosts.by_first(lm, self.operation, parts, lambda: self._put(part, output))
         except SurgeryError as error:
             rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
-            raise SurgeryError(f"{self.operation} in {rows}: {error}") from error
+            words = str(error).removeprefix(f"{self.operation} ")
+            raise SurgeryError(f"{self.operation} in {rows}: {words}") from error
         finally:
             part.unlink(missing_ok=True)
 

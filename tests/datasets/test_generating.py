@@ -347,7 +347,10 @@ def test_a_score_that_is_no_finite_number_is_refused_by_row(lm, lines, tmp_path,
 
 
 def test_a_score_that_raises_is_named_with_its_row(lm, lines, tmp_path):
-    words = r"at row 0 of .* at score 'own': .* Received ZeroDivisionError, division by zero, for"
+    words = (
+        r"^generate_dataset in rows 0 to \d+ of .*: at row 0 of .* at score 'own': .* "
+        "Received ZeroDivisionError, division by zero, for"
+    )
     with pytest.raises(bs.SurgeryError, match=words):
         bs.generate_dataset(lm, lines, tmp_path / "out", score={"own": lambda x: 1 / 0}, **OPTIONS)
 

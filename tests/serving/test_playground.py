@@ -129,6 +129,33 @@ def test_a_control_whose_default_steers_is_off_at_0(lm, browser):  # noqa: F811
         page.close()
 
 
+def test_a_control_of_an_edit_begins_as_the_edit_has_it(lm, browser):  # noqa: F811
+    """Its strength is between steps of the slider, and beyond it; its tokens are a range."""
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    edit = [
+        bs.Steer("tone", vector, tokens=(2, 9), strength=4.63),
+        bs.Steer("touch", vector, tokens="generated", strength=-0.27),
+    ]
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    toned = bs.CachedCausalLM(bs.operate(plain.backbone, edit), plain.preprocessor)
+    toned.compile(sampler="greedy")
+    with Server(toned) as server:
+        page = browser.new_page()
+        page.goto(f"{server.url}/")
+        page.wait_for_selector(".control")
+        page.select_option("#compare", "")
+        assert page.inner_text("#number-tone") == "4.63"
+        assert page.inner_text("#number-touch") == "-0.27"
+        page.fill("#tokens", "24")
+        page.fill("#temperature", "0")
+        page.click("#go")
+        wanted = toned.generate("Once upon a time", max_new_tokens=24)
+        page.wait_for_function(
+            "text => document.querySelector('.out').innerText === text", arg=wanted
+        )
+        page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_on_a_phone(lm, browser, scheme):  # noqa: F811
     with Server(lm) as server:

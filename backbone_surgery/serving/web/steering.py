@@ -109,6 +109,7 @@ def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
                 "kind": type(rewrite).__name__,
                 "sites": list(fired.sites),
                 "default": getattr(rewrite, "strength", getattr(rewrite, "threshold", None)),
+                "tokens": getattr(rewrite, "tokens", None),
                 "inputs": {
                     k: {"shape": list(x.shape), "dtype": x.dtype.name} for k, x in inputs.items()
                 },
