@@ -27,7 +27,7 @@ from backbone_surgery.opening.state import Stateful
 from backbone_surgery.vectors.pairs import listable
 from backbone_surgery.vectors.prefixes import plan_runs
 
-_ASKED = "asked"
+_ASKED = "measured_asked"
 
 
 class TokenStates(keras.layers.Layer):

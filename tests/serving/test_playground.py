@@ -1,5 +1,6 @@
 """The playground in a real browser, headless: Debian's `chromium`, by playwright."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -23,8 +24,9 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def page(lm, browser):  # noqa: F811
+@contextlib.contextmanager
+def opened(lm, browser):  # noqa: F811
+    """Open the playground of a model, set to write 24 likeliest tokens."""
     with Server(lm) as server:
         page = browser.new_page()
         problems = []
@@ -36,6 +38,23 @@ def page(lm, browser):  # noqa: F811
         yield page
         page.close()
         assert not problems
+
+
+@pytest.fixture
+def page(lm, browser):  # noqa: F811
+    with opened(lm, browser) as page:
+        yield page
+
+
+def edited(*edit):
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    toned = bs.CachedCausalLM(bs.operate(plain.backbone, edit), plain.preprocessor)
+    toned.compile(sampler="greedy")
+    return toned
+
+
+def wait_for(page, text):
+    page.wait_for_function("text => document.querySelector('.out').innerText === text", arg=text)
 
 
 def texts(page, columns=3):
@@ -101,59 +120,35 @@ def test_what_is_shown_can_be_copied(page):
     assert page.evaluate("window.copied").startswith("curl http://127.0.0.1:")
 
 
-def test_a_control_whose_default_steers_is_off_at_0(lm, browser):  # noqa: F811
+def test_a_control_whose_default_steers_is_off_at_0(browser):
     """The server knows no vector of the edit's, so there is none to colour along."""
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
-    edit = [bs.Steer("tone", vector, strength=1.0), bs.Capture("blocks.*")]
-    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
-    toned = bs.CachedCausalLM(bs.operate(plain.backbone, edit), plain.preprocessor)
-    toned.compile(sampler="greedy")
-    with Server(toned) as server:
-        page = browser.new_page()
-        page.goto(f"{server.url}/")
-        page.wait_for_selector(".control")
-        assert page.eval_on_selector_all("#colour option", "all => all.map((o) => o.text)") == [
-            "nothing"
-        ]
-        page.fill("#tokens", "24")
-        page.fill("#temperature", "0")
+    toned = edited(bs.Steer("tone", vector, strength=1.0), bs.Capture("blocks.*"))
+    with opened(toned, browser) as page:
+        colours = page.eval_on_selector_all("#colour option", "all => all.map((o) => o.text)")
+        assert colours == ["nothing"]
         page.fill("#strengths", "0")
         with page.expect_response("**/v1/completions") as answer:
             page.click("#go")
         answer.value.finished()
         wanted = toned.generate("Once upon a time", max_new_tokens=24, controls={"tone": 0.0})
-        page.wait_for_function(
-            "text => document.querySelector('.out').innerText === text", arg=wanted
-        )
+        wait_for(page, wanted)
         assert page.inner_text("#error") == ""
-        page.close()
 
 
-def test_a_control_of_an_edit_begins_as_the_edit_has_it(lm, browser):  # noqa: F811
+def test_a_control_of_an_edit_begins_as_the_edit_has_it(browser):
     """Its strength is between steps of the slider, and beyond it; its tokens are a range."""
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
-    edit = [
+    toned = edited(
         bs.Steer("tone", vector, tokens=(2, 9), strength=4.63),
         bs.Steer("touch", vector, tokens="generated", strength=-0.27),
-    ]
-    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
-    toned = bs.CachedCausalLM(bs.operate(plain.backbone, edit), plain.preprocessor)
-    toned.compile(sampler="greedy")
-    with Server(toned) as server:
-        page = browser.new_page()
-        page.goto(f"{server.url}/")
-        page.wait_for_selector(".control")
+    )
+    with opened(toned, browser) as page:
         page.select_option("#compare", "")
         assert page.inner_text("#number-tone") == "4.63"
         assert page.inner_text("#number-touch") == "-0.27"
-        page.fill("#tokens", "24")
-        page.fill("#temperature", "0")
         page.click("#go")
-        wanted = toned.generate("Once upon a time", max_new_tokens=24)
-        page.wait_for_function(
-            "text => document.querySelector('.out').innerText === text", arg=wanted
-        )
-        page.close()
+        wait_for(page, toned.generate("Once upon a time", max_new_tokens=24))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -136,7 +136,7 @@ def test_padding_on_either_side_measures_the_same(trained):
             slots = slice(12 - len(text), 12) if left else slice(0, len(text))
             ids[i, slots], mask[i, slots] = text, True
         token = np.array([len(text) - 1 for text in texts], "int32")
-        inputs = {"token_ids": ids, "padding_mask": mask, "asked": token[:, None]}
+        inputs = {"token_ids": ids, "padding_mask": mask, "measured_asked": token[:, None]}
         found = model.predict_on_batch(inputs)
         for block in range(len(states)):
             wanted = states[block].reshape(len(texts), -1)
