@@ -26,12 +26,6 @@ _TOKENS_AT_ONCE = {"gpu": 2048, "tpu": 1024}
 _SHORTEST_PIECE, _MOST_PIECES = 256, 8
 """Of the queries of a prompt that attend at once on a CPU."""
 
-_FEWEST_SLOTS = 1024
-"""From which on one query of a GPU attends by cuDNN, if heads share keys."""
-
-_WIDEST_HEADS = (9.0, 256), (8.0, 128)
-"""That cuDNN's attention takes, from which capability of a GPU on."""
-
 _LANES = 128
 """How many numbers a TPU reads at once."""
 
@@ -192,24 +186,6 @@ def pieces_of_prompt(queries: Any) -> list[tuple[int, int]]:
         return [(0, queries)]
     size = max(_SHORTEST_PIECE, -(-queries // _MOST_PIECES))
     return [(start, min(start + size, queries)) for start in range(0, queries, size)]
-
-
-def fuses_one_query(slots: Any, head_dim: int) -> bool:
-    """Tell whether cuDNN's attention takes one query of heads that share keys, and is faster.
-
-    Else XLA reads keys and values once for each of these heads. Nobody has tried it on a mesh. See
-    docs/accelerators.md for what it takes.
-    """
-    if on_mesh() or is_planned() or keras.config.backend() != "jax" or not isinstance(slots, int):
-        return False
-    import jax
-
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-    if slots < _FEWEST_SLOTS or not capability.replace(".", "").isdigit():
-        return False
-    # Of others Keras would make a product, which is slower than to add up.
-    widest = next((most for least, most in _WIDEST_HEADS if float(capability) >= least), 0)
-    return head_dim <= widest and head_dim % 8 == 0
 
 
 def check_precision(name: Any) -> None:

@@ -22,6 +22,14 @@ from tests.families import (  # noqa: F401 - tests take them from here
 )
 
 
+@pytest.fixture
+def half_precision():
+    """Have all that is made be computed and stored in bfloat16."""
+    keras.config.set_dtype_policy("bfloat16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
 @pytest.fixture(params=list(FAMILIES))
 def family(request):
     return request.param

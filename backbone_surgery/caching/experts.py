@@ -14,6 +14,7 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph, target
+from backbone_surgery.kernels import gpu, gpu_experts
 from backbone_surgery.opening.experts import Experts, MixedExperts, TopExperts, largest
 from backbone_surgery.opening.site import Identity
 
@@ -22,12 +23,6 @@ _PIECE_BYTES = 2**22
 
 _MOST_PAIRS = 16
 """Of a token and an expert that are run one by one on a TPU: each is written out in the program."""
-
-_SLOWER_ALONE = 8
-"""Times as long as a GPU takes for an expert that was chosen as for one of all.
-
-Mixtral on an H200: 0.6 TB/s of those alone, where a product reads over 4 of all.
-"""
 
 _TURN_BYTES = 5 * 2**20
 """What a TPU reads of all experts while a turn of one begins: about 9 µs by a v5e's compiler."""
@@ -210,9 +205,9 @@ class ChosenExperts(keras.layers.Layer):
     def _most_pairs(self, count):
         """Return from how many pairs of a token and an expert on these are not run by themselves.
 
-        They are few there: a TPU takes one kernel after the other, and a GPU adds up slowly.
+        They are few on a TPU, which takes one kernel after the other; a GPU needs a kernel for it.
         """
-        most = {"tpu": min(count, _MOST_PAIRS + 1), "gpu": -(-count // _SLOWER_ALONE)}
+        most = {"tpu": min(count, _MOST_PAIRS + 1), "gpu": count if gpu.available() else 0}
         return most.get(target.platform(), count)
 
     def _few_are_chosen(self, tokens, count, bank, most):
@@ -316,9 +311,9 @@ class _Chosen(Experts):
 
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
         that stay in its cache, so that memory is read once and not written. Not so for kernels in
-        half precision: XLA on a CPU would make float32 of the whole bank, in a loop. On a GPU they
-        are multiplied and added up, and on a TPU multiplied in turn, which XLA makes one kernel
-        with the taking, and copies nothing.
+        half precision: XLA on a CPU would make float32 of the whole bank, in a loop. Nothing is
+        copied on a GPU, by a kernel, and on a TPU, where they are multiplied in turn: XLA makes one
+        kernel of that and the taking.
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
@@ -326,9 +321,8 @@ class _Chosen(Experts):
         if target.platform() == "tpu":
             return ops.stack([self._times_one(x, kernel, i) for i in range(chosen)])
         if target.platform() == "gpu":
-            wide = ops.cast(self._take(kernel, self.index), "float32")
-            total = ops.sum(ops.cast(x[..., None], "float32") * wide[:, None], axis=2)
-            return ops.cast(total, x.dtype)
+            total = gpu_experts.product_of_chosen(x[:, 0], kernel, self.index)
+            return ops.cast(total, x.dtype)[:, None]
         in_pieces = (
             target.platform() == "cpu"
             and keras.backend.standardize_dtype(kernel.dtype) == "float32"

@@ -1,7 +1,11 @@
-"""Kernels for a CPU: products of few rows, and attention of one query, at the speed of the memory.
+"""Kernels for a CPU and a GPU, where those that XLA makes read memory more slowly than it allows.
 
-XLA's products of two to sixteen rows pack the weights anew at each call, and those of one row read
-several places of memory in turn, which is half as fast as one after another. The kernels here are
-written in LLVM's IR, compiled for the processor at hand by llvmlite, and called by XLA as custom
-calls. Without llvmlite (the extra `cpu`) XLA's own products run.
+On a CPU they are products of few rows, and attention of one query. XLA's products of two to sixteen
+rows pack the weights anew at each call, and those of one row read several places of memory in turn,
+which is half as fast as one after another. The kernels are written in LLVM's IR, compiled for the
+processor at hand by llvmlite, and called by XLA as custom calls. Without llvmlite (the extra `cpu`)
+XLA's own products run.
+
+On a GPU they are attention of one query, and products with chosen experts (`gpu*.py`), written in
+Pallas.
 """

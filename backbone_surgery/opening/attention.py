@@ -15,7 +15,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import graph, target
-from backbone_surgery.kernels import calls
+from backbone_surgery.kernels import calls, gpu_attention
 from backbone_surgery.opening.state import StateSpec, write_slots
 
 
@@ -190,7 +190,7 @@ class _Attention(keras.layers.Layer):
 
         Keras chooses cuDNN's flash attention where the shapes allow it.
         """
-        if self._is_fused(query, key):
+        if self._is_fused(query):
             # All in one dtype, as cuDNN wants them.
             key, value = (ops.cast(x, query.dtype) for x in (key, value))
             return ops.dot_product_attention(
@@ -207,18 +207,38 @@ class _Attention(keras.layers.Layer):
         mixed = [self._attend_before(*x, query, key, value, mask, distance) for x in pieces]
         return ops.concatenate(mixed, axis=1)
 
-    def _is_fused(self, query, key):
-        """Tell whether to: on a GPU, in half precision, without a soft cap, slopes and sinks.
+    def _attend_one(self, query, key, value, state, cache_update_index, cache_mask):
+        """Compute what `call_with_state` does of one query, by a kernel for a GPU."""
+        mask, _ = self.cached_mask(query, cache_update_index, cache_mask)
+        first, _ = self.seen(query, cache_update_index)
+        slopes, sinks = self.alibi_slopes, self.sinks and self.sinks.sinks
+        shape = (self.num_key_value_heads, self.num_heads // self.num_key_value_heads)
+        of_heads = [
+            None if x is None else ops.reshape(ops.convert_to_tensor(x), shape)
+            for x in (slopes, sinks)
+        ]
+        token = query * ops.cast(self.scale, query.dtype)
+        keys, values = key, value
+        if self.keeps_state:
+            token = ops.concatenate([token, key, value], axis=2)
+            keys, values = state["key"], state["value"]
+        mixed, keys, values = gpu_attention.attend_one(
+            token[:, 0],
+            keys,
+            values,
+            gpu_attention.Seen(mask[:, 0], first, cache_update_index),
+            gpu_attention.Scoring(self.logit_soft_cap, *of_heads),
+            self.num_heads,
+        )
+        return mixed[:, None], {"key": keys, "value": values} if self.keeps_state else state
 
-        That is for prompts, and for one query where `target.fuses_one_query` says so.
-        """
+    def _is_fused(self, query):
+        """Tell whether to: on a GPU, in half precision, without a soft cap, slopes and sinks."""
         half = keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
         others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
         if target.platform() != "gpu" or not half or any(x is not None for x in others):
             return False
-        is_shared = self.num_heads > self.num_key_value_heads
-        one_is = is_shared and target.fuses_one_query(ops.shape(key)[1], self.head_dim)
-        return one_is or not _adds_up(ops.shape(query)[1])
+        return not _adds_up(ops.shape(query)[1])
 
     def _attend_before(self, start, stop, query, key, value, mask, distance):
         """Let some queries attend to the keys up to the last of them, within their window."""
@@ -318,6 +338,8 @@ class SelfAttention(_Attention):
         return self.specs(key=key, value=value)
 
     def call_with_state(self, query, key, value, state, cache_update_index, cache_mask):
+        if gpu_attention.takes(query, state["key"] if self.keeps_state else key):
+            return self._attend_one(query, key, value, state, cache_update_index, cache_mask)
         (key, value), state = self.keep(state, cache_update_index, key=key, value=value)
         masks = self.cached_mask(query, cache_update_index, cache_mask)
         seen = self.seen(query, cache_update_index)

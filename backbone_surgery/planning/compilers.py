@@ -70,7 +70,8 @@ class CompiledProgram:
         least_bytes: that a token reads at least, see `Plan`; `None` of prefill.
         copied_bytes: of what is read and written, of arrays that are only copied.
         estimated_seconds: of a token, or of prefill, by the compiler's own model of costs; `None`
-            where it does not say. On a TPU it leaves out waiting for memory.
+            where it does not say. On a TPU it leaves out waiting for memory. It knows nothing of
+            kernels of this library on a GPU: for these it is the time that memory takes.
         hlo: the optimised text.
         seconds: that compiling took.
         error: why there is no program; `None` if there is one.
@@ -177,6 +178,8 @@ def _compile(
 
 def _read(answer: dict[str, Any], hlo: str, step: Step, device: Device) -> CompiledProgram:
     estimate = step.seconds if step.cycles is None else step.cycles / device.clock
+    if estimate is not None:
+        estimate += step.own_bytes / device.bandwidth
     return CompiledProgram(
         argument_bytes=answer["argument_bytes"],
         temporary_bytes=answer["temporary_bytes"],

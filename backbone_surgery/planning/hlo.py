@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from backbone_surgery.kernels.gpu import CALL_TARGETS
+
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64}
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\](\{[^}]*\})?")
 _LAYOUT = re.compile(r"\{[^}]*\}")
@@ -26,6 +28,8 @@ _NO_ESTIMATE = 2**63 - 1
 _BRANCHES = ("true_computation", "false_computation")
 _COUNTED = ("get-tuple-element", "constant")
 _NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
+_OF_TRITON = re.compile('custom_call_target="(?:' + "|".join(map(re.escape, CALL_TARGETS)) + ')"')
+_OF_CHOSEN = re.compile(r'\bname = "product_of_chosen"')
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -68,6 +72,8 @@ class Step:
             where it has no estimate of an instruction.
         seconds: what a GPU's compiler estimates; `None` elsewhere, and where it has no estimate of
             an exchange.
+        own_bytes: of `bytes`, those of kernels that are not the compiler's own, which it has no
+            estimate of.
     """
 
     kernels: Counter = field(default_factory=Counter)
@@ -78,6 +84,7 @@ class Step:
     copied_bytes: int = 0
     cycles: int | None = None
     seconds: float | None = None
+    own_bytes: int = 0
 
 
 def read_step(text: str, in_loop: bool) -> Step:
@@ -262,7 +269,9 @@ def _count(
     written = _written(instruction, lines, module)
     if opcode in ("copy", "transpose") and _read(instruction, lines, module):
         step.copied_bytes += times * written
-    step.bytes += times * (_read(instruction, lines, module) + written)
+    moved = times * (_read(instruction, lines, module) + written)
+    step.bytes += moved
+    step.own_bytes += moved if _OF_TRITON.search(instruction.attributes) else 0
     # For norms in Triton the model of costs says seconds where it means microseconds.
     estimate = re.search(r'"exec_time_us":([\d.]+)', instruction.attributes)
     if estimate and '"kind":"__triton"' not in instruction.attributes:
@@ -285,7 +294,15 @@ def _read(instruction: Instruction, lines: Computation, module: dict[str, Comput
         return size_of(part, on_chip=True) if size_of(operands[0].shape) else 0
     if instruction.opcode == "dynamic-update-slice":
         return size_of(operands[1].shape)
-    return sum(size_of(x.shape) for x in operands)
+    sizes = [size_of(x.shape) for x in operands]
+    if instruction.opcode == "custom-call" and _OF_CHOSEN.search(instruction.attributes):
+        index, _, bank = operands  # see `kernels.gpu_experts`
+        sizes[2] = min(sizes[2] * _first_axis(index.shape) // _first_axis(bank.shape), sizes[2])
+    return sum(sizes)
+
+
+def _first_axis(shape: str) -> int:
+    return int(_ARRAY.search(shape)[2].split(",")[0])  # type: ignore[index]
 
 
 def _written(instruction: Instruction, lines: Computation, module: dict[str, Computation]) -> int:

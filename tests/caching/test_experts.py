@@ -10,6 +10,7 @@ import backbone_surgery as bs
 from backbone_surgery import target
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts, choice_of
+from backbone_surgery.kernels import gpu
 from backbone_surgery.opening.experts import MixedExperts, TopExperts, largest
 from tests.families import ROWS
 from tests.helpers import relative
@@ -53,21 +54,19 @@ def inputs_of(rng, rows, time=1, top_k=2):
 @pytest.mark.parametrize("piece_bytes", [1, 500, 2**22])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (3, 1), (1, 2), (2, 2), (4, 5)])
 def test_it_equals_all_experts(rng, mixed, monkeypatch, rows, time, piece_bytes, platform):
-    monkeypatch.setattr(target, "platform", lambda: platform)
     monkeypatch.setattr(experts, "_PIECE_BYTES", piece_bytes)
     x, weights = inputs_of(rng, rows, time)
     kernels = [np.asarray(w) for w in mixed.bank.weights]
     made = [np.tanh(x @ up) @ down + bias for up, down, bias in zip(*kernels, strict=True)]
     wanted = np.einsum("ebth,bte->bth", made, weights)
     assert relative(mixed(x, weights), wanted) <= 1e-6
-    assert relative(ChosenExperts(mixed, 2)(x, weights), wanted) <= 1e-6
+    with target.made_for(platform):
+        assert relative(ChosenExperts(mixed, 2)(x, weights), wanted) <= 1e-6
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
+def test_it_reads_the_chosen_experts_alone(rng, mixed, platform):
     """An expert of NaNs shows where it is read, though its weight be zero."""
-    monkeypatch.setattr(target, "platform", lambda: platform)
-    monkeypatch.setattr(experts, "_SLOWER_ALONE", 1)
     x, weights = inputs_of(rng, 3)
     weights[..., 5] = 0
     for variable in mixed.bank.weights:
@@ -76,15 +75,16 @@ def test_it_reads_the_chosen_experts_alone(rng, mixed, monkeypatch, platform):
         variable.assign(value)
     chosen = ChosenExperts(mixed, 2)
     assert np.isnan(mixed(x, weights)).all()
-    assert np.isfinite(chosen(x, weights)).all()
-    more = inputs_of(rng, 4)  # as many choices as experts
-    assert np.isnan(chosen(*more)).all()
+    with target.made_for(platform):
+        assert np.isfinite(chosen(x, weights)).all()
+        more = inputs_of(rng, 4)  # as many choices as experts
+        assert np.isnan(chosen(*more)).all()
 
 
-@pytest.mark.parametrize(("times", "is_alone"), [(3, True), (4, False)])
-def test_a_gpu_runs_all_once_that_is_faster(rng, mixed, monkeypatch, times, is_alone):
-    """Two pairs, and eight experts."""
-    monkeypatch.setattr(experts, "_SLOWER_ALONE", times)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_gpu_needs_a_kernel_for_it(rng, mixed, monkeypatch, has_kernels):
+    """Without one it runs all."""
+    monkeypatch.setattr(gpu, "available", lambda: has_kernels)
     x, weights = inputs_of(rng, 1)
     mixed(x, weights)
     for variable in mixed.bank.weights:
@@ -92,7 +92,7 @@ def test_a_gpu_runs_all_once_that_is_faster(rng, mixed, monkeypatch, times, is_a
         value[~weights[0, 0].astype(bool)] = np.nan
         variable.assign(value)
     with target.made_for("gpu"):
-        assert np.isfinite(ChosenExperts(mixed, 2)(x, weights)).all() == is_alone
+        assert np.isfinite(ChosenExperts(mixed, 2)(x, weights)).all() == has_kernels
 
 
 @pytest.mark.parametrize("edited", [False, True])
@@ -130,8 +130,6 @@ def test_what_a_row_of_no_use_weighs_is_not_read(
     """Of twice as many rows the first half is of use: beams, each with an empty row."""
     monkeypatch.setattr(experts, "_MOST_PAIRS", pairs)
     monkeypatch.setattr(experts, "_TURN_BYTES", 0)
-    monkeypatch.setattr(experts, "_SLOWER_ALONE", 1)
-    monkeypatch.setattr(target, "platform", lambda: platform)
     x, weights = inputs_of(rng, 2 * rows, time)
     unused = [i for i in range(EXPERTS) if not weights[:rows, ..., i].any()]
     weights[rows:] = 0
@@ -143,7 +141,7 @@ def test_what_a_row_of_no_use_weighs_is_not_read(
         variable.assign(value)
     chosen = ChosenExperts(mixed, 2)
     assert np.isnan(chosen(x, weights)[rows:]).any()
-    with target.one_row_of(2):
+    with target.made_for(platform), target.one_row_of(2):
         got = np.array(chosen(x, weights))
     assert got.shape == x.shape
     assert np.isfinite(got).all()

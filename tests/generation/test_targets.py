@@ -11,10 +11,15 @@ from backbone_surgery import target
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.generation.programs import Programs
+from backbone_surgery.kernels import gpu_attention
 from backbone_surgery.opening.attention import _Attention
 from tests.families import ROWS
 from tests.helpers import VOCABULARY, ragged, relative
 
+SLOW_BUT_SOME = [
+    name if name in ("gpt2", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
+    for name in ROWS
+]
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": None, "seed": 3, "return_captures": True}
 
 
@@ -54,6 +59,25 @@ def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     """Two prompts, run in pieces of four tokens."""
     monkeypatch.setitem(target._TOKENS_AT_ONCE, platform, 8)
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
+
+
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("name", SLOW_BUT_SOME)
+def test_one_query_in_half_precision_attends_by_a_kernel(name, rng, monkeypatch):
+    """What is captured of a new token that is equal comes as close as two ways to round."""
+    calls, attend = [], gpu_attention.attend_one
+    monkeypatch.setattr(gpu_attention, "attend_one", lambda *args: calls.append(1) or attend(*args))
+    lm = make_lm(name)
+    prompts = ragged(rng, [28, 17], 28)
+    wanted, captured = lm.generate(prompts, **OPTIONS)
+    assert not calls
+    have_made_for(lm, "gpu")
+    got, others = lm.generate(prompts, **OPTIONS)
+    assert calls
+    same = wanted["token_ids"][:, 28] == got["token_ids"][:, 28]
+    assert same.any()
+    for path, value in captured.values.items():
+        assert relative(others.values[path][same, 28], np.array(value)[same, 28]) <= 0.05, path
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -111,9 +135,8 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampler", ["greedy", pytest.param("beam", marks=pytest.mark.slow)])
-def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform, monkeypatch):
+def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
     """In a program of its own; two rows have another."""
-    monkeypatch.setattr(experts, "_SLOWER_ALONE", 1)
     lm = make_lm("mixtral", sampler)
     programs = lm.programs
     compare(lm, platform, ragged(rng, [7], 7))

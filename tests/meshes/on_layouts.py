@@ -267,7 +267,6 @@ def check_experts():
     in_turn, run = (ChosenExperts, "_run_in_turn"), ChosenExperts._run_in_turn
     few_pairs = mock.patch.object(experts, "_MOST_PAIRS", 4)
     no_time = mock.patch.object(experts, "_TURN_BYTES", 0)
-    as_fast = mock.patch.object(experts, "_SLOWER_ALONE", 1)
     for name, (mesh, axis, sizes) in EXPERTS.items():
 
         def make(name=name, sizes=sizes):
@@ -287,7 +286,7 @@ def check_experts():
             made = Programs(lm.backbone_with_cache, lm.programs.head, platform)
             object.__setattr__(lm, "programs", made)
             turns = mock.patch.object(*in_turn, autospec=True, side_effect=run)
-            with few_pairs, no_time, as_fast, turns as turns:
+            with few_pairs, no_time, turns as turns:
                 for own, rows in zip(wanted, (1, 5), strict=True):
                     np.testing.assert_array_equal(ids(lm, rows), own, err_msg=f"{name} {platform}")
             assert turns.called == (platform == "tpu"), name

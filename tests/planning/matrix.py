@@ -16,7 +16,8 @@ CHIPS = ("h100", "v5e")
 SAMPLERS = ("greedy", "top_p", "beam")
 EDITS = ("steer", "capture", "condition", "low_rank")
 MODES = ("int8", "int4")
-KINDS = (*SAMPLERS, *EDITS, *MODES)
+DTYPES = ("bfloat16",)
+KINDS = (*SAMPLERS, *EDITS, *MODES, *DTYPES)
 
 
 def can_be(name, kind):
@@ -26,7 +27,7 @@ def can_be(name, kind):
 
 def compile_kind(chip, name, kind):
     """Return the plan of a family for a chip; strengths are one for each row."""
-    backbone = ROWS[name].make()
+    backbone = ROWS[name].make(**({"dtype": kind} if kind in DTYPES else {}))
     if kind in MODES:
         tokens = np.ones((8, 2), "int32")
         backbone({"token_ids": tokens, "padding_mask": tokens})  # Keras wants all layers built

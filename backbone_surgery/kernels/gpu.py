@@ -1,0 +1,113 @@
+"""What the kernels for a GPU share. They are written in Pallas, and compiled by Triton.
+
+https://docs.jax.dev/en/latest/pallas/gpu/index.html
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+
+from backbone_surgery import target
+
+CALL_TARGETS = ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi")
+"""How JAX up to 0.10 and later calls a kernel."""
+
+_LEAST_CAPABILITY = 8.0
+"""Of a GPU that Triton compiles for: that of an A100."""
+
+
+def available() -> bool:
+    """Tell whether what is being made is a generation on a GPU that runs them.
+
+    They have no gradients. A program for a GPU that is run on a CPU, as tests do, has them
+    interpreted.
+    """
+    if target.program_of() != "gpu" or keras.config.backend() != "jax":
+        return False
+    if target.is_planned() or _is_interpreted():
+        return True
+    import jax
+
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    # That of a GPU of AMD is no number.
+    return capability.replace(".", "").isdigit() and float(capability) >= _LEAST_CAPABILITY
+
+
+def _is_interpreted() -> bool:
+    import jax
+
+    return jax.devices()[0].platform == "cpu" and not target.is_planned()
+
+
+def call(
+    kernel: Callable[..., None],
+    operands: Sequence[tuple[Any, Any]],
+    made: Sequence[tuple[Any, Any]],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int] | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """Run a kernel once for each point of a grid.
+
+    Args:
+        kernel: of references to what it reads and writes.
+        operands: arrays, and the `pallas.BlockSpec` of each.
+        made: shapes and dtypes of what it makes, and the `pallas.BlockSpec` of each.
+        grid: of the programs that run.
+        aliases: by operand that is changed in place which of what is made it is.
+        **settings: of the kernel.
+    """
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    arrays, specs = zip(*operands, strict=True)
+    shapes, out_specs = zip(*made, strict=True)
+    return pallas.pallas_call(
+        partial(kernel, **settings),
+        grid=grid,
+        in_specs=specs,
+        out_specs=out_specs,
+        out_shape=shapes,
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=_is_interpreted(),
+        name=kernel.__name__.lstrip("_"),
+    )(*arrays)
+
+
+def load(ref: Any, mask: Any) -> Any:
+    """Read, inside a kernel, what a reference is to; zeros where a mask says so."""
+    from jax.experimental.pallas import triton
+
+    return triton.load(ref) if mask is None else triton.load(ref, mask=mask, other=0.0)
+
+
+def store(ref: Any, x: Any, mask: Any) -> None:
+    """Write, inside a kernel, to what a reference is to, where a mask says so."""
+    from jax.experimental.pallas import triton
+
+    triton.store(ref, x, mask=mask)
+
+
+def dot(x: Any, y: Any) -> Any:
+    """Multiply two matrices inside a kernel, to float32."""
+    from jax.experimental.pallas import triton
+
+    return triton.dot(x, y)
+
+
+def parts_of(works: int, wanted: int, most: int) -> int:
+    """Return among how many programs to share out each of several works.
+
+    Args:
+        works: how many there are.
+        wanted: programs that keep a GPU busy.
+        most: parts of a work.
+
+    Examples:
+        >>> parts_of(96, 512, 8), parts_of(16, 512, 8), parts_of(768, 512, 8)
+        (6, 8, 1)
+    """
+    return max(min(-(-wanted // works), most), 1)
