@@ -3,7 +3,8 @@
 https://docs.jax.dev/en/latest/pallas/gpu/index.html
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ def available() -> bool:
     They have no gradients. A program for a GPU that is run on a CPU, as tests do, has them
     interpreted.
     """
-    if target.program_of() != "gpu" or keras.config.backend() != "jax":
+    if target.program_of() != "gpu" or keras.config.backend() != "jax" or not _has_triton():
         return False
     if target.is_planned() or _is_interpreted():
         return True
@@ -35,10 +36,30 @@ def available() -> bool:
     return capability.replace(".", "").isdigit() and float(capability) >= _LEAST_CAPABILITY
 
 
+def _has_triton() -> bool:
+    """Tell whether Pallas has Triton, which JAX 0.12 says that a later version will not have."""
+    try:
+        import jax.experimental.pallas.triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def _is_interpreted() -> bool:
     import jax
 
     return jax.devices()[0].platform == "cpu" and not target.is_planned()
+
+
+@contextlib.contextmanager
+def on_paper() -> Iterator[None]:
+    """Have kernels be lowered where there is no GPU: JAX 0.12 wants to be told of one."""
+    import jax
+
+    device = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def call(

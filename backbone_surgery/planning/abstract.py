@@ -3,6 +3,7 @@
 They are traced and lowered as always, by `Programs`, and handed on as `jax.export` writes them.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +106,8 @@ def trace(
 
     def handed_on(run: Any, args: tuple, donate: tuple[int, ...]) -> Traced:
         jitted = jax.jit(run, donate_argnums=donate)
-        program = export.export(jitted, platforms=[platform], disabled_checks=_CHECKS)(*args)
+        with gpu.on_paper() if platform == "cuda" else contextlib.nullcontext():
+            program = export.export(jitted, platforms=[platform], disabled_checks=_CHECKS)(*args)
         leaves = jax.tree.leaves(args)
         axes = [list(x.sharding.spec) if x.sharding else [] for x in leaves]
         orders = programs.orders(weights) + [None] * (len(leaves) - len(weights))

@@ -49,7 +49,8 @@ def lowered(backbone):
 
     def text(function, donate, *args):
         traced = jax.jit(function, donate_argnums=donate).trace(*args)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+        with kernels.on_paper():
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     state = jax.eval_shape(prefill, weights, cache, arguments)
     return (

@@ -1,5 +1,6 @@
 """Kernels for a GPU, interpreted on a CPU: what they compute is what NumPy does, in float64."""
 
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -155,6 +156,13 @@ def test_which_gpus_run_them(monkeypatch, capability, there):
         assert gpu.available() == there
         with target.planned():
             assert gpu.available()
+
+
+def test_without_triton_there_are_none(monkeypatch):
+    """As in a later version of JAX."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    with target.made_for("gpu"):
+        assert not gpu.available()
 
 
 def test_what_attention_is_for():
