@@ -48,8 +48,8 @@ def lowered(backbone):
     decode, taken = made.decode_program(strategy)
 
     def text(function, donate, *args):
-        traced = jax.jit(function, donate_argnums=donate).trace(*args)
         with kernels.on_paper():
+            traced = jax.jit(function, donate_argnums=donate).trace(*args)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     state = jax.eval_shape(prefill, weights, cache, arguments)
