@@ -24,6 +24,10 @@ _PROGRAMS, _MOST_PARTS, _LEAST_BLOCKS = 512, 8, 2
 """Programs that keep a GPU busy; parts of the slots of a head, and blocks of a part: what is shared
 out has to be put together by another kernel."""
 
+_MOST_MIXED = 2**14
+"""Numbers of what the queries that share a key mix, and of their scores of a block: of both a
+program keeps all, in float32. For more, the shared memory of a GPU is too small."""
+
 _UNSEEN = -1e30
 
 
@@ -92,6 +96,12 @@ class _Sizes(NamedTuple):
         return max(min(_NUMBERS // self.filled[1], most), _LEAST_SIZE)
 
     @property
+    def fit(self) -> bool:
+        """Whether a program can keep what it works on."""
+        rows, width = self.filled
+        return self.block * width <= _NUMBERS and rows * max(width, self.block) <= _MOST_MIXED
+
+    @property
     def parts(self) -> int:
         """Among how many programs the slots of a head are shared out."""
         most = min(-(-self.slots // self.block) // _LEAST_BLOCKS, _MOST_PARTS)
@@ -100,10 +110,12 @@ class _Sizes(NamedTuple):
 
 def takes(query: Any, keys: Any) -> bool:
     """Tell whether `attend_one` is for these arrays, [batch, time or slots, heads, size]."""
+    (_, time, num_heads, size), (_, slots, heads, _) = query.shape, keys.shape
     return (
-        query.shape[1] == 1
-        and isinstance(keys.shape[1], int)
-        and keys.shape[1] >= _LEAST_SIZE
+        time == 1
+        and isinstance(slots, int)
+        and slots >= _LEAST_SIZE
+        and _Sizes(1, heads, num_heads // heads, size, slots).fit
         and query.dtype == keys.dtype
         and keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
         and not target.on_mesh()
@@ -116,7 +128,7 @@ def attend_one(
 ) -> tuple[Any, Any, Any]:
     """Mix the values that one query of each head sees.
 
-    All arrays but the mask are of one dtype.
+    Token, keys and values are of one dtype.
 
     Args:
         token: [batch, heads, size], the scaled queries of one token, and behind them its keys and

@@ -166,8 +166,9 @@ def test_without_triton_there_are_none(monkeypatch):
 
 
 def test_what_attention_is_for():
-    def takes(time=1, slots=16, dtype="bfloat16", other="bfloat16", **options):
-        arrays = jnp.zeros((2, time, 4, 8), dtype), jnp.zeros((2, slots, 2, 8), other)
+    def takes(time=1, slots=16, dtype="bfloat16", other="bfloat16", heads=4, size=8, **options):
+        shapes = (2, time, heads, size), (2, slots, 2, size)
+        arrays = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dtype, other), strict=True)]
         with target.made_for("gpu", **options):
             return gpu_attention.takes(*arrays)
 
@@ -176,3 +177,17 @@ def test_what_attention_is_for():
     refused = ({"time": 2}, {"slots": 15}, {"dtype": "float32", "other": "float32"})
     for options in (*refused, {"other": "float32"}, {"placement": "a mesh"}):
         assert not takes(**options)
+
+
+def test_attention_is_for_what_a_program_can_keep():
+    """The shared memory of an L4 is enough for the first ones alone."""
+
+    def takes(groups, size):
+        query, keys = (
+            jax.ShapeDtypeStruct((2, *shape, size), "bfloat16") for shape in ((1, groups), (4096, 1))
+        )
+        with target.made_for("gpu"):
+            return gpu_attention.takes(query, keys)
+
+    assert all(takes(*sizes) for sizes in [(32, 512), (64, 256), (71, 64), (1, 16), (20, 8)])
+    assert not any(takes(*sizes) for sizes in [(33, 512), (65, 256), (129, 64), (1, 520)])

@@ -14,7 +14,7 @@ from backbone_surgery import graph
 from backbone_surgery.planning import compilers
 from backbone_surgery.planning.compilers import check_compiler
 from backbone_surgery.planning.devices import find_devices
-from tests.families import ROWS
+from tests.families import ROWS, make_gemma
 from tests.planning import matrix
 from tests.planning.matrix import CHIPS
 
@@ -90,6 +90,17 @@ def test_a_bundled_model(chip):
     assert plan["decode"].copied_bytes == 0
     assert "compiled decode" in str(plan)
     assert "estimated" in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize(("heads", "size"), [(32, 512), (64, 512)])
+def test_wide_heads_that_share_a_key(heads, size):
+    """The first ones attend by a kernel. It has no room for the second ones on the chip."""
+    backbone = make_gemma(num_query_heads=heads, num_key_value_heads=1, head_dim=size)
+    decode = compile_for("l4", backbone, batch=2)["decode"]
+    assert decode.error is None
+    assert ('name = "attend_one"' in decode.hlo) == (heads == 32)
 
 
 # Of each family another kind for each chip; `python -m tests.planning.matrix` compiles all.
