@@ -13,7 +13,7 @@ import keras
 from backbone_surgery import target
 
 CALL_TARGETS = ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi")
-"""How JAX up to 0.10 and later calls a kernel."""
+"""What versions of JAX name the call of a kernel."""
 
 _LEAST_CAPABILITY = 8.0
 """Of a GPU that Triton compiles for: that of an A100."""
@@ -23,15 +23,17 @@ def available() -> bool:
     """Tell whether what is being made is a generation on a GPU that runs them.
 
     They have no gradients. A program for a GPU that is run on a CPU, as tests do, has them
-    interpreted.
+    interpreted. XLA does not share a kernel out among the devices of a mesh: each would gather all
+    that it reads, a whole bank of experts too. What runs on each device by itself may have them.
     """
-    if target.program_of() != "gpu" or keras.config.backend() != "jax" or not _has_triton():
+    if target.program_of() != "gpu" or keras.config.backend() != "jax":
         return False
-    if target.is_planned() or _is_interpreted():
+    if target.on_mesh() or not _has_triton():
+        return False
+    gpu = None if target.is_planned() else _gpu()
+    if gpu is None:
         return True
-    import jax
-
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    capability = str(getattr(gpu, "compute_capability", ""))
     # That of a GPU of AMD is no number.
     return capability.replace(".", "").isdigit() and float(capability) >= _LEAST_CAPABILITY
 
@@ -45,10 +47,18 @@ def _has_triton() -> bool:
     return True
 
 
-def _is_interpreted() -> bool:
+def _gpu() -> Any | None:
+    """Return a GPU of this machine; `None` where there is none."""
     import jax
 
-    return jax.devices()[0].platform == "cpu" and not target.is_planned()
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _is_interpreted() -> bool:
+    return _gpu() is None and not target.is_planned()
 
 
 @contextlib.contextmanager

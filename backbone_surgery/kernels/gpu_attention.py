@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import keras
 
-from backbone_surgery import target
 from backbone_surgery.kernels import gpu
 
 _LEAST_SIZE = 16
@@ -118,7 +117,6 @@ def takes(query: Any, keys: Any) -> bool:
         and _Sizes(1, heads, num_heads // heads, size, slots).fit
         and query.dtype == keys.dtype
         and keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
-        and not target.on_mesh()
         and gpu.available()
     )
 

@@ -148,7 +148,7 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
 )
 def test_which_gpus_run_them(monkeypatch, capability, there):
     one = SimpleNamespace(platform="gpu", compute_capability=capability)
-    monkeypatch.setattr(jax, "devices", lambda: [one])
+    monkeypatch.setattr(jax, "devices", lambda platform: [one])
     assert not gpu.available()  # outside of a generation
     with target.made_for("cpu"):
         assert not gpu.available()
@@ -156,6 +156,8 @@ def test_which_gpus_run_them(monkeypatch, capability, there):
         assert gpu.available() == there
         with target.planned():
             assert gpu.available()
+    with target.made_for("gpu", placement="a mesh"), target.planned():
+        assert not gpu.available()
 
 
 def test_without_triton_there_are_none(monkeypatch):

@@ -258,6 +258,18 @@ def test_on_a_mesh_each_chip_has_experts_of_its_own(chips, count, read):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("mesh", [{"batch": 2}, {"model": 2}])
+def test_on_a_mesh_of_gpus_no_experts_are_gathered(mesh):
+    """As many experts that a kernel would be for those that were chosen."""
+    backbone = ROWS["mixtral"].make(num_experts=16)
+    needs("h100")
+    settings = {"batch": 2, "length": 64, "prompt": 16, "compile": True, "verbose": 0}
+    plan = bs.plan(backbone, mesh, device="h100:2", **settings)
+    assert "all-gather" not in plan["decode"].collectives
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_this_process_is_left_as_it_is(chip):
     import jax
