@@ -186,7 +186,8 @@ def test_attention_is_for_what_a_program_can_keep():
 
     def takes(groups, size):
         query, keys = (
-            jax.ShapeDtypeStruct((2, *shape, size), "bfloat16") for shape in ((1, groups), (4096, 1))
+            jax.ShapeDtypeStruct((2, *shape, size), "bfloat16")
+            for shape in ((1, groups), (4096, 1))
         )
         with target.made_for("gpu"):
             return gpu_attention.takes(query, keys)
