@@ -85,6 +85,28 @@ def test_where_an_exchange_has_no_estimate_none_is_made_of_the_rest():
     assert read_step(TEXT.replace(', {"exec_time_us":16.5}', ""), in_loop=True).seconds is None
 
 
+# A product with 2 of 8 experts, and a kernel of another name over the same arrays.
+ON_A_GPU = """
+ENTRY %main (i: s32[2], x: bf16[2,16], w: bf16[8,16,32]) -> f32[1,2,32] {
+  %i = s32[2]{0} parameter(0)
+  %x = bf16[2,16]{1,0} parameter(1)
+  %w = bf16[8,16,32]{2,1,0} parameter(2)
+  ROOT %y = f32[1,2,32]{2,1,0} custom-call(%i, %x, %w), custom_call_target="__gpu$xla.gpu.triton", \
+backend_config={grid_x = 2 : i32, name = "product_of_chosen", num_warps = 4 : i32}
+}
+"""
+
+
+def test_a_kernel_of_our_own_has_no_estimate_and_reads_the_chosen_experts_alone():
+    step = read_step(ON_A_GPU, in_loop=False)
+    rest = 2 * 4 + 2 * 16 * 2 + 2 * 32 * 4
+    assert step.bytes == step.own_bytes == rest + 2 * 16 * 32 * 2
+    other = read_step(ON_A_GPU.replace("product_of_chosen", "attend_one"), in_loop=False)
+    assert other.bytes == other.own_bytes == rest + 8 * 16 * 32 * 2
+    foreign = read_step(ON_A_GPU.replace("__gpu$xla.gpu.triton", "__cublas$gemm"), in_loop=False)
+    assert foreign.own_bytes == 0
+
+
 # A weight of 1,000 numbers is brought onto the chip in two pieces, and a result of 10 goes back.
 ON_A_TPU = """
 %first_half (p0: f32[1000]) -> f32[500] {
