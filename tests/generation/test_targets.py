@@ -17,7 +17,7 @@ from tests.families import ROWS
 from tests.helpers import VOCABULARY, ragged, relative
 
 SLOW_BUT_SOME = [
-    name if name in ("gpt2", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
     for name in ROWS
 ]
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": None, "seed": 3, "return_captures": True}

@@ -120,10 +120,15 @@ def test_a_slot_past_the_end_writes_within_the_cache(slot):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "experts", "inputs", "outputs"),
-    [(3, 5, 256, 128), (2, 4, 40, 72), (9, 16, 100, 300), (2, 3, 2880, 136), (1, 1, 8, 8)],
+    ("chosen", "experts", "inputs", "outputs", "dtype"),
+    [
+        (3, 5, 256, 128, "bfloat16"),
+        (2, 4, 40, 72, "float32"),
+        (9, 16, 100, 300, "bfloat16"),
+        (2, 3, 288, 136, "bfloat16"),
+        (1, 1, 8, 8, "float32"),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dtype):
     x = jnp.asarray(rng.normal(size=(chosen, inputs)), dtype)
     bank = jnp.asarray(rng.normal(size=(experts, inputs, outputs)), dtype)
