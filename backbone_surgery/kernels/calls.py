@@ -127,10 +127,10 @@ def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
         columns_target(y.dtype.name, rows, whole), jax.ShapeDtypeStruct(shape, x.dtype)
     )
     z = call(x, y.reshape(batch, inner, columns), parts=np.int64(parts))
-    return _total(z)
+    return added_up(z)
 
 
-def _total(pieces: Any) -> Any:
+def added_up(pieces: Any) -> Any:
     """Add up what the parts of a call found: XLA adds arrays faster than it sums over an axis."""
     return functools.reduce(operator.add, list(pieces))
 
@@ -185,7 +185,7 @@ def mix(shares: Any, value: Any, first: Any, stop: Any) -> Any:
     _, heads, queries, _ = shares.shape
     target = mix_target(value.dtype.name, heads, queries, value.shape[3])
     shape = (_parts(), *shares.shape[:3], value.shape[3])
-    return _total(_over_slots(target, shape, shares, value, first, stop)).astype(value.dtype)
+    return added_up(_over_slots(target, shape, shares, value, first, stop)).astype(value.dtype)
 
 
 def _over_slots(target: str, shape: Any, x: Any, cache: Any, first: Any, stop: Any) -> Any:

@@ -6,12 +6,12 @@ in Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import keras
 
 from backbone_surgery.kernels import gpu
+from backbone_surgery.kernels.calls import added_up
 
 _LEAST_SIZE = 16
 """Of each axis of a product of Triton: queries that share a key are filled up to as many."""
@@ -309,5 +309,5 @@ def _together(mixed: Any, logs: Any) -> Any:
         return mixed[0]
     highest = functools.reduce(jnp.maximum, list(logs))
     shares = [jnp.exp(log - highest)[..., None] for log in logs]
-    added = [share * one for share, one in zip(shares, mixed, strict=True)]
-    return functools.reduce(operator.add, added) / functools.reduce(operator.add, shares)
+    mixed = [share * one for share, one in zip(shares, mixed, strict=True)]
+    return added_up(mixed) / added_up(shares)

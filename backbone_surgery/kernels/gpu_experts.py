@@ -5,11 +5,10 @@ number. Here the inputs of an expert are shared out among several programs, and 
 added up.
 """
 
-import functools
-import operator
 from typing import Any
 
 from backbone_surgery.kernels import gpu
+from backbone_surgery.kernels.calls import added_up
 
 _INPUTS, _OUTPUTS = 32, 128
 """Of an expert, that a program reads at once."""
@@ -51,7 +50,7 @@ def product_of_chosen(x: Any, bank: Any, index: Any) -> Any:
         inputs=inputs,
         outputs=outputs,
     )
-    return functools.reduce(operator.add, list(sums))
+    return added_up(sums)
 
 
 def _product_of_chosen(
