@@ -134,10 +134,15 @@ def prefill_chunk(chosen: str, rows: int, prompt: int) -> int:
     return next(n for n in range(most, 0, -1) if prompt % n == 0)
 
 
-def order_of_weight(chosen: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return in which order of axes a kernel [inputs, heads, head_dim] or a table is to lie.
+def orders_weights(chosen: str) -> bool:
+    """Return whether the chip may want weights in another order of axes than they come in."""
+    return chosen == "tpu"
 
-    A TPU multiplies by the inputs of one head after the other, and turns a kernel that comes in
+
+def order_of_weight(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return in which order of axes a TPU is to have a kernel [inputs, heads, head_dim] or a table.
+
+    It multiplies by the inputs of one head after the other, and turns a kernel that comes in
     another order: a second copy of it, at each call. It takes narrow heads as they come. It stores
     a table [tokens, hidden_dim] with the axis last that leaves fewer lanes empty. If that is the
     axis of the tokens, it reorders the whole table to look a token up.
@@ -147,11 +152,9 @@ def order_of_weight(chosen: str, shape: tuple[int, ...]) -> tuple[int, ...] | No
 
     Examples:
         >>> shapes = (4096, 32, 128), (768, 12, 64), (201088, 2880), (256000, 2304)
-        >>> [order_of_weight("tpu", shape) for shape in shapes]
+        >>> [order_of_weight(shape) for shape in shapes]
         [(1, 0, 2), None, (0, 1), None]
     """
-    if chosen != "tpu":
-        return None
     is_multiple = shape[-1] % _LANES == 0
     if len(shape) == 2:
         return None if is_multiple else (0, 1)

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from backbone_surgery.caching.cache import Cache, map_cache, new_array, states_of
-from backbone_surgery.opening.placement import Placement, placement_of
+from backbone_surgery.opening.placement import Placement
 from backbone_surgery.opening.state import StateSpec, kept_axes
 
 
@@ -35,7 +35,7 @@ class Packing:
 
     def new_cache(self, rows: int, slots: int) -> Cache:
         """Make an empty cache, packed; each shard on its device, if the weights lie on a mesh."""
-        placement = placement_of(self.model.variables)
+        placement = self.placement
         if placement is None:
             made = self._new_on_one_device(rows, slots)
             pairs = zip(states_of(self.model), made, strict=True)

@@ -121,7 +121,7 @@ class LookUp:
 
     def start(self, seeds: np.ndarray) -> Arrays:
         """Return the state before the first token."""
-        return {"of": self.strategy.start(seeds), "trust": jnp.float32(_TRUST)}
+        return {"of": self.strategy.start(seeds), "trust": np.float32(_TRUST)}
 
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from backbone_surgery import target
+from backbone_surgery import graph, target
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packing import Packing
@@ -78,7 +78,7 @@ class Forward:
         """
 
         def forward(inputs: State) -> tuple[jax.Array, Any, State]:
-            mapping = zip(self.model.variables, weights, strict=True)
+            mapping = zip(graph.variables_of(self.model), weights, strict=True)
             cache = self.packing.unpack(inputs["cache"], inputs["token_ids"].shape[0])
             cache = self.pin_cache(cache)
             made_for = target.made_for(self.platform, self.placement, whole_prompts)

@@ -66,7 +66,7 @@ class Programs(Forward):
 
     @functools.cached_property
     def _to_lay(self) -> list[keras.Layer]:
-        return layers_to_lay(self.model)
+        return layers_to_lay(self.model, self.platform)
 
     @functools.cached_property
     def _chooses_experts(self) -> bool:
@@ -79,9 +79,9 @@ class Programs(Forward):
         Args:
             weights: the values, or what stands for them.
         """
-        variables = self.model.variables
+        variables = graph.variables_of(self.model)
         arrays = {id(v): x for v, x in zip(variables, weights, strict=True)}
-        laid = weights_to_lay(self._to_lay, self.platform, lambda v: arrays[id(v)])
+        laid = weights_to_lay(self._to_lay, lambda v: arrays[id(v)])
         orders = {id(variable): order for variable, order in laid}
         return [orders.get(id(variable)) for variable in variables]
 
@@ -94,9 +94,9 @@ class Programs(Forward):
         Raises:
             SurgeryError: they lie on another mesh than when the programs were made.
         """
-        for variable, order in weights_to_lay(self._to_lay, self.platform, lambda v: v.value):
+        for variable, order in weights_to_lay(self._to_lay, lambda v: v.value):
             _lay(variable, order)
-        values = [v.value for v in self.model.variables]
+        values = [graph.array_of(v) for v in graph.variables_of(self.model)]
         check_stayed(self.placement, values)
         return values
 
@@ -220,10 +220,11 @@ class Programs(Forward):
             donate: which of them it takes over.
             *static: whatever else the program depends on.
         """
-        args = jax.tree.map(_array, args) if self.placement is None else self.placement.put(args)
+        if self.placement is not None:
+            args = self.placement.put(args)
         leaves, structure = jax.tree.flatten(args)
-        where = _on_device if self.placement is None else _on_mesh
-        key = (kind, *static, structure, *((x.aval, where(x)) for x in leaves))
+        places = _on_device(leaves) if self.placement is None else map(_on_mesh, leaves)
+        key = (kind, *static, structure, *places)
         programs = self._programs_of(strategy)
         program = programs.get(key)
         if program is None:
@@ -248,17 +249,22 @@ class Programs(Forward):
         return programs
 
 
-def _on_device(x: jax.Array) -> Hashable:
-    return x.sharding
+def _on_device(leaves: list[Any]) -> list[Hashable]:
+    """Return of each array what it is and where. Those of NumPy go to the others, in the call."""
+    device = next(x.sharding for x in leaves if isinstance(x, jax.Array))
+    return [
+        (x.aval, x.sharding) if isinstance(x, jax.Array) else (jax.typeof(x), device)
+        for x in leaves
+    ]
 
 
 def _on_mesh(x: jax.Array) -> Hashable:
-    """Return where an array lies, alike for shardings that are written in different ways."""
+    """Return what an array is and where, alike for shardings that are written in different ways."""
     sharding: Any = x.sharding
     axes = list(sharding.spec)
     while axes and axes[-1] is None:
         axes.pop()
-    return (sharding.mesh, *axes)
+    return (x.aval, sharding.mesh, *axes)
 
 
 def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:
@@ -266,11 +272,6 @@ def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:
     if value.format.layout.major_to_minor != order:
         laid = Format(Layout(order), value.sharding)
         graph.put_array(variable, jax.device_put(value, laid))
-
-
-def _array(x: Any) -> jax.Array:
-    # `jnp.asarray` would compile a program for each kind of number.
-    return x if isinstance(x, jax.Array) else jax.device_put(x)
 
 
 def _compiler_options(kind: str, leaves: list[jax.Array]) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class SeededSampling(_Sampling):
     def start(self, seeds: np.ndarray) -> Arrays:
         """Return one random state for each row and seed generator."""
         generators = self.sampler.variables
-        return {"seeds": [jnp.asarray(seeds, jnp.uint32)] * len(generators)}
+        return {"seeds": [np.asarray(seeds, np.uint32)] * len(generators)}
 
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays

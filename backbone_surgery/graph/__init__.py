@@ -24,6 +24,7 @@ from backbone_surgery.graph.keras_private import (
     sublayers,
     untracked,
     values_as_assigned,
+    variables_of,
     watching_calls,
     without_values,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "topological_nodes",
     "untracked",
     "values_as_assigned",
+    "variables_of",
     "visited_node",
     "watching_calls",
     "without_values",

@@ -140,6 +140,30 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def variables_of(layer: keras.Layer) -> list[keras.Variable]:
+    """List all variables of a layer, as its `variables` does, in half the time.
+
+    Generation asks at each call of a program.
+    """
+    found: dict[int, keras.Variable] = {}
+    seen: set[keras.Layer] = set()
+    to_visit = [layer]
+    while to_visit:
+        layer = to_visit.pop()
+        if layer in seen:
+            continue
+        seen.add(layer)
+        for variable in layer._trainable_variables:
+            found[id(variable)] = variable
+        for variable in layer._non_trainable_variables:
+            found[id(variable)] = variable
+        for generator in layer._seed_generators:
+            found[id(generator.state)] = generator.state
+        if layer._layers:
+            to_visit += layer._layers[::-1]
+    return list(found.values())
+
+
 def array_of(variable: keras.Variable) -> Any:
     """Return the array of a variable; `None` if it has none, where `value` would make one."""
     return variable._value

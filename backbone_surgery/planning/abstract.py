@@ -11,7 +11,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from backbone_surgery import target
+from backbone_surgery import graph, target
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.loop import State
@@ -91,7 +91,7 @@ def trace(
         The programs by name.
     """
     model, placement = programs.model, programs.placement
-    weights = [_weight(variable, splits, placement) for variable in model.variables]
+    weights = [_weight(variable, splits, placement) for variable in graph.variables_of(model)]
     arguments = jax.tree.map(_everywhere(placement), _arguments(model, strategy, sizes))
     cache = _cache(programs.packing, sizes)
     captures = "captures" in model.output

@@ -56,11 +56,12 @@ class RecordedSampling:
         """Return the state of each row. seeds: uint32[batch, 2]."""
         rows, steps = len(seeds), self.steps
         notes = {
-            "logprobs": jnp.zeros((rows, steps), jnp.float32),
-            "likeliest_ids": jnp.zeros((rows, steps, self.count), jnp.int32),
-            "likeliest_logprobs": jnp.zeros((rows, steps, self.count), jnp.float32),
+            "logprobs": np.zeros((rows, steps), np.float32),
+            "likeliest_ids": np.zeros((rows, steps, self.count), np.int32),
+            "likeliest_logprobs": np.zeros((rows, steps, self.count), np.float32),
         }
-        return self.rewind({"notes": notes, "draws": self._sampling.start(seeds)})
+        draws = self._sampling.start(seeds)
+        return {"notes": notes, "draws": draws, "step": np.zeros(rows, np.int32)}
 
     def rewind(self, state: Arrays) -> Arrays:
         """Have the next step be the first."""

@@ -45,7 +45,7 @@ class RowPrograms:
             "lengths": jnp.zeros(rows, jnp.int32),
             "start": jnp.zeros(rows, jnp.int32),
             "done": jnp.ones(rows, bool),
-            "draws": self.strategy.start(np.zeros((rows, 2), np.uint32)),
+            "draws": jax.device_put(self.strategy.start(np.zeros((rows, 2), np.uint32))),
             "slot": jnp.int32(1),
         }
         return {**self.lay_out(state), "cache": self.packing.new_cache(rows, length)}

@@ -114,7 +114,7 @@ class RequestSampling:
 
     def start(self, seeds: np.ndarray) -> Arrays:
         """Return the random state of each row. seeds: uint32[batch, 2]."""
-        return {"seeds": jnp.asarray(seeds, jnp.uint32)}
+        return {"seeds": np.asarray(seeds, np.uint32)}
 
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays

@@ -14,10 +14,10 @@ def to_lay(hidden_dim, platform, lora=False):
     sizes = {"hidden_dim": hidden_dim, "intermediate_dim": 32, "num_key_value_heads": 1}
     backbone = keras_hub.models.LlamaBackbone(50, 1, 2, **sizes)
     model = bs.rewire(bs.operate(backbone, []))
-    layers = layers_to_lay(model)
+    layers = layers_to_lay(model, platform)
     if lora:
         backbone.token_embedding.enable_lora(4)
-    return {v.path: order for v, order in weights_to_lay(layers, platform, lambda v: v.value)}
+    return {v.path: order for v, order in weights_to_lay(layers, lambda v: v.value)}
 
 
 HEADS = [f"transformer_layer_0/self_attention/{name}/kernel" for name in ("query", "key", "value")]
@@ -43,8 +43,8 @@ def orders_of_experts(inner_dim, platform, devices=1):
         spec = PartitionSpec(*(("model" if i == axis else None) for i in range(3)))
         return jax.ShapeDtypeStruct(variable.shape, "float32", sharding=NamedSharding(mesh, spec))
 
-    layers = layers_to_lay(bs.rewire(bs.operate(backbone, [])))
-    laid = list(weights_to_lay(layers, platform, array_of))
+    layers = layers_to_lay(bs.rewire(bs.operate(backbone, [])), platform)
+    laid = list(weights_to_lay(layers, array_of))
     return [order for variable, order in laid if "/experts/" in variable.path]
 
 

@@ -1284,3 +1284,17 @@ def test_graph_nodes_of_something_else_than_a_functional_is_refused():
     for other in (keras.Sequential([dense()]), Opaque("opaque"), dense()):
         with pytest.raises(SurgeryError, match=r"expected a Functional model"):
             graph.graph_nodes(other)
+
+
+def test_variables_are_listed_as_keras_lists_them():
+    """Once each, where layers are shared; with those that draw random numbers."""
+    shared = layers.Dense(SIZE, name="shared")
+    inner = keras.Sequential([shared, layers.Dropout(0.5), layers.BatchNormalization()])
+    x = keras.Input((SIZE,))
+    model = keras.Model(x, inner(shared(layers.GaussianNoise(0.1)(x))))
+    model = keras.Model(x, model(x))
+    model.extra = layers.Dense(2)
+    model.extra.build((None, 2))
+    variables = graph.variables_of(model)
+    assert [*map(id, variables)] == [*map(id, model.variables)]
+    assert len(variables) == 2 + 2 + 4 + 2  # weights, states of two generators, norm, extra

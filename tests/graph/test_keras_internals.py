@@ -45,6 +45,7 @@ ATTRIBUTES = {
     "_flatten_layers",
     "_trainable_variables",
     "_non_trainable_variables",
+    "_seed_generators",
     "_kernel",
     "_embeddings",
     "_value",
@@ -318,6 +319,8 @@ def test_own_variables():
     for name, count in (("_trainable_variables", 2), ("_non_trainable_variables", 2)):
         assert len(getattr(layer, name, ())) == count, moved(f"Layer.{name}")
         assert getattr(keras.Sequential([layer]), name) == [], moved(f"Layer.{name}")
+    dropout = keras.layers.Dropout(0.5, seed=1)
+    assert dropout._seed_generators == [dropout.seed_generator], moved("Layer._seed_generators")
 
 
 def test_the_array_of_a_variable():
