@@ -78,4 +78,9 @@ def _read_pairs(path: Path) -> list[tuple[str, str]]:
                 f"Received {line[:80]!r}. Correct the line, or leave it out."
             )
         pairs.append(tuple(pair))
+    if not pairs:
+        raise SurgeryError(
+            f"train-vector at '{path}': expected at least one pair of texts, a line each. Received "
+            "a file without any. Add some."
+        )
     return pairs

@@ -74,7 +74,7 @@ def test_arguments(run, args, words):
 
 
 FILES = {
-    "pairs.jsonl": (b"", "pair"),
+    "pairs.jsonl": (b"\n", "pairs.jsonl': expected at least one pair of texts"),
     "latin.jsonl": ('["caf\xe9", "x"]'.encode("latin-1"), "latin.jsonl': expected a text file"),
     "deep.jsonl": (b"[" * 100_000, "deep.jsonl:1"),
     "numbers.jsonl": (b"[1, 2]", "numbers.jsonl:1"),
@@ -90,6 +90,14 @@ def test_files_of_pairs(run, tmp_path, name):
     result = run("train-vector", tmp_path / name, tmp_path / "v.gguf")
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
+
+
+def test_a_file_without_prompts(run, tmp_path):
+    (tmp_path / "some.txt").write_text(PROMPT)
+    (tmp_path / "none.txt").write_text("\n \n")
+    result = run("sweep", tmp_path / "some.txt", tmp_path / "none.txt", "--vector", "mood")
+    assert result.exit_code == 2, result.output
+    assert "none.txt': expected a prompt on each line" in " ".join(result.stderr.split())
 
 
 def test_a_token_that_no_text_has(run, tmp_path):
