@@ -55,7 +55,7 @@ def serve(
         )
     files = parse_vectors(vector)
     template = None if chat_template is None else read_text(chat_template, "serve")
-    check_server(host, port)
+    check_server(host, port, api_key)
     lm = load(model, files, sampler, recipe, capture, mesh)
     note("compiling the programs that requests will need")
     bs.serve(

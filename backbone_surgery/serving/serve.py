@@ -47,17 +47,23 @@ def serve(
         SurgeryError: a package of the extra `serve` is missing, an argument does not fit, or
             nothing can listen on the port.
     """
-    check_server(host, port)
+    check_server(host, port, api_key)
     app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
     import_extra("serve", "uvicorn").run(app, host=host, port=port)
 
 
-def check_server(host: str, port: int) -> None:
+def check_server(host: str, port: int, api_key: str | None) -> None:
     """Refuse what no server can be started with, before a model is loaded or compiled.
 
     Raises:
         SurgeryError: see `serve`.
     """
+    if api_key is not None and (not isinstance(api_key, str) or not api_key):
+        received = "an empty one" if api_key == "" else f"one of type {type(api_key).__name__}"
+        raise SurgeryError(
+            f"serve at 'api_key': expected a text. Received {received}. Pass a key, or leave it "
+            "out to let everybody in."
+        )
     for module in (*_MODULES, "uvicorn"):
         import_extra("serve", module)
     if not is_int(port) or not 0 <= port < 2**16:
@@ -99,8 +105,6 @@ def make_server_app(
             f"serve: expected a CachedCausalLM with a preprocessor, to read and make text. "
             f"Received {shown(lm)}. Load it with `from_preset`, or attach one."
         )
-    if api_key is not None and (not isinstance(api_key, str) or not api_key):
-        raise SurgeryError("serve at 'api_key': expected a text. Received none. Leave it out.")
     if chat_template is not None:
         compile_template(chat_template)
     running = Engine(lm, **engine)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import backbone_surgery as bs
 from backbone_surgery.cli import app
 from backbone_surgery.serving.request import EngineRequest
-from backbone_surgery.serving.serve import make_server_app
+from backbone_surgery.serving.serve import check_server, make_server_app
 from backbone_surgery.serving.web import limits
 from backbone_surgery.serving.web.steering import Vectors, read_steering
 
@@ -635,6 +635,12 @@ def test_a_template_with_an_error_is_told_before_anything_is_compiled(lm, monkey
     monkeypatch.setattr(bs.Engine, "warm_up", lambda *_, **__: pytest.fail("compiled"))
     with pytest.raises(bs.SurgeryError, match="template"):
         make_server_app(lm, chat_template=template)
+
+
+@pytest.mark.parametrize(("key", "words"), [("", "an empty one"), (b"k", "one of type bytes")])
+def test_a_key_that_is_none_is_told_without_a_model(key, words):
+    with pytest.raises(bs.SurgeryError, match=f"'api_key': expected a text. Received {words}"):
+        check_server("127.0.0.1", 0, key)
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_compiled(lm, monkeypatch):
