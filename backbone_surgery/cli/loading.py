@@ -46,6 +46,7 @@ def load(
         backbone = bs.load_recipe(recipe, backbone)
     edit = getattr(backbone, "rewrites", ())
     own: set[str] = {name for x in edit if (name := getattr(x, "control", None)) is not None}
+    _check_vectors(f"--recipe '{recipe}'" if recipe else f"--model '{model}'", own, vectors or {})
     _check_controls(model, own, {*controls} - {*(vectors or ())})
     files = {name: name for name in controls if name not in own} | {**(vectors or {})}
     rewrites: list[Any] = [
@@ -58,6 +59,17 @@ def load(
     lm = bs.CachedCausalLM(backbone, preprocessor)
     lm.compile(sampler=sampler.value)
     return lm
+
+
+def _check_vectors(option: str, own: set[str], vectors: Mapping[str, str]) -> None:
+    """Refuse a vector that has the name of a control of the edit, which comes by an option."""
+    for name, file in vectors.items():
+        if name in own:
+            raise SurgeryError(
+                f"--vector at '{name}': expected a name that no control has yet. Received that of "
+                f"one in the edit of {option}. Choose another, as in --vector other={file}, or "
+                "leave the vector out."
+            )
 
 
 def _check_controls(model: str, own: set[str], names: set[str]) -> None:

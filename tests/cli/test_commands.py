@@ -183,6 +183,16 @@ def test_a_folder_with_an_edit_takes_no_other(edited_folder):
         load(str(edited_folder), recipe=edited_folder / "recipe")
 
 
+@pytest.mark.parametrize("is_recipe", [False, True])
+def test_a_vector_takes_no_name_of_the_edit(edited_folder, is_recipe):
+    model, recipe = str(edited_folder), None
+    if is_recipe:
+        model, recipe = "tiny_gpt2", edited_folder / "recipe"
+    words = r"--vector at 'tone': expected .* of one in the edit of --{} '.*--vector other=mood"
+    with pytest.raises(bs.SurgeryError, match=words.format("recipe" if is_recipe else "model")):
+        load(model, {"tone": "mood"}, recipe=recipe)
+
+
 def test_the_chat_template_of_a_folder_is_loaded(edited_folder):
     assert load(str(edited_folder)).chat_template == "{{ messages[0]['content'] }}"
 
