@@ -112,6 +112,8 @@ class Sweep:
             groups = [[r.scores[name] for r in self.rows if r.strength == s] for s in order]
             errors = [np.std(g, ddof=1) / np.sqrt(len(g)) if len(g) > 1 else 0.0 for g in groups]
             axes.errorbar(order, [np.mean(g) for g in groups], errors, marker="o", label=name)
+        if not any(axes.dataLim.intervaly):  # else matplotlib goes as far below zero as above
+            axes.update_datalim([(0, 1)], updatex=False)
         axes.set_xlabel(f"strength of {self.control}")
         axes.set_ylabel("mean score" if len(self.names) > 1 else self.names[0])
         axes.axvline(0, color="0.8", linewidth=1, zorder=0)

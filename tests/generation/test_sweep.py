@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.sweep import Sweep
+from backbone_surgery.generation.sweep import Sweep, SweepRow
 
 
 def echo(texts, **options):
@@ -67,3 +67,13 @@ def test_scores_are_taken_of_each_text():
         ("bbb", 2.0),
     ]
     assert swept.mean("length") == {0.0: 2.0, 2.0: 2.0}
+
+
+@pytest.mark.parametrize(("counts", "top"), [((0, 0), 1), ((0, 3), 3)])
+def test_counts_are_drawn_from_zero_up(counts, top):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    rows = tuple(SweepRow("x", float(i), "", {"words": n}) for i, n in enumerate(counts))
+    axes = Sweep("mood", (0.0, 1.0), rows, ("words",)).plot(ax=Figure().add_subplot())
+    assert axes.get_ylim() == pytest.approx((-0.05 * top, 1.05 * top))
