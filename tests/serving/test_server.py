@@ -319,6 +319,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"prompt": [True]}, "'prompt'.0: expected a text or an integer or a list. Received True."),
         ({"stop": 3}, "'stop': expected a text or a list. Received 3."),
         ({"stop": ["a"] * 17}, "'stop': expected a list of at most 16. Received ['a', 'a',"),
+        ({"max_tokens": 2**30 + 1}, "'max_tokens': expected at most 1073741824. Received 107374"),
         ({"max_tokens": 500}, "(its `--length`, as far as the model has positions). Received 505."),
         ({"max_tokens": 126}, "prompt: expected at most 128 tokens with the new ones, as many as"),
         ({"prompt": [[9] * 300]}, "Received 316. Shorten it, or ask for fewer."),

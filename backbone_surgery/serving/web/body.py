@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.serving.logprobs import MOST_LIKELIEST
 
 MOST_CHOICES = 16
@@ -15,6 +16,7 @@ _Some = Field(min_length=1, fail_fast=True)  # the first wrong one of millions s
 Strings = Annotated[list[str], _Some]
 TokenIds = Annotated[list[int], _Some]
 _Count = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
+_NewTokens = Annotated[int, Field(ge=0, le=LONGEST)]
 
 
 def _only(*values: Any) -> AfterValidator:
@@ -51,7 +53,7 @@ class Completion(_Body):
     """
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: _NewTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -149,7 +151,7 @@ class ChatCompletion(Completion):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], _Some]
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: _NewTokens | None = None
     logprobs: bool | None = None
     top_logprobs: _Count | None = None
     metadata: dict[str, Any] | None = None
