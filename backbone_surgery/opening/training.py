@@ -87,6 +87,12 @@ def _keeping_values(model: Any) -> Iterator[None]:
             is_lost = graph.array_of(variable) is None and value is not None
             if is_lost and not value.is_deleted():
                 graph.put_array(variable, value)
+        if str(error).startswith("Argument `optimizer_variables` must be"):  # of Keras
+            raise SurgeryError(
+                f"fit of '{model.name}': expected an optimizer for the variables that learn now. "
+                "Received one that began with others, before `enable_lora`, `quantize` or "
+                "`trainable` changed which learn. Call `compile` again."
+            ) from error
         if type(error).__name__ == "IndivisibleError":  # of JAX, which does not make it public
             reason = str(error).rpartition("implies that ")[2][:200]
             raise SurgeryError(

@@ -256,6 +256,21 @@ def test_weights_stay_where_keras_fails(backbone):
             np.testing.assert_array_equal(variable, value)
 
 
+@pytest.mark.parametrize("change", ["int8", "lora"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_optimizer_of_other_variables_is_to_be_compiled_anew(rng, change):
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+    lm.optimizer.build(lm.trainable_variables)  # as a first `fit` does
+    lm.backbone.enable_lora(2) if change == "lora" else lm.quantize("int8")
+    before = [np.array(v) for v in lm.variables]
+    x, y, _ = batch(rng)
+    with pytest.raises(bs.SurgeryError, match=r"variables that learn now.*Call `compile` again"):
+        lm.fit(x, y, verbose=0)
+    for value, variable in zip(before, lm.variables, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
 class Interrupt(keras.callbacks.Callback):
     """Stop where a batch ends, as a user does by Ctrl-C."""
 
