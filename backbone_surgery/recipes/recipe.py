@@ -56,7 +56,7 @@ def save_recipe(edited: Any, path: str | Path) -> None:
         ('blocks.1',)
     """
     folder = as_path(path, "save_recipe")
-    model = open_backbone(resolve(edited))
+    model = open_backbone(resolve(edited, "save_recipe"))
     hosts.agree(model, "save_recipe", {"path": str(folder)})  # before weights are gathered
     document, arrays = _describe(model)
     parts = {"edit": [json.dumps(document, sort_keys=True), arrays]}
@@ -136,7 +136,7 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
         with _under(document["dtype_policy"]):
             rebuilder = Rebuilder(arrays, document["layers"])
             rewrites = [rebuilder.rewrite(described) for described in document["rewrites"]]
-        model = _bundled(base) if backbone is None else resolve(backbone)
+        model = _bundled(base) if backbone is None else resolve(backbone, "load_recipe")
         if isinstance(model, EditedBackbone):
             raise SurgeryError(
                 f"load_recipe at '{model.name}': expected the backbone that the recipe was made "

@@ -47,7 +47,7 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
         >>> type(bs.merge(edited)).__name__
         'GPT2Backbone'
     """
-    edited = open_backbone(resolve(edited))
+    edited = open_backbone(resolve(edited, "merge"))
     owner = edited.owner
     check_backbone(owner, "merge")
     if is_quantized(owner):

@@ -27,8 +27,13 @@ from backbone_surgery.rewriting.wrap import BeforeBlock
 Places = Iterator[tuple[str, keras.Variable]]
 
 
-def resolve(model: Any) -> keras.Model:
-    """Return the model whose weights are meant: a task's backbone, a cached graph's source."""
+def resolve(model: Any, operation: str = "weights") -> keras.Model:
+    """Return the model whose weights are meant: a task's backbone, a cached graph's source.
+
+    Args:
+        model: what was passed.
+        operation: named in the error.
+    """
     if isinstance(model, keras_hub.models.CausalLM):
         model = model.backbone
     if isinstance(model, BackboneWithCache):
@@ -36,8 +41,9 @@ def resolve(model: Any) -> keras.Model:
     if not isinstance(model, keras.Model) or not model.weights:
         received = "a model without weights" if isinstance(model, keras.Model) else repr(model)
         raise SurgeryError(
-            f"weights: expected a built Keras model. Received {received} of type "
-            f"{type(model).__name__}. Pass a backbone, what `operate` made of one, or a task."
+            f"{operation}: expected a built Keras model. Received {received} of type "
+            f"{type(model).__name__}. Pass a backbone, what `operate` made of one, or a task; "
+            "`CachedCausalLM.from_preset` loads one by its name."
         )
     return model
 

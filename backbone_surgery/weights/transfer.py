@@ -84,7 +84,7 @@ class _Plan:
     """What is to be written where: found by comparing both sides, before anything is written."""
 
     def __init__(self, destination: Any, source: Any, only: Any, rename: Any, cast: bool) -> None:
-        self.model = resolve(destination)
+        self.model = resolve(destination, "transfer_weights")
         self.variables = variable_paths(self.model)
         self.tied = aliases(self.model)
         self.cast = cast

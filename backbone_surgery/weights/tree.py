@@ -57,9 +57,10 @@ def weights_digest(model: Any) -> str:
 
 def _agreed(model: Any, operation: str) -> dict[str, keras.Variable]:
     """Return the variables of a model by path, the same in all processes that hold it."""
+    model = resolve(model, operation)
     variables = variable_paths(model)
     shapes = [f"{path} {of_variable(variable)}" for path, variable in variables.items()]
-    hosts.agree(resolve(model), operation, {"weights": shapes})
+    hosts.agree(model, operation, {"weights": shapes})
     return variables
 
 

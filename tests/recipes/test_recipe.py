@@ -297,7 +297,8 @@ def plain(gpt2):
             "Received an edited one. Pass its `owner`",
         ),
         (lambda: plain(make_deep_gpt2()), "expected an edit of a keras_hub Backbone"),
-        (lambda: 3, "expected a built Keras model"),
+        (lambda: 3, "load_recipe: expected a built Keras model"),
+        (lambda: "tiny_gpt2", "Received 'tiny_gpt2' .*`CachedCausalLM.from_preset` loads one by"),
         (lambda: None, "expected `backbone`, since the recipe was made on a GPT2Backbone"),
     ],
 )
@@ -314,7 +315,7 @@ def test_an_edit_of_a_plain_graph_is_refused(gpt2, tmp_path):
 
 @pytest.mark.parametrize("model", [None, 3, "gpt2", keras.Sequential()])
 def test_what_is_no_model(model, tmp_path):
-    with pytest.raises(bs.SurgeryError, match="expected a built Keras model"):
+    with pytest.raises(bs.SurgeryError, match="save_recipe: expected a built Keras model"):
         bs.save_recipe(model, tmp_path / "r")
 
 

@@ -773,7 +773,7 @@ def test_leaves_that_are_no_arrays(backbone, leaf):
 
 @pytest.mark.parametrize("model", [None, 3, "name", keras.Sequential()])
 def test_models_that_are_none(model):
-    with pytest.raises(bs.SurgeryError, match="expected a built Keras model"):
+    with pytest.raises(bs.SurgeryError, match="weight_tree: expected a built Keras model"):
         bs.weight_tree(model)
 
 
