@@ -222,6 +222,7 @@ def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
     app.add_middleware(BodyLimit, most_bytes=most_bytes)
     add_errors(app, service.engine.length)
     _add_completions(app, service)
+    _add_chat(app, service)
     _add_steering(app, service)
     _add_state(app, service)
     return app
@@ -252,6 +253,8 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         answer = Answer(requests, service.name, False, body.stops, sites, echoed, count, n)
         return await service.answer(answer, body, http)
 
+
+def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletion, http: Request) -> Response:
         messages = [message.plain for message in body.messages]
