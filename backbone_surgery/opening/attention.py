@@ -15,6 +15,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import graph, target
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.kernels import calls, gpu_attention
 from backbone_surgery.opening.state import StateSpec, write_slots
 
@@ -332,6 +333,16 @@ class SelfAttention(_Attention):
         return self.mix(self.drop(pattern, training), value)
 
     def compute_output_spec(self, query, key, value, padding_mask, training=None):
+        counts = (self.num_heads, self.num_key_value_heads, self.num_key_value_heads)
+        wanted = [(count, self.head_dim) for count in counts]
+        received = [tuple(x.shape[2:]) for x in (query, key, value)]
+        if received != wanted or self.num_heads % self.num_key_value_heads:
+            raise SurgeryError(
+                f"SelfAttention at '{self.name}': expected queries, keys and values of [heads, "
+                f"size] {wanted}, as num_heads, num_key_value_heads, which "
+                f"divides it, and head_dim say. Received {received}. Pass the "
+                "numbers of the block."
+            )
         return keras.KerasTensor(query.shape, query.dtype)
 
     def state_specs(self, query, key, value, padding_mask):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import keras_hub
 from keras import tree
 
 from backbone_surgery import graph
@@ -193,6 +194,16 @@ class Family:
             return self.model_types or (self.name,)
         layers = (node.operation for node in graph.all_nodes(owner))
         return (self.model_type(next(x for x in layers if self.owns(x))),)
+
+    def policy(self, owner: keras.Model) -> Any:
+        """Return the dtype policy of a model; of one that was built by hand, that of its blocks.
+
+        To such a model Keras gives the policy of the process, whatever its layers compute in.
+        """
+        if isinstance(owner, keras_hub.models.Backbone):
+            return owner.dtype_policy
+        layers = (node.operation for node in graph.all_nodes(owner))
+        return next(x for x in layers if self.owns(x)).dtype_policy
 
     def max_positions(self, opened: keras.Model, owner: keras.Model) -> int | None:
         """Return how many positions a model has learned, or `None` when it has no limit.

@@ -122,7 +122,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             made_under=tuple(made_under),
             max_positions=family.max_positions(self, owner),
         )
-        self.dtype_policy = owner.dtype_policy
+        self.dtype_policy = family.policy(owner)
         graph.share(self)
 
     def with_defaults(self, inputs: Any) -> Any:

@@ -230,6 +230,17 @@ def test_wrong_fields_of_a_family(fields, words):
         replace(OWN, **fields)
 
 
+def test_a_clone_computes_in_the_dtype_of_its_blocks():
+    """Keras gives the policy of the process to a model that is built by hand."""
+    backbone = keras_hub.models.GPT2Backbone(50, 1, 2, 8, 16, dtype="bfloat16")
+    clone = keras.Model(backbone.input, bs.clone_layer_graph(backbone.input, backbone.output))
+    assert bs.open_backbone(clone).dtype_policy.name == "bfloat16"
+    assert bs.check(clone).tolerance == bs.check(backbone).tolerance > 1e-2
+    edited = bs.operate(clone, [bs.LowRank("blocks.0.query", rank=2)])
+    (adapter,) = edited.rewrites[0].adapters.values()
+    assert adapter.dtype_policy.name == "bfloat16"
+
+
 def one_block(embedding=layers.ReversibleEmbedding, name="token_ids", masked=True):
     """A graph with one block of GPT-2, and something about it that opening cannot use."""
     ids = keras.Input((None,), dtype="int32", name=name)
