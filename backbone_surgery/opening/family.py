@@ -14,9 +14,9 @@ import keras_hub
 from keras import tree
 
 from backbone_surgery import graph
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.graph.twin import Twin
-from backbone_surgery.numbers import is_int
+from backbone_surgery.numbers import fits, is_int
 from backbone_surgery.opening.site import BlockInput, Site
 
 OpenBlock = Callable[..., Any]
@@ -84,7 +84,7 @@ class Family:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise self._wrong("a name that is an identifier", repr(self.name))
-        if not (isinstance(self.block, type) and issubclass(self.block, keras.layers.Layer)):
+        if not _is_kind(self.block):
             raise self._wrong("`block` to be a class of Keras layers", repr(self.block))
         functions = ("open_block", "claims", "refuse", "most_positions")
         for name in (*functions, *(["model_type"] if self.model_type is not None else [])):
@@ -93,14 +93,29 @@ class Family:
         for name in ("position_layers", "pointwise_layers"):
             classes = getattr(self, name)
             classes = tuple(classes) if isinstance(classes, list | tuple) else (classes,)
-            if not all(isinstance(x, type) and issubclass(x, keras.layers.Layer) for x in classes):
+            if not all(_is_kind(x) for x in classes):
                 raise self._wrong(f"`{name}` to be classes of Keras layers", repr(classes))
             object.__setattr__(self, name, classes)
+        if self.images is not None and not _is_kind(self.images):
+            raise self._wrong("`images` to be a class of Keras layers", repr(self.images))
+        self._check_names()
         parameters = list(inspect.signature(self.block.call).parameters)
-        for name in (self.hidden_states, self.padding_mask):
+        for name in (self.hidden_states, self.padding_mask, *self.ignored, *self.further):
             if name not in parameters:
                 received = f"'{name}', where `call` takes {', '.join(parameters[1:])}"
                 raise self._wrong("the names of arguments of the block", received)
+
+    def _check_names(self) -> None:
+        """Take a string for a tuple of it; refuse what is no name."""
+        for name in ("embeddings", "sampler"):
+            if not isinstance(getattr(self, name), str):
+                raise self._wrong(f"`{name}` to be a string", repr(getattr(self, name)))
+        for name in ("ignored", "further", "position_inputs", "stop_tokens", "model_types"):
+            names = getattr(self, name)
+            names = tuple(names) if isinstance(names, list | tuple) else (names,)
+            if not all(isinstance(x, str) and x for x in names):
+                raise self._wrong(f"`{name}` to be strings", repr(names))
+            object.__setattr__(self, name, names)
 
     def _wrong(self, rule: str, received: str) -> SurgeryError:
         return SurgeryError(
@@ -168,11 +183,25 @@ class Family:
             made = self.open_block(
                 block, BlockInput()(x), padding_mask, positions, **given, **settings
             )
-            x, *lent = tree.flatten(made)
-            return [Site("block")(x), *lent]
+            made = tree.flatten(made)
+            self._check_made(made, x, lends)
+            return [Site("block")(made[0]), *made[1:]]
 
         tensors = (hidden_states, padding_mask, positions, *tree.flatten(further))
         return tree.flatten(graph.nest(name, build, *tensors))
+
+    def _check_made(self, made: list[Any], x: keras.KerasTensor, lends: bool) -> None:
+        """Check what `open_block` returned, flat, for the hidden states `x`."""
+        wanted = (None, None, x.shape[-1])
+        symbolic = all(isinstance(t, keras.KerasTensor) for t in made)
+        if symbolic and (lends or len(made) == 1) and fits(made[0].shape, wanted):
+            return
+        received = [list(t.shape) if isinstance(t, keras.KerasTensor) else shown(t) for t in made]
+        raise SurgeryError(
+            f"open by family '{self.name}': expected `open_block` to return the hidden states, a "
+            f"symbolic tensor {list(wanted)}{', and what is lent' if lends else ' alone'}. "
+            f"Received {', '.join(map(str, received))}. Return what the block gives on."
+        )
 
     def token_embedding(self, model: keras.Model) -> keras.layers.Layer:
         """Find the layer that embeds token ids, and in reverse gives the logits."""
@@ -224,6 +253,10 @@ class Family:
         if wrong:
             raise self._wrong("`most_positions` to return an int or None", repr(wrong[0]))
         return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _is_kind(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, keras.layers.Layer)
 
 
 def _embeddings(model: keras.Model) -> list[keras.layers.Layer]:

@@ -220,6 +220,12 @@ def test_what_cannot_be_registered():
         ({"position_layers": ["PositionEmbedding"]}, "`position_layers` to be classes of Keras"),
         ({"pointwise_layers": (3,)}, "`pointwise_layers` to be classes of Keras layers"),
         ({"open_block": None}, "`open_block` to be a function"),
+        ({"images": 3}, "`images` to be a class of Keras layers. Received 3"),
+        ({"sampler": None}, "`sampler` to be a string. Received None"),
+        ({"stop_tokens": ["</s>", 3]}, "`stop_tokens` to be strings"),
+        ({"model_types": ("",)}, "`model_types` to be strings"),
+        ({"further": "other"}, "the names of arguments of the block. Received 'other'"),
+        ({"ignored": ("mask",)}, "the names of arguments of the block. Received 'mask'"),
         ({"claims": True}, "`claims` to be a function"),
         ({"hidden_states": "x"}, "arguments of the block. Received 'x', where `call` takes stream"),
         ({"padding_mask": "mask"}, "the names of arguments of the block. Received 'mask'"),
@@ -228,6 +234,45 @@ def test_what_cannot_be_registered():
 def test_wrong_fields_of_a_family(fields, words):
     with pytest.raises(bs.SurgeryError, match=f"Family at .*expected .*{words}"):
         replace(OWN, **fields)
+
+
+def test_a_string_is_one_name():
+    family = replace(OWN, stop_tokens="</s>", model_types=["own"], ignored="keep")
+    assert (family.stop_tokens, family.model_types) == (("</s>",), ("own",))
+    assert family.ignored == ("keep",)
+
+
+def of_heads(**settings):
+    def open_block(block, hidden_states, padding_mask, positions):
+        query, key, value = (block.project[n](hidden_states) for n in block.project)
+        attention = bs.SelfAttention(**{**HEADS, **settings})
+        return hidden_states + block.mix(attention(query, key, value, padding_mask))
+
+    return open_block
+
+
+HEADS = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "scale": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("open_block", "words"),
+    [
+        (lambda block, x, mask, positions: None, "alone. Received None"),
+        (lambda block, x, mask, positions: np.ones(16), "a symbolic tensor .*Received an array"),
+        (lambda block, x, mask, positions: [x, x], r"alone. Received \[None, None, 16\], "),
+        (lambda block, x, mask, positions: layers.Dense(7)(x), r"16\] alone. Received .* 7\]"),
+        (of_heads(num_key_value_heads=4), r"SelfAttention at .*\(4, 4\)\].*Received .*\(2, 4\)"),
+        (of_heads(num_heads=2), r"\[\(2, 4\), .*Received \[\(4, 4\), "),
+        (of_heads(head_dim=8), r"\[\(4, 8\), .*Received \[\(4, 4\), "),
+    ],
+)
+def test_what_open_block_must_do(open_block, words):
+    class Block(OwnBlock):
+        pass
+
+    bs.register_family(bs.Family("wrong", Block, open_block, "stream", "keep"))
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.open_backbone(make_own(Block))
 
 
 def test_a_clone_computes_in_the_dtype_of_its_blocks():
