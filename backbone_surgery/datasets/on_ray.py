@@ -88,7 +88,8 @@ def _shut_down(ray: Any) -> None:
 def _unreachable(job: Job, address: str, error: Exception) -> SurgeryError:
     return SurgeryError(
         f"{job.operation} at '{address}': expected a cluster of Ray that answers. Received "
-        f"{type(error).__name__}: {str(error)[:1000]} Start the job again to go on."
+        f"{type(error).__name__}: {str(error)[:1000]} Start the job again to go on, with "
+        "RAY_AUTH_MODE=token in its environment if the cluster asks for a token."
     )
 
 
@@ -117,8 +118,7 @@ def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Ite
         batch_size=1,
         compute=data.ActorPoolStrategy(size=min(workers, count)),
         num_gpus=gpus,
-        num_cpus=1,
-        scheduling_strategy="SPREAD",
+        num_cpus=1,  # spread over the nodes, as Ray Data does by itself
     )
     # Blocks that are fetched ahead are asked for by a thread that may outlive the iteration.
     for batch in done.iter_batches(batch_size=1, prefetch_batches=0):

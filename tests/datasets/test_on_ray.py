@@ -90,3 +90,13 @@ def test_a_worker_with_another_model_is_refused(lines, tmp_path):
     with pytest.raises(bs.SurgeryError, match=r"expected the model and .*Received another edit"):
         bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **OPTIONS)
     assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_a_cluster_that_does_not_answer_may_ask_for_a_token(lines, tmp_path, monkeypatch):
+    def init(**options):
+        raise ConnectionError("Failed to connect")
+
+    monkeypatch.setattr(ray, "init", init)
+    words = "expected a cluster of Ray that answers. Received ConnectionError.* RAY_AUTH_MODE=token"
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.generate_dataset(make, lines, tmp_path / "out", ray="auto", **OPTIONS)
