@@ -285,7 +285,7 @@ def register_family(family: Family) -> Family:
             f"register_family: expected a `backbone_surgery.Family`. Received {family!r} of type "
             f"{type(family).__name__}. Describe the architecture with one."
         )
-    if _families.setdefault(family.name, family) is not family:
+    if _families.setdefault(family.name, family) != family:
         raise SurgeryError(
             f"register_family at '{family.name}': expected a name that no other family has. "
             f"Received one that is known already, for {_families[family.name].block.__name__}. "
