@@ -305,4 +305,4 @@ def _suspects(model: EditedBackbone) -> str:
     known = ("keras_hub", "backbone_surgery", "keras.src")
     layers = {n.operation.name: n.operation for n in graph.all_nodes(model)}
     names = [name for name, layer in layers.items() if not type(layer).__module__.startswith(known)]
-    return ", ".join(f"'{n}'" for n in names) or "the layers that were put into the graph"
+    return ", ".join(f"'{n}'" for n in names) or "the layer that `rewire` names"

@@ -73,9 +73,10 @@ class Probe:
             raise SurgeryError(
                 f"rewire at '{operation.name}' ({type(operation).__name__}): expected a layer that "
                 f"works on each token alone. Received one that {fault}. If it is a decoder block, "
-                "describe it by `backbone_surgery.Family`; if it looks back, give it state, see "
-                "docs/state.md; if you know that it is right, pass "
-                f"`trust=['{operation.name}']`."
+                "describe it by `backbone_surgery.Family`; if it numbers the tokens, it needs "
+                "`positions=`, in `open_block` or by the family's `position_layers`; if it looks "
+                "back, give it state, see docs/state.md; "
+                f"if you know that it is right, pass `trust=['{operation.name}']`."
             )
         _passed[operation].add(call)
 

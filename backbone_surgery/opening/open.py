@@ -46,6 +46,7 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
     family = find_family(backbone)
     graph.share(backbone)
     inputs = _inputs(backbone)
+    _check_names(backbone, family)
     if len(tree.flatten(backbone.output)) != 1:
         raise SurgeryError(
             f"open at '{backbone.name}': expected one output, the hidden states. Received "
@@ -196,3 +197,14 @@ def _inputs(model: keras.Model) -> dict[str, keras.KerasTensor]:
             f"Received {sorted(inputs)}. Keep the inputs of the backbone."
         )
     return inputs
+
+
+def _check_names(backbone: keras.Model, family: Family) -> None:
+    """Refuse a layer with the name of an input of the cached graph: Keras would fail on two."""
+    ours = {"positions", "cache_mask", "cache_update_index"} - set(family.position_inputs)
+    taken = [x.operation.name for x in graph.graph_nodes(backbone) if x.operation.name in ours]
+    if taken:
+        raise SurgeryError(
+            f"open at '{backbone.name}': expected layers of other names than {sorted(ours)}, which "
+            f"are inputs of a cached graph. Received '{taken[0]}'. Rename the layer."
+        )

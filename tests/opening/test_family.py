@@ -127,6 +127,30 @@ def test_layers_of_positions_are_a_list_or_have_no_last_one():
     assert "opened" in bs.check(backbone).errors
 
 
+def with_positions(block, name):
+    """A backbone whose positions its family does not list."""
+    backbone = make_own(block)
+    x = backbone.get_layer("token_embedding").output
+    number = keras_hub.layers.PositionEmbedding(20, name=name)
+    x = layers.Add()([x, number(x)])
+    x = backbone.get_layer("block_0")(x, backbone.input["padding_mask"])
+    return keras.Model(backbone.input, x)
+
+
+def test_positions_that_a_family_does_not_list_are_told_of():
+    class Learned(OwnBlock):
+        pass
+
+    bs.register_family(bs.Family("learned", Learned, open_own, "stream", "keep"))
+    model = with_positions(Learned, "number")
+    with pytest.raises(bs.SurgeryError, match=r"'number' .*by the family's `position_layers`"):
+        bs.rewire(model)
+    with pytest.raises(bs.CacheMismatchError, match="look at the layer that `rewire` names"):
+        bs.check(model)
+    with pytest.raises(bs.SurgeryError, match=r"other names .* Received 'positions'. Rename"):
+        bs.open_backbone(with_positions(Learned, "positions"))
+
+
 def test_a_limit_of_positions_that_is_no_number_is_refused():
     class Limited(OwnBlock):
         pass
