@@ -339,9 +339,8 @@ class SelfAttention(_Attention):
         if received != wanted or self.num_heads % self.num_key_value_heads:
             raise SurgeryError(
                 f"SelfAttention at '{self.name}': expected queries, keys and values of [heads, "
-                f"size] {wanted}, as num_heads, num_key_value_heads, which "
-                f"divides it, and head_dim say. Received {received}. Pass the "
-                "numbers of the block."
+                f"size] {wanted}, by its num_heads, num_key_value_heads, which divides that, and "
+                f"head_dim. Received {received}. Pass the numbers of the block."
             )
         return keras.KerasTensor(query.shape, query.dtype)
 
