@@ -317,6 +317,8 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"prompt": [[1], []]}, "'prompt'.1: expected a list of at least 1. Received []."),
         ({"prompt": [[1], ["a"]]}, "'prompt'.1.0: expected an integer. Received 'a'."),
         ({"prompt": [True]}, "'prompt'.0: expected a text or an integer or a list. Received True."),
+        ({"stop": ""}, "'stop': expected a text that is not empty. Received ''."),
+        ({"stop": ["a", ""]}, "'stop'.1: expected a text that is not empty. Received ''."),
         ({"stop": 3}, "'stop': expected a text or a list. Received 3."),
         ({"stop": ["a"] * 17}, "'stop': expected a list of at most 16. Received ['a', 'a',"),
         ({"max_tokens": 2**30 + 1}, "'max_tokens': expected at most 1073741824. Received 107374"),

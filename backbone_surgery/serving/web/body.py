@@ -16,6 +16,7 @@ _Some = Field(min_length=1, fail_fast=True)  # the first wrong one of millions s
 Strings = Annotated[list[str], _Some]
 TokenIds = Annotated[list[int], _Some]
 _Count = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
+_Text = Annotated[str, Field(min_length=1)]
 _NewTokens = Annotated[int, Field(ge=0, le=LONGEST)]
 
 
@@ -58,7 +59,7 @@ class Completion(_Body):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop: _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

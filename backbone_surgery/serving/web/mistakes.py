@@ -20,6 +20,7 @@ _WORDS = {
     "list_type": "a list",
     "model_attributes_type": "an object",
     "model_type": "an object",
+    "string_too_short": "a text that is not empty",
     "string_type": "a text",
     "too_long": "a list of at most {max_length}",
     "too_short": "a list of at least {min_length}",
@@ -62,7 +63,8 @@ def _path(error: Mapping[str, Any]) -> list[Any]:
     _, *path = error["loc"]
     if not path or error["type"] == "json_invalid":
         return ["body"]
-    return [path[0], *(p for p in path[1:] if p != "str" and "[" not in str(p))]
+    texts = "str", "constrained-str"
+    return [path[0], *(p for p in path[1:] if p not in texts and "[" not in str(p))]
 
 
 def _expected(error: Mapping[str, Any]) -> str:
