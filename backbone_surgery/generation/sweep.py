@@ -153,8 +153,8 @@ def sweep(
         A `Sweep`.
 
     Raises:
-        SurgeryError: no prompts or strengths, a score that is no number, or what `generate`
-            refuses.
+        SurgeryError: no prompts or strengths, a score that is no finite number, or what
+            `generate` refuses.
     """
     if getattr(lm, "preprocessor", None) is None or not hasattr(lm, "programs"):
         raise SurgeryError(

@@ -1,5 +1,6 @@
 """Scores: functions of a generated text, and what they return."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def read_scores(operation: str, score: Any) -> dict[str, Score]:
 
 
 def score_text(operation: str, name: str, function: Score, text: str) -> float:
-    """Return the score of a text."""
+    """Return the score of a text, a finite number."""
     try:
         value = function(text)
     except Exception as error:  # it is the user's
@@ -33,9 +34,15 @@ def score_text(operation: str, name: str, function: Score, text: str) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError("text is no number, whatever it spells")
-        return float(value)
+        number = float(value)
     except Exception as error:  # whatever the conversion of an object runs into
         raise SurgeryError(
             f"{operation} at score '{name}': expected a function that returns a number. Received "
             f"{shown(value)} for the text {shown(text)}. Return one number."
         ) from error
+    if not math.isfinite(number):
+        raise SurgeryError(
+            f"{operation} at score '{name}': expected a finite number. Received {number} for the "
+            f"text {shown(text)}. Return another number for such a text."
+        )
+    return number

@@ -35,6 +35,10 @@ WITHOUT_TEXT = SimpleNamespace(preprocessor=None, programs="any", generate=echo)
             lambda: bs.sweep(LM, "x", "mood", [1.0], lambda text: "1"),
             "at score 'score': expected a function that returns a number. Received '1'",
         ),
+        (
+            lambda: bs.sweep(LM, "x", "mood", [1.0], lambda text: float("nan")),
+            "at score 'score': expected a finite number. Received nan",
+        ),
         (lambda: Sweep("mood", (), (), ()).plot(), "plot of a sweep: expected scores"),
         (lambda: Sweep("mood", (), (), ()).plot("x"), "plot of a sweep at 'x': expected a file"),
         (lambda: Sweep("mood", (), (), ("a",)).mean("b"), r"at score 'b': expected one of \['a'\]"),
