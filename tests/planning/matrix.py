@@ -30,7 +30,7 @@ def compile_kind(chip, name, kind):
     backbone = ROWS[name].make(**({"dtype": kind} if kind in DTYPES else {}))
     if kind in MODES:
         tokens = np.ones((8, 2), "int32")
-        backbone({"token_ids": tokens, "padding_mask": tokens})  # Keras wants all layers built
+        backbone({x.name: tokens for x in backbone.inputs})  # Keras wants all layers built
         backbone.quantize(kind)
     direction, vector = np.random.default_rng(0).normal(size=(2, backbone.hidden_dim))
     edits = {
