@@ -1,5 +1,7 @@
 """Prompts: from what a user passes to `generate` to rows of token ids, and back to text."""
 
+import contextlib
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +11,9 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.chat import ChatPrompt, chat_ids
 from backbone_surgery.numbers import read_array, read_mask
+
+_first_use = threading.Lock()
+"""Held while Keras builds a preprocessor, at its first text: threads that do so at once fail."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,11 @@ def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
     if not texts:
         return Prompts([])
     try:
-        tokens = preprocessor.tokenizer(texts)
-        longest = max((len(t) for t in tokens), default=0)
-        packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
+        built = getattr(preprocessor, "built", True)
+        with contextlib.nullcontext() if built else _first_use:
+            tokens = preprocessor.tokenizer(texts)
+            longest = max((len(t) for t in tokens), default=0)
+            packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
     except Exception as error:
         raise SurgeryError(
             f"{operation} at 'inputs': expected text that the tokenizer can read. Received "

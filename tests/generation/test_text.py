@@ -1,10 +1,14 @@
 """Text in, text out, with the bundled models: as KerasHub does it, and streamed."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.prompts import read_prompts
 
 PROMPTS = ["Once upon a time there was a girl named Lily.", "Tom had a red ball. It was"]
 BUNDLED = ["tiny_gpt2", "tiny_gemma"]
@@ -142,6 +146,25 @@ def test_stream_holds_back_unfinished_characters():
 @pytest.mark.slow
 def test_empty_prompt_starts_from_the_start_token(lm, upstream):
     assert lm.generate("", max_length=20) == upstream.generate("", max_length=20)
+
+
+def test_threads_may_bring_the_first_texts_at_once(lm):
+    """As when a server that has just begun is asked for three columns."""
+    preprocessor = type(lm.preprocessor)(lm.preprocessor.tokenizer, sequence_length=32)
+    build = preprocessor.build
+
+    def slowly(shape):
+        time.sleep(0.05)
+        build(shape)
+
+    preprocessor.build = slowly
+    with ThreadPoolExecutor(4) as threads:
+        read = [
+            threads.submit(read_prompts, text, preprocessor, 2**20, "x") for text in PROMPTS * 2
+        ]
+    alone = read_prompts(PROMPTS, lm.preprocessor, *others[1:]).rows
+    for prompts, row in zip(read, alone * 2, strict=True):
+        np.testing.assert_array_equal(prompts.result().rows[0], row)
 
 
 def test_bad_prompts(lm):

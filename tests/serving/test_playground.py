@@ -61,7 +61,8 @@ def texts(page, columns=3):
     """Generate, wait until all columns are coloured, and return their texts."""
     page.click("#go")
     for i in range(columns):
-        page.wait_for_selector(f".column:nth-child({i + 1}) .out span[title]")
+        page.wait_for_selector(f".column:nth-child({i + 1}) .out span[title], #error:not(:empty)")
+        assert page.inner_text("#error") == ""
     return [node.inner_text() for node in page.query_selector_all(".out")]
 
 
