@@ -162,7 +162,7 @@ def test_threads_may_bring_the_first_texts_at_once(lm):
         read = [
             threads.submit(read_prompts, text, preprocessor, 2**20, "x") for text in PROMPTS * 2
         ]
-    alone = read_prompts(PROMPTS, lm.preprocessor, *others[1:]).rows
+    alone = read_prompts(PROMPTS, lm.preprocessor, 2**20, "x").rows
     for prompts, row in zip(read, alone * 2, strict=True):
         np.testing.assert_array_equal(prompts.result().rows[0], row)
 
