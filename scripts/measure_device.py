@@ -24,6 +24,8 @@ from bench_machine import describe, read_bandwidth
 from bench_peers import KerasHub, Ours, Work
 from measure_accelerators import LENGTH, LENGTHS, MODELS, PROMPT, on_record
 
+from backbone_surgery.planning.hlo import read_step
+
 MODES = ("int8", "int4")
 
 
@@ -130,6 +132,18 @@ def profile(contender, work, folder):
     }
 
 
+def counted(lm):
+    """Return what the device's own compiler made of a token, to hold beside what is on paper."""
+    program = lm.programs.compiled("decode")[-1]
+    step = read_step(program.as_text(), in_loop=True)
+    counts = {
+        "kernels": step.kernels.total(),
+        "step_bytes": step.bytes,
+        "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+    }
+    return counts, dict(step.instructions)
+
+
 def run(case, options):
     """Measure one case."""
     keras.config.set_dtype_policy("bfloat16")
@@ -142,6 +156,7 @@ def run(case, options):
     if case.mode:
         ours.lm.quantize(case.mode)
     tokens, line["ours"] = measure(ours, work, options.runs)
+    line["compiled"], line["instructions"] = counted(ours.lm)
     if options.profile:
         line["profile"] = profile(ours, work, options.profile)
     if options.keras_hub:
@@ -152,6 +167,7 @@ def run(case, options):
         for on_paper in (x for x in on_record() if kept.items() <= x.items()):
             line["estimated_us"] = on_paper["ours"]["estimated_seconds"] * 1e6
             line["least_bytes"] = on_paper["least_bytes"]
+            line["on_paper"] = {k: on_paper["ours"][k] for k in ("kernels", "step_bytes")}
     return line
 
 
@@ -179,7 +195,7 @@ def main():
         except Exception as error:  # the others go on
             line = {"case": case.text, "error": repr(error)[:2000]}
         result["lines"].append(line)
-        shown = {k: v for k, v in line.items() if k != "profile"}
+        shown = {k: v for k, v in line.items() if k not in ("profile", "instructions")}
         print(json.dumps(shown), flush=True)
         if options.write:
             options.write.write_text(json.dumps(result, indent=1) + "\n")

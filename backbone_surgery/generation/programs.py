@@ -22,6 +22,7 @@ from backbone_surgery import graph, hosts, target
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
 from backbone_surgery.generation import loop
+from backbone_surgery.generation.host_arrays import bundle
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.opening.placement import check_stayed
@@ -35,6 +36,9 @@ _LOOP_AS_GRAPH = {
     "xla_gpu_graph_min_graph_size": 1,  # the loop alone is one
 }
 """Options of XLA's compiler for a GPU of NVIDIA."""
+
+_WITH_BRANCHES = ("decode", "insert")
+"""Kinds of programs with loops or branches, at which the host would wait for the GPU."""
 
 _STRATEGIES = 16
 """How many strategies keep their programs: a sampler that was changed does not run its old ones."""
@@ -133,7 +137,13 @@ class Programs(Forward):
         return run, (1,) if strategy.width == 1 else ()  # beams make the cache larger than it came
 
     def decode(
-        self, strategy: Strategy, state: State, arguments: State, until: int, one_of: int = 1
+        self,
+        strategy: Strategy,
+        state: State,
+        arguments: State,
+        until: int,
+        one_of: int = 1,
+        weights: list[jax.Array] | None = None,
     ) -> tuple[State, State]:
         """Go on until a slot, or until every row is done. Takes the state over: it is donated.
 
@@ -143,12 +153,14 @@ class Programs(Forward):
             arguments: see `prefill`.
             until: the slot.
             one_of: see `one_of`.
+            weights: what `weights` returned; as they are now, by default.
 
         Returns:
             The state to go on from, and copies of what is read of it, which outlive it.
         """
         run, donate = self.decode_program(strategy, one_of)
-        args = (self.weights(), state, arguments, np.int32(until))
+        weights = self.weights() if weights is None else weights
+        args = (weights, state, arguments, np.int32(until))
         return self.run("decode", strategy, run, args, donate, one_of)
 
     def one_of(self, count: int, rows: int) -> int:
@@ -222,9 +234,13 @@ class Programs(Forward):
         """
         if self.placement is not None:
             args = self.placement.put(args)
+        bundled = None
+        if self.placement is None and self.platform != "cpu":
+            bundled, args = bundle(args)
+            run, donate = bundled.opened(run), tuple(i + 1 for i in donate)
         leaves, structure = jax.tree.flatten(args)
         places = _on_device(leaves) if self.placement is None else map(_on_mesh, leaves)
-        key = (kind, *static, structure, *places)
+        key = (kind, *static, structure, bundled, *places)
         programs = self._programs_of(strategy)
         program = programs.get(key)
         if program is None:
@@ -274,13 +290,13 @@ def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:
         graph.put_array(variable, jax.device_put(value, laid))
 
 
-def _compiler_options(kind: str, leaves: list[jax.Array]) -> dict[str, Any]:
-    """Have a GPU of NVIDIA run the whole loop as one CUDA graph: else it waits for the host.
+def _compiler_options(kind: str, leaves: list[Any]) -> dict[str, Any]:
+    """Have a GPU of NVIDIA run loops and branches in one CUDA graph: else it waits for the host.
 
     Unless the user said by XLA_FLAGS what becomes a graph.
     """
-    devices = leaves[0].devices()
-    is_alone = kind == "decode" and len(devices) == 1
+    devices = next(x for x in leaves if hasattr(x, "devices")).devices()
+    is_alone = kind in _WITH_BRANCHES and len(devices) == 1
     is_chosen = _GRAPHS in os.environ.get("XLA_FLAGS", "")
     return _LOOP_AS_GRAPH if is_alone and all(map(_is_cuda, devices)) and not is_chosen else {}
 

@@ -6,6 +6,7 @@ in Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -215,24 +216,23 @@ def _attend_one(
     start, slot = ends_ref[0] // block, ends_ref[1]
     own = pl.ds(pl.program_id(1) * sizes.groups, rows)
     query = gpu.load(token_ref.at[own, :], is_number)
-    new = _write(token_ref, written_refs, sizes, slot, (slot // block - start) % parts == part)
     slopes = gpu.load(slopes_ref, is_row).astype("float32") if has[0] else None
+
+    def capped(scores: Any) -> Any:
+        return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
 
     def add(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         begin = (start + part + i * parts) * block
         first = jnp.minimum(begin, sizes.slots - block)  # the last block may overlap
         slots = first + jnp.arange(block)
         is_seen = (mask_ref[pl.ds(first, block)] != 0) & (slots >= begin)
-        key, value = (
-            _block(ref, first, sizes, slots == slot, one)
-            for ref, one in zip((keys_ref, values_ref), new, strict=True)
-        )
-        scores = gpu.dot(query, key.T)
-        if soft_cap is not None:
-            scores = jnp.tanh(scores / soft_cap) * soft_cap
+        if written_refs:  # what is new may not be there yet
+            is_seen &= slots != slot
+        key, value = (_block(ref, first, sizes) for ref in (keys_ref, values_ref))
+        scores = capped(gpu.dot(query, key.T))
         if slopes is not None:
             scores -= slopes[:, None] * (slot - slots).astype("float32")[None]
-        return _more(carry, scores, is_seen[None], value)
+        return _more(carry, scores, is_seen[None], lambda x: gpu.dot(x.astype(value.dtype), value))
 
     highest, total = jnp.full((rows,), _UNSEEN, "float32"), jnp.zeros((rows,), "float32")
     if has[1]:  # the sinks, in the first part alone
@@ -240,7 +240,14 @@ def _attend_one(
         highest, total = jnp.where(part == 0, sinks, highest), jnp.where(part == 0, 1.0, total)
     count = pl.cdiv(slot // block + 1 - start - part, parts)
     carry = (jnp.zeros((rows, width), "float32"), highest, total)
-    mixed, highest, total = jax.lax.fori_loop(0, count, add, carry)
+    carry = jax.lax.fori_loop(0, count, add, carry)
+    if written_refs:
+        is_own = (slot // block - start) % parts == part
+        key, value = _write(token_ref, written_refs, sizes, slot, is_own)
+        scores = capped(jnp.sum(query.astype("float32") * key[None], axis=1, keepdims=True))
+        is_seen = is_own & (mask_ref[pl.ds(slot, 1)] != 0)
+        carry = _more(carry, scores, is_seen[None], lambda x: x * value[None])
+    mixed, highest, total = carry
     divisor = jnp.where(total > 0, total, 1.0)
     gpu.store(mixed_ref, (mixed / divisor[:, None]).astype(mixed_ref.dtype), is_number)
     gpu.store(log_ref, jnp.where(total > 0, highest + jnp.log(divisor), _UNSEEN), is_row)
@@ -249,27 +256,22 @@ def _attend_one(
 def _write(
     token_ref: Any, written_refs: list[Any], sizes: _Sizes, slot: Any, is_own: Any
 ) -> tuple[Any, Any]:
-    """Write the key and the value of a head, if they are there and this is the part to do so.
-
-    Returns:
-        Both; `None` where they were written before.
-    """
+    """Write the key and the value of a head, if this is the part to do so, and return both."""
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
 
-    if not written_refs:
-        return None, None
     width = sizes.filled[1]
     is_column = jnp.arange(width) < sizes.size
     rows = [sizes.heads * (sizes.groups + i) + pl.program_id(1) for i in (0, 1)]
     new = [gpu.load(token_ref.at[row, :], is_column) for row in rows]
     for ref, one in zip(written_refs, new, strict=True):
         gpu.store(ref.at[pl.ds(slot, 1), :], one[None], (is_column & is_own)[None])
-    return new[0], new[1]
+    key, value = (x.astype("float32") for x in new)
+    return key, value
 
 
-def _block(ref: Any, first: Any, sizes: _Sizes, is_new: Any, new: Any) -> Any:
-    """Read some slots of a head, [block, width]; what is new may not be there yet."""
+def _block(ref: Any, first: Any, sizes: _Sizes) -> Any:
+    """Read some slots of a head, [block, width]."""
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
 
@@ -277,18 +279,19 @@ def _block(ref: Any, first: Any, sizes: _Sizes, is_new: Any, new: Any) -> Any:
     is_column = None
     if width > sizes.size:
         is_column = jnp.broadcast_to(jnp.arange(width) < sizes.size, (sizes.block, width))
-    there = gpu.load(ref.at[pl.ds(first, sizes.block), :], is_column)
-    return there if new is None else jnp.where(is_new[:, None], new[None], there)
+    return gpu.load(ref.at[pl.ds(first, sizes.block), :], is_column)
 
 
-def _more(carry: tuple[Any, Any, Any], scores: Any, is_seen: Any, value: Any) -> tuple:
+def _more(
+    carry: tuple[Any, Any, Any], scores: Any, is_seen: Any, mix: Callable[[Any], Any]
+) -> tuple[Any, Any, Any]:
     """Go on with a softmax by further scores, and mix their values.
 
     Args:
         carry: what was mixed so far, the highest score, and the sum of what is mixed.
         scores: float32[rows, block].
         is_seen: bool[1, block].
-        value: [block, width].
+        mix: multiplies shares, float32[rows, block], and values, to float32[rows, width].
     """
     import jax.numpy as jnp
 
@@ -297,8 +300,7 @@ def _more(carry: tuple[Any, Any, Any], scores: Any, is_seen: Any, value: Any) ->
     above = jnp.maximum(highest, jnp.max(scores, axis=1))
     shares = jnp.where(is_seen, jnp.exp(scores - above[:, None]), 0.0)
     kept = jnp.exp(highest - above)
-    mixed = mixed * kept[:, None] + gpu.dot(shares.astype(value.dtype), value)
-    return mixed, above, total * kept + jnp.sum(shares, axis=1)
+    return mixed * kept[:, None] + mix(shares), above, total * kept + jnp.sum(shares, axis=1)
 
 
 def _together(mixed: Any, logs: Any) -> Any:

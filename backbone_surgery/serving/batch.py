@@ -129,7 +129,7 @@ class RowBatch:
             "stop_ids": self.stop_ids[row : row + 1].copy(),
             "settings": {name: value[None] for name, value in settings.items()},
             "draws": self.programs.strategy.start(job.seeds),
-            "controls": prefill.controls,
+            "controls": job.controls,
         }
         self.state, self.controls, first = self.programs.insert(
             self.state, self.controls, prefill.staging, new, prefill.length
@@ -160,12 +160,8 @@ class RowBatch:
             "stop_ids": self.stop_ids.copy(),
             "budget": self.budget.copy(),
         }
-        programs, first = self.programs, self.slot
-        self.state["draws"] = programs.strategy.rewind(self.state["draws"])
-        self.state, copies = programs.programs.decode(
-            programs.strategy, self.state, arguments, until
-        )
-        self.slot = until
+        first, self.slot = self.slot, until
+        self.state, copies = self.programs.decode(self.state, arguments, until)
         rows = [Running(job, i, int(self.start[i])) for i in running if (job := self.jobs[i])]
         return Chunk(copies, rows, first, until)
 

@@ -65,7 +65,7 @@ class RecordedSampling:
 
     def rewind(self, state: Arrays) -> Arrays:
         """Have the next step be the first."""
-        return {**state, "step": jnp.zeros(len(state["notes"]["logprobs"]), jnp.int32)}
+        return {**state, "step": np.zeros(len(state["notes"]["logprobs"]), np.int32)}
 
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays

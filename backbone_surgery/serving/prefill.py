@@ -51,7 +51,6 @@ class Prefill:
         self.logits: jax.Array | None = None
         self.key: Key = b""
         self.length = self._length(0)
-        self.controls = jax.device_put(job.controls)
         self.staging: State = {"cache": programs.packing.new_cache(1, self.length)}
         if specs:
             self.staging["captures"] = programs.new_captures(1, self.length)
@@ -102,7 +101,7 @@ class Prefill:
             "token_ids": padded,
             "first": np.int32(first),
             "count": np.int32(len(token_ids)),
-            "controls": self.controls,
+            "controls": self.job.controls,
         }
         self.staging, logits = self.programs.extend(self.staging, arguments, self.length)
         if self.kept is not None and key is not None:

@@ -6,7 +6,8 @@ prefilled row is put where its tokens end at the slot, and all rows can be moved
 positions are explicit, and no value changes.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,12 +30,28 @@ class RowPrograms:
         programs: those of the model; what is compiled here is kept and counted there.
         strategy: how tokens are chosen.
         rows: how many rows there are.
+
+    Attributes:
+        weights: of all variables, inside `weights_of_now`.
     """
 
     def __init__(self, programs: Programs, strategy: RecordedSampling, rows: int) -> None:
         self.programs, self.strategy, self.rows = programs, strategy, rows
         self.model, self.packing = programs.model, programs.packing
         self.capture_specs = self.model.output.get("captures", {})
+        self.weights: list[jax.Array] = []
+
+    @contextlib.contextmanager
+    def weights_of_now(self) -> Iterator[None]:
+        """Have all that runs inside use the weights as they are now.
+
+        To look them up takes a good part of the time in which a program is started.
+        """
+        self.weights = self.programs.weights()
+        try:
+            yield
+        finally:
+            self.weights = []  # they may change, and are not to be kept beside the new ones
 
     def new_state(self, length: int) -> State:
         """Make a decode state of rows that have all ended."""
@@ -80,7 +97,7 @@ class RowPrograms:
         def run(weights: Any, staging: State, chunk: State) -> tuple[State, jax.Array]:
             return self._extend(weights, staging, chunk, length)
 
-        args = (self.programs.weights(), staging, chunk)
+        args = (self.weights, staging, chunk)
         return self.programs.run("extend", self.strategy, run, args, (1,), length)
 
     def insert(
@@ -112,6 +129,14 @@ class RowPrograms:
             "insert", self.strategy, run, args, (0, 1), staged
         )
         return {**state, **others}, controls, first
+
+    def decode(self, state: State, arguments: State, until: int) -> tuple[State, State]:
+        """Run a chunk of steps, whose log-probabilities are noted from the first on.
+
+        See `Programs.decode`.
+        """
+        state = {**state, "draws": self.strategy.rewind(state["draws"])}
+        return self.programs.decode(self.strategy, state, arguments, until, weights=self.weights)
 
     def cut(self, staging: State, first: int, count: int, length: int) -> State:
         """Copy what some slots of a staging cache hold, and the state that has none.

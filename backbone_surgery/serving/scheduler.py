@@ -144,7 +144,8 @@ class Scheduler:
         """Admit jobs, run one chunk of steps, and hand out tokens; whether there is more to do."""
         with self._lock:
             try:
-                self._step()
+                with self.programs.weights_of_now():
+                    self._step()
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -165,7 +166,7 @@ class Scheduler:
     def warm_up(self, captures: bool) -> None:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
         controls = _one_row(self.lm.opened)
-        with self._lock:
+        with self._lock, self.programs.weights_of_now():
             for kept in {False, captures}:
                 warm_up(
                     self.programs,
@@ -247,7 +248,7 @@ class Scheduler:
 
     def _check_weights(self) -> None:
         """Empty the prefix cache if a weight is not what it was."""
-        weights = self.lm.programs.weights()
+        weights = self.programs.weights
         before = [ref() for ref in self._weights]
         same = len(before) == len(weights) and all(
             a is b for a, b in zip(before, weights, strict=True)

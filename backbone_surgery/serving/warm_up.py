@@ -50,7 +50,7 @@ def warm_up(
             "stop_ids": np.zeros((rows, stop_ids), np.int32),
             "budget": np.ones(rows, np.int32),
         }
-        state, _ = programs.programs.decode(programs.strategy, state, arguments, 2)
+        state, _ = programs.decode(state, arguments, 2)
         for size in (n for n in lengths if n < length):
             programs.shift(state, 0, size)
         programs.shift(state, 0, length)
@@ -71,7 +71,7 @@ def _run_prompt(
             "token_ids": np.zeros((1, size), np.int32),
             "first": np.int32(0),
             "count": np.int32(1),
-            "controls": jax.device_put(controls),
+            "controls": controls,
         }
         staging, logits = programs.extend(staging, part, length)
     if keeps_prefixes:
@@ -91,7 +91,7 @@ def _new_row(programs: RowPrograms, controls: State, stop_ids: int, logits: jax.
         "stop_ids": np.zeros((1, stop_ids), np.int32),
         "settings": {name: value[None] for name, value in Sampling().arrays().items()},
         "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
-        "controls": jax.device_put(controls),
+        "controls": controls,
     }
 
 

@@ -180,7 +180,10 @@ def test_generate_takes_many_prompts_with_settings_for_each(lm):
 
 
 @pytest.mark.slow
-def test_mixed_requests_compile_nothing_after_the_warm_up(lm):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_mixed_requests_compile_nothing_after_the_warm_up(lm, monkeypatch, platform):
+    """Nor on an accelerator, where it matters which arrays come from the host."""
+    monkeypatch.setattr(lm.programs, "platform", platform)
     rng = np.random.default_rng(2)
     engine = make_engine(lm)
     engine.warm_up(captures=True)

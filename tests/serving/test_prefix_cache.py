@@ -39,8 +39,9 @@ def prefilled(engine, controls, captures, kept, prompt):
     bound = bs.generation.controls.bind_controls(engine.lm.opened, controls, [len(prompt)])
     job = Job(prompt, 1, None, seeds, bound, None, captures)
     prefill = Prefill(engine._scheduler.programs, job, CHUNK, engine._scheduler.lengths, kept)
-    while not prefill.done:
-        prefill.step()
+    with prefill.programs.weights_of_now():
+        while not prefill.done:
+            prefill.step()
     return prefill
 
 
