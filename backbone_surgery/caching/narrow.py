@@ -37,10 +37,6 @@ class NarrowProjection(StandIn):
         inputs: float[batch, time, ...].
     """
 
-    def __init__(self, layer: Any) -> None:
-        is_mixed = layer.variable_dtype != layer.compute_dtype
-        super().__init__(layer, f"mixed_{layer.compute_dtype}" if is_mixed else layer.compute_dtype)
-
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Project the inputs; `training` is what the layer takes too, and changes nothing."""
         dense = self.layer

@@ -15,6 +15,7 @@ import keras
 from backbone_surgery import graph, target
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.packed import logits_of
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.lookup import LookUp
@@ -91,7 +92,7 @@ class Forward:
                     states = states[:, -1:]
                 elif not every:
                     states = jax.lax.dynamic_slice_in_dim(states, token, 1, axis=1)
-                logits = self.head(states, reverse=True)
+                logits = logits_of(self.head, states)
             cache = self.packing.pack(self.pin_cache(outputs["cache"]))
             logits = logits if every else logits[:, 0]
             return logits, cache, outputs.get("captures", {})

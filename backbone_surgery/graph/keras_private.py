@@ -181,6 +181,11 @@ def drop_kernel(layer: keras.Layer) -> None:
     layer.is_awq_calibrated = layer.quantization_mode == "awq"
 
 
+def stored_kernel(layer: keras.Layer) -> Any:
+    """Return the kernel of a `Dense` or an `EinsumDense` as it is stored, narrow if it is."""
+    return layer._kernel
+
+
 def stored_embeddings(embedding: keras.Layer) -> Any:
     """Return the embeddings of a layer as they are stored, narrow if they are, without LoRA."""
     return embedding._embeddings

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 
 from backbone_surgery import target
 
@@ -112,7 +113,9 @@ def load(ref: Any, mask: Any) -> Any:
     """Read, inside a kernel, what a reference is to; zeros where a mask says so."""
     from jax.experimental.pallas import triton
 
-    return triton.load(ref) if mask is None else triton.load(ref, mask=mask, other=0.0)
+    if mask is None:
+        return triton.load(ref)
+    return triton.load(ref, mask=mask, other=np.zeros((), ref.dtype)[()])
 
 
 def store(ref: Any, x: Any, mask: Any) -> None:

@@ -12,8 +12,9 @@ import keras
 import keras_hub
 import numpy as np
 
-from backbone_surgery import graph
+from backbone_surgery import graph, target
 from backbone_surgery.caching.model import BackboneWithCache
+from backbone_surgery.caching.packed import reads_packed
 from backbone_surgery.caching.rewire import rewire_for
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import FLOATS, as_path, read_json, reading
@@ -21,6 +22,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import check_count, is_int
+from backbone_surgery.opening.placement import Placement
 from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.state import Stateful
 from backbone_surgery.planning.abstract import Sizes, abstract_placement, sizes_of_run, trace
@@ -132,7 +134,7 @@ def plan(
         cache_bytes=_cache_bytes(cached, rows[1], run.length, shares),
         used_cache_bytes=_cache_bytes(cached, rows[0], asked.length, shares),
         **_collectives(cached, shared, mesh_sizes, rows[1]),
-        unpacked=_unpacked(edited),
+        unpacked=_unpacked(edited, platform, placement, rows[1]),
         programs=compile_programs(programs, devices, mesh_sizes, verbose) if programs else {},
     )
 
@@ -291,6 +293,11 @@ def _looked_up(model: keras.Model) -> list[keras.Variable]:
     return [v for v in own if v.name in ("embeddings", "position_embeddings")]
 
 
-def _unpacked(model: keras.Model) -> str | None:
-    modes = {layer.quantization_mode for layer in graph.layers_within(model)}
+def _unpacked(
+    model: keras.Model, platform: str, placement: Placement | None, rows: int
+) -> str | None:
+    """Return how weights are quantised that the programs cannot read as they are packed."""
+    with target.made_for(platform, placement), target.planned():
+        layers = [x for x in graph.layers_within(model) if not reads_packed(x, rows)]
+    modes = {layer.quantization_mode for layer in layers}
     return next((mode for mode in ("int4", "gptq", "awq") if mode in modes), None)

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def make_lm(device, name, weights=None, sampler="greedy", **sizes):
+def make_lm(device, name, weights=None, sampler="greedy", mode=None, **sizes):
     """Return a steered model whose weights lie on a device, and these weights."""
     with jax.default_device(device):
         backbone = ROWS[name].make(**sizes)
@@ -32,7 +32,10 @@ def make_lm(device, name, weights=None, sampler="greedy", **sizes):
         ]
         lm = bs.CachedCausalLM(bs.operate(backbone, edits), precision="highest")
         lm.compile(sampler=sampler)
-        return lm, [np.array(w) for w in backbone.get_weights()]
+        weights = [np.array(w) for w in backbone.get_weights()]
+        if mode:
+            lm.quantize(mode)
+        return lm, weights
 
 
 def on_both(name, prompts, **options):
@@ -81,6 +84,17 @@ def test_prompts_in_half_precision(name, rng):
 def test_one_query_in_half_precision(name, rng):
     """Which a GPU runs by a kernel; of what is captured of a new token that is equal."""
     (tokens, wanted), (others, got) = on_both(name, ragged(rng, [48] * 8, 48), dtype="bfloat16")
+    same = tokens["token_ids"][:, 48] == others["token_ids"][:, 48]
+    assert same.any()
+    for path, value in wanted.values.items():
+        assert relative(got.values[path][same, 48], np.asarray(value)[same, 48]) <= 0.05, path
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+def test_four_bits(name, rng):
+    """Which a GPU reads packed, by a kernel; likewise."""
+    prompts = ragged(rng, [48] * 8, 48)
+    (tokens, wanted), (others, got) = on_both(name, prompts, mode="int4", dtype="bfloat16")
     same = tokens["token_ids"][:, 48] == others["token_ids"][:, 48]
     assert same.any()
     for path, value in wanted.values.items():

@@ -11,7 +11,7 @@ from backbone_surgery import target
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.kernels import gpu_attention
+from backbone_surgery.kernels import gpu_attention, gpu_int4
 from backbone_surgery.opening.attention import _Attention
 from tests.families import ROWS
 from tests.helpers import VOCABULARY, ragged, relative
@@ -61,13 +61,10 @@ def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
 
 
-@pytest.mark.usefixtures("half_precision")
-@pytest.mark.parametrize("name", SLOW_BUT_SOME)
-def test_one_query_in_half_precision_attends_by_a_kernel(name, rng, monkeypatch):
-    """What is captured of a new token that is equal comes as close as two ways to round."""
-    calls, attend = [], gpu_attention.attend_one
-    monkeypatch.setattr(gpu_attention, "attend_one", lambda *args: calls.append(1) or attend(*args))
-    lm = make_lm(name)
+def compare_new_tokens(monkeypatch, lm, rng, module, kernel):
+    """Compare what is captured of a new token that is equal: two ways to round, one by a kernel."""
+    calls, run = [], getattr(module, kernel)
+    monkeypatch.setattr(module, kernel, lambda *args: calls.append(1) or run(*args))
     prompts = ragged(rng, [28, 17], 28)
     wanted, captured = lm.generate(prompts, **OPTIONS)
     assert not calls
@@ -78,6 +75,21 @@ def test_one_query_in_half_precision_attends_by_a_kernel(name, rng, monkeypatch)
     assert same.any()
     for path, value in captured.values.items():
         assert relative(others.values[path][same, 28], np.array(value)[same, 28]) <= 0.05, path
+
+
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("name", SLOW_BUT_SOME)
+def test_one_query_in_half_precision_attends_by_a_kernel(name, rng, monkeypatch):
+    compare_new_tokens(monkeypatch, make_lm(name), rng, gpu_attention, "attend_one")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision", "no_collecting")
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "mixtral"])
+def test_four_bits_are_read_by_a_kernel(name, rng, monkeypatch):
+    lm = make_lm(name)
+    lm.quantize("int4")
+    compare_new_tokens(monkeypatch, lm, rng, gpu_int4, "product")
 
 
 @pytest.mark.parametrize("name", list(ROWS))

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
 from backbone_surgery import target
-from backbone_surgery.kernels import gpu, gpu_attention
+from backbone_surgery.kernels import gpu, gpu_attention, gpu_int4
 from backbone_surgery.kernels.gpu_attention import Scoring, Seen, attend_one
 from backbone_surgery.kernels.gpu_experts import product_of_chosen
+from backbone_surgery.kernels.gpu_int4 import Packed
 from tests.helpers import relative
 
 CASES = {
@@ -143,6 +145,57 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
         received = jax.jit(product_of_chosen)(x, bank, index)
     assert received.dtype == "float32"
     assert relative(received, wanted) <= 1e-5
+
+
+def pack(rng, pairs, inputs, outputs, group, dtype):
+    """Return a matrix of four bits as Keras packs it, and the same as floats."""
+    numbers = rng.integers(-8, 8, (inputs, outputs), dtype="int8")
+    axis = 1 if pairs == "outputs" else 0
+    packed = np.asarray(keras.quantizers.pack_int4(numbers, axis=axis)[0])
+    scale = zero = None
+    wanted = numbers.astype("float64")
+    if group:
+        shape = (inputs // group, outputs)
+        scale, zero = (
+            jnp.asarray(rng.random(shape) + 0.5, dtype),
+            rng.integers(-8, 8, shape, "int8"),
+        )
+        of_inputs = (np.repeat(np.asarray(x, "float64"), group, axis=0) for x in (zero, scale))
+        wanted = (wanted - next(of_inputs)) * next(of_inputs)
+    if pairs == "turned":
+        packed, scale, zero = (None if x is None else x.T for x in (packed, scale, zero))
+    return Packed(packed, pairs, inputs, outputs, group or inputs, scale, zero), wanted
+
+
+@pytest.mark.parametrize("pairs", ["outputs", "inputs", "turned"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group", "dtype"),
+    [
+        (8, 512, 256, 128, "bfloat16"),
+        (3, 192, 101, 64, "bfloat16"),
+        (20, 128, 130, 32, "float16"),
+        (2, 256, 64, None, "bfloat16"),
+    ],
+)
+def test_products_of_four_bits(rng, pairs, rows, inputs, outputs, group, dtype):
+    packed, matrix = pack(rng, pairs, inputs, outputs, group, dtype)
+    x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
+    with target.made_for("gpu"):
+        assert gpu_int4.takes(rows, packed, dtype)
+        received = jax.jit(lambda x: gpu_int4.product(x, packed))(x)
+    assert received.dtype == "float32"
+    assert relative(received, np.asarray(x, "float64") @ matrix) <= 1e-4
+
+
+def test_what_products_of_four_bits_are_for(rng):
+    packed, _ = pack(rng, "outputs", 256, 64, 64, "bfloat16")
+    assert not gpu_int4.takes(8, packed, "bfloat16")  # no program of a GPU
+    with target.made_for("gpu"):
+        assert gpu_int4.takes(64, packed, "float16")
+        assert not gpu_int4.takes(65, packed, "bfloat16")
+        assert not gpu_int4.takes(8, packed, "float32")
+        for group in (16, 48, 100, 512):
+            assert not gpu_int4.takes(8, packed._replace(group=group), "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,17 @@ def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
     assert "each token unpacks the int4 weights first" in str(plan)
 
 
+def test_a_gpu_reads_four_bits_as_they_are_packed(no_collecting):
+    backbone = ROWS["gpt2"].make(dtype="bfloat16")
+    backbone.quantize("int4")
+    for device, batch, unpacked in (("h100", 8, None), ("h100", 80, "int4"), ("v5e", 8, "int4")):
+        assert bs.plan(backbone, device=device, batch=batch).unpacked == unpacked
+    assert bs.plan(backbone, {"batch": 2, "model": 1}, device="h100:2").unpacked == "int4"
+    heads_first = ROWS["gemma2"].make(dtype="bfloat16")
+    heads_first.quantize("int4")
+    assert bs.plan(heads_first, device="h100").unpacked == "int4"
+
+
 def test_weights_get_no_values_while_programs_are_traced(monkeypatch):
     planning = sys.modules["backbone_surgery.planning.plan"]
     traced = {}

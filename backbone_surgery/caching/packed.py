@@ -1,0 +1,124 @@
+"""`PackedProjection`: a layer quantised to int4, whose kernel a GPU reads as it is packed."""
+
+import math
+from typing import Any
+
+import keras
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.caching.projection import axes_of, finished, works_by_token
+from backbone_surgery.caching.stand_in import StandIn
+from backbone_surgery.kernels import gpu_int4
+from backbone_surgery.kernels.gpu_int4 import Packed
+
+_WITHOUT_GROUPS = 128
+"""Inputs that are multiplied at a time where there is one scale for all."""
+
+
+def is_packed(layer: Any) -> bool:
+    """Tell whether a layer can be run by a `PackedProjection`: its kernel is packed as a matrix."""
+    if type(layer) not in (keras.layers.Dense, keras.layers.EinsumDense):
+        return False
+    if layer.quantization_mode != "int4" or not layer.autocast:
+        return False
+    if type(layer) is keras.layers.Dense:
+        return True
+    x, kernel, y = axes_of(layer)
+    # Keras packs a kernel whose inputs do not come first in an order of its own.
+    return works_by_token(layer) and kernel == x[2:] + y[2:]
+
+
+class PackedProjection(StandIn):
+    """Compute what a layer quantised to int4 computes, which stays the owner of the weights.
+
+    XLA unpacks the kernel to memory first, at each token. What is not a program of a GPU, or has
+    many tokens, calls the layer itself.
+
+    Args:
+        layer: the layer, built. Once it has LoRA, or is quantised in another way, it is called.
+
+    Call arguments:
+        inputs: float[batch, time, ...].
+    """
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        """Project the inputs; `training` is what the layer takes too, and changes nothing."""
+        y = _product(self.layer, inputs)
+        if y is None:
+            return self.layer(inputs)
+        shape = self.compute_output_spec(inputs).shape[2:]
+        return finished(self.layer, ops.reshape(y, (*y.shape[:2], *shape)))
+
+
+def logits_of(head: Any, states: Any) -> Any:
+    """Return the logits of hidden states, by a table that may be quantised to int4.
+
+    Args:
+        head: the layer that holds the table.
+        states: float[batch, time, hidden_dim].
+    """
+    logits = _product(head, states)
+    if logits is None:
+        return head(states, reverse=True)
+    cap = head.logit_soft_cap
+    return logits if cap is None else ops.tanh(logits / cap) * cap
+
+
+def reads_packed(layer: Any, rows: int) -> bool:
+    """Tell whether the program that is being made reads the matrix of a layer as it is packed.
+
+    Args:
+        layer: any.
+        rows: of the program, each with one token.
+    """
+    packed = _packed(layer)
+    return packed is not None and gpu_int4.takes(rows, packed, layer.compute_dtype)
+
+
+def _product(layer: Any, x: Any) -> Any | None:
+    """Multiply tokens by the matrix of a layer, if it can be read as it is packed.
+
+    Args:
+        layer: any.
+        x: float[batch, time, ...].
+
+    Returns:
+        float[batch, time, outputs], or `None`.
+    """
+    batch, time = x.shape[:2]
+    is_sized = isinstance(batch, int) and isinstance(time, int)
+    if not is_sized or not reads_packed(layer, batch * time):
+        return None
+    packed: Any = _packed(layer)
+    scale = ops.convert_to_tensor(packed.scale)
+    packed = packed._replace(numbers=ops.convert_to_tensor(packed.numbers), scale=None)
+    if packed.zero is not None:
+        packed = packed._replace(scale=scale, zero=ops.convert_to_tensor(packed.zero))
+    x = ops.reshape(ops.cast(x, layer.compute_dtype), (batch * time, packed.inputs))
+    y = gpu_int4.product(x, packed)
+    y = y / scale if packed.zero is None else y
+    return ops.reshape(ops.cast(y, layer.compute_dtype), (batch, time, packed.outputs))
+
+
+def _packed(layer: Any) -> Packed | None:
+    """Return the matrix of a layer, of variables; `None` where there is none that is packed so."""
+    is_head = type(layer) is keras.layers.ReversibleEmbedding
+    if not is_packed(layer) and not (is_head and layer.quantization_mode == "int4"):
+        return None
+    if layer.inputs_quantizer or layer.lora_enabled:
+        return None
+    if not is_head:
+        numbers, name, pairs = graph.stored_kernel(layer), "kernel", "outputs"
+        inputs, outputs = numbers.shape[0], getattr(layer, "units", 0)
+        if not outputs:
+            outputs = math.prod(layer.original_kernel_shape) // inputs
+    else:
+        inputs, outputs = layer.output_dim, layer.input_dim
+        numbers, name, pairs = graph.stored_embeddings(layer), "embeddings", "turned"
+        if not layer.tie_weights:
+            numbers, name, pairs = layer.reverse_embeddings, "reverse_embeddings", "inputs"
+    zero = getattr(layer, f"{name}_zero", None)
+    group = _WITHOUT_GROUPS if zero is None else layer.dtype_policy.block_size
+    scale = getattr(layer, f"{name}_scale")
+    return Packed(numbers, pairs, inputs, outputs, min(group, inputs), scale, zero)

@@ -1,0 +1,109 @@
+"""`PackedProjection` computes what the int4 layer it runs computes, in the program of a GPU."""
+
+import keras
+import numpy as np
+import pytest
+from keras.quantizers import Int4QuantizationConfig
+
+from backbone_surgery import target
+from backbone_surgery.caching.packed import PackedProjection, is_packed, logits_of, reads_packed
+from backbone_surgery.kernels import gpu_int4
+from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_HEADS, TO_SPLIT
+from tests.helpers import relative
+
+SIZES = (3, 5, 64)
+DENSE = SIZES
+CASES = {
+    "dense": DENSE,
+    "plain": (*PLAIN[:2], SIZES),
+    "to heads": (*TO_SPLIT[:2], SIZES),
+    "from heads": (*FROM_HEADS[:2], (3, 5, 4, 16)),
+}
+
+pytestmark = pytest.mark.usefixtures("no_collecting")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count the products that the kernel takes."""
+    counted, product = [], gpu_int4.product
+    monkeypatch.setattr(gpu_int4, "product", lambda *args: counted.append(1) or product(*args))
+    return counted
+
+
+def make(case, rng, block=32, dtype="bfloat16"):
+    """Build a layer of a case, quantised; of a shape alone it is a `Dense`."""
+    if isinstance(case[0], str):
+        equation, outputs, shape = case
+        layer = keras.layers.EinsumDense(
+            equation, outputs, "gelu", bias_axes=equation[-1], dtype=dtype
+        )
+    else:
+        layer, shape = keras.layers.Dense(9, activation="gelu", dtype=dtype), case
+    layer.build(shape)
+    layer.bias.assign(rng.normal(size=layer.bias.shape))
+    layer.quantize("int4", config=Int4QuantizationConfig(block_size=block))
+    return layer, rng.normal(size=shape).astype("float32")
+
+
+@pytest.mark.parametrize("block", [32, 128, None])
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_the_layer(rng, calls, case, block):
+    layer, x = make(CASES[case], rng, block)
+    assert is_packed(layer)
+    wanted = layer(x)
+    with target.made_for("gpu"):
+        got = PackedProjection(layer)(x)
+    assert calls
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert relative(got, wanted) <= 0.02
+
+
+def test_else_the_layer_itself_is_called(rng, calls):
+    """Elsewhere, for many tokens, in float32, with LoRA, and quantised in another way."""
+    layer, x = make(DENSE, rng)
+    packed = PackedProjection(layer)
+    np.testing.assert_array_equal(packed(x), layer(x))
+    with target.made_for("tpu"):
+        np.testing.assert_array_equal(packed(x), layer(x))
+    whole, _ = make(DENSE, rng, dtype="float32")
+    narrow = keras.layers.Dense(9, dtype="bfloat16")
+    narrow.build(DENSE)
+    narrow.quantize("int8")
+    with target.made_for("gpu"):
+        many = np.repeat(x, 5, axis=0)
+        np.testing.assert_array_equal(packed(many), layer(many))
+        for other in (whole, narrow):
+            np.testing.assert_array_equal(PackedProjection(other)(x), other(x))
+        layer.enable_lora(2)
+        layer.lora_kernel_b.assign(rng.normal(size=layer.lora_kernel_b.shape))
+        np.testing.assert_array_equal(packed(x), layer(x))
+    assert not calls
+
+
+def test_kernels_whose_heads_come_first_are_packed_in_another_order(rng):
+    equation, outputs, _ = TO_HEADS
+    assert not is_packed(make((equation, outputs, SIZES), rng)[0])
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("block", [32, None])
+def test_logits(rng, calls, tied, cap, block):
+    """Of a table that is turned, or of one of its own."""
+    head = keras.layers.ReversibleEmbedding(
+        75, 64, tie_weights=tied, logit_soft_cap=cap, dtype="bfloat16"
+    )
+    head.build()
+    states = keras.ops.cast(rng.normal(size=(3, 1, 64)), "bfloat16")
+    np.testing.assert_array_equal(logits_of(head, states), head(states, reverse=True))
+    head.quantize("int4", config=Int4QuantizationConfig(block_size=block))
+    wanted = head(states, reverse=True)
+    np.testing.assert_array_equal(logits_of(head, states), wanted)
+    assert not calls
+    with target.made_for("gpu"):
+        assert reads_packed(head, 3)
+        got = logits_of(head, states)
+    assert calls
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert relative(got, wanted) <= 0.02
