@@ -37,9 +37,6 @@ _LOOP_AS_GRAPH = {
 }
 """Options of XLA's compiler for a GPU of NVIDIA."""
 
-_WITH_BRANCHES = ("decode", "insert")
-"""Kinds of programs with loops or branches, at which the host would wait for the GPU."""
-
 _STRATEGIES = 16
 """How many strategies keep their programs: a sampler that was changed does not run its old ones."""
 
@@ -291,12 +288,12 @@ def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:
 
 
 def _compiler_options(kind: str, leaves: list[Any]) -> dict[str, Any]:
-    """Have a GPU of NVIDIA run loops and branches in one CUDA graph: else it waits for the host.
+    """Have a GPU of NVIDIA run the whole loop as one CUDA graph: else it waits for the host.
 
     Unless the user said by XLA_FLAGS what becomes a graph.
     """
     devices = next(x for x in leaves if hasattr(x, "devices")).devices()
-    is_alone = kind in _WITH_BRANCHES and len(devices) == 1
+    is_alone = kind == "decode" and len(devices) == 1
     is_chosen = _GRAPHS in os.environ.get("XLA_FLAGS", "")
     return _LOOP_AS_GRAPH if is_alone and all(map(_is_cuda, devices)) and not is_chosen else {}
 

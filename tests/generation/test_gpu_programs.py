@@ -104,18 +104,17 @@ def on(version, count=1):
     return [SimpleNamespace(devices=lambda: devices)]
 
 
-@pytest.mark.parametrize("kind", ["decode", "insert"])
-def test_a_gpu_of_nvidia_runs_loops_and_branches_as_one_graph(monkeypatch, kind):
+def test_a_gpu_of_nvidia_runs_the_loop_as_one_graph(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    options = programs._compiler_options(kind, on("cuda 13000"))
+    options = programs._compiler_options("decode", on("cuda 13000"))
     assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
     jax.jit(lambda x: x).lower(1).compile(options)  # which knows them
     assert programs._compiler_options("prefill", on("cuda 13000")) == {}
-    assert programs._compiler_options(kind, on("cuda 13000", 2)) == {}
-    assert programs._compiler_options(kind, on("rocm 60300")) == {}
-    assert programs._compiler_options(kind, on("cpu")) == {}
+    assert programs._compiler_options("decode", on("cuda 13000", 2)) == {}
+    assert programs._compiler_options("decode", on("rocm 60300")) == {}
+    assert programs._compiler_options("decode", on("cpu")) == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-    assert programs._compiler_options(kind, on("cuda 13000")) == {}
+    assert programs._compiler_options("decode", on("cuda 13000")) == {}
 
 
 def test_the_loop_alone_is_compiled_with_them(monkeypatch):
