@@ -218,9 +218,6 @@ def _attend_one(
     query = gpu.load(token_ref.at[own, :], is_number)
     slopes = gpu.load(slopes_ref, is_row).astype("float32") if has[0] else None
 
-    def capped(scores: Any) -> Any:
-        return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
-
     def add(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         begin = (start + part + i * parts) * block
         first = jnp.minimum(begin, sizes.slots - block)  # the last block may overlap
@@ -229,7 +226,7 @@ def _attend_one(
         if written_refs:  # what is new may not be there yet
             is_seen &= slots != slot
         key, value = (_block(ref, first, sizes) for ref in (keys_ref, values_ref))
-        scores = capped(gpu.dot(query, key.T))
+        scores = _capped(gpu.dot(query, key.T), soft_cap)
         if slopes is not None:
             scores -= slopes[:, None] * (slot - slots).astype("float32")[None]
         return _more(carry, scores, is_seen[None], lambda x: gpu.dot(x.astype(value.dtype), value))
@@ -244,13 +241,19 @@ def _attend_one(
     if written_refs:
         is_own = (slot // block - start) % parts == part
         key, value = _write(token_ref, written_refs, sizes, slot, is_own)
-        scores = capped(jnp.sum(query.astype("float32") * key[None], axis=1, keepdims=True))
-        is_seen = is_own & (mask_ref[pl.ds(slot, 1)] != 0)
-        carry = _more(carry, scores, is_seen[None], lambda x: x * value[None])
+        scores = jnp.sum(query.astype("float32") * key[None], axis=1, keepdims=True)
+        is_seen = (is_own & (mask_ref[pl.ds(slot, 1)] != 0))[None]
+        carry = _more(carry, _capped(scores, soft_cap), is_seen, lambda x: x * value[None])
     mixed, highest, total = carry
     divisor = jnp.where(total > 0, total, 1.0)
     gpu.store(mixed_ref, (mixed / divisor[:, None]).astype(mixed_ref.dtype), is_number)
     gpu.store(log_ref, jnp.where(total > 0, highest + jnp.log(divisor), _UNSEEN), is_row)
+
+
+def _capped(scores: Any, soft_cap: float | None) -> Any:
+    import jax.numpy as jnp
+
+    return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
 
 
 def _write(

@@ -67,6 +67,45 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     )
 
 
+class _Sizes(NamedTuple):
+    """What a program knows of its work.
+
+    Attributes:
+        rows: of all.
+        outputs: of the matrix.
+        pairs: see `Packed`.
+        group: inputs that are multiplied at a time.
+        groups: how many there are.
+        steps: groups of a part.
+    """
+
+    rows: int
+    outputs: int
+    pairs: str
+    group: int
+    groups: int
+    steps: int
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the inputs of an output lie next to each other."""
+        return self.pairs == "turned"
+
+    def order(self, of_inputs: Any, of_outputs: Any) -> tuple[Any, Any]:
+        """Return sizes or indices in the order of the axes of the matrix."""
+        return (of_outputs, of_inputs) if self.is_turned else (of_inputs, of_outputs)
+
+    def across(self, of_rows: Any, of_outputs: Any) -> tuple[Any, Any]:
+        """Have what is known of rows and of outputs spread over sums.
+
+        Where the outputs lie next to each other the matrix is the first factor, turned, since a GPU
+        can take that one out of registers. So sums are [outputs, rows] then, else [rows, outputs].
+        """
+        if self.is_turned:
+            return of_rows[:, None], of_outputs[None]
+        return of_rows[None], of_outputs[:, None]
+
+
 def product(x: Any, packed: Packed) -> Any:
     """Multiply rows by a packed matrix.
 
@@ -84,102 +123,82 @@ def product(x: Any, packed: Packed) -> Any:
     columns = -(-packed.outputs // _OUTPUTS)
     wanted = gpu.parts_of(columns, _PROGRAMS, min(groups, _MOST_PARTS))
     steps = -(-groups // wanted)
+    sizes = _Sizes(rows, packed.outputs, packed.pairs, packed.group, groups, steps)
     filled = max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), columns * _OUTPUTS
     inputs, outputs = _STEPS[packed.pairs]
-    of_matrix = [(packed.numbers, (packed.inputs // inputs, filled[1] // outputs))]
-    if packed.scale is not None:
-        of_matrix += [(array, (groups, filled[1])) for array in (packed.scale, packed.zero)]
-    if packed.pairs == "turned":
-        of_matrix = [(array, shape[::-1]) for array, shape in of_matrix]
     of_x = x.astype("float32").reshape(rows, groups, packed.group).sum(axis=2)
-    of_rows = [(x, (filled[0], packed.inputs)), (of_x, (filled[0], groups))]
+    operands = [
+        (x, (filled[0], packed.inputs)),
+        (of_x, (filled[0], groups)),
+        (packed.numbers, sizes.order(packed.inputs // inputs, filled[1] // outputs)),
+    ]
+    if packed.scale is not None:
+        of_groups = sizes.order(groups, filled[1])
+        operands += [(packed.scale, of_groups), (packed.zero, of_groups)]
     parts = -(-groups // steps)
     made = jax.ShapeDtypeStruct((parts, rows, packed.outputs), "float32")
     (sums,) = gpu.call(
         _product_of_packed,
-        [
-            (array, pl.BlockSpec(shape, lambda n, j: (0, 0)))
-            for array, shape in (*of_rows, *of_matrix)
-        ],
+        [(array, pl.BlockSpec(shape, lambda n, j: (0, 0))) for array, shape in operands],
         [(made, pl.BlockSpec((None, *filled), lambda n, j: (j, 0, 0)))],
         (columns, parts),
-        sizes=(rows, packed.outputs),
-        steps=steps,
-        groups=groups,
-        group=packed.group,
-        pairs=packed.pairs,
+        sizes=sizes,
     )
     return added_up(sums)
 
 
 def _product_of_packed(
-    x_ref: Any,
-    of_x_ref: Any,
-    bytes_ref: Any,
-    *refs: Any,
-    sizes: tuple[int, int],
-    steps: int,
-    groups: int,
-    group: int,
-    pairs: str,
+    x_ref: Any, of_x_ref: Any, bytes_ref: Any, *refs: Any, sizes: _Sizes
 ) -> None:
-    """Multiply all rows by some groups of inputs of some outputs.
-
-    Where the outputs lie next to each other the matrix is the first factor, turned, since a GPU can
-    take that one out of registers. So sums are [outputs, rows] then, and else [rows, outputs].
-    """
+    """Multiply all rows by some groups of inputs of some outputs."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
 
     *of_groups, sums_ref = refs
-    (count, outputs), (in_step, out_step) = sizes, _STEPS[pairs]
-    start, part = pl.program_id(0) * _OUTPUTS, pl.program_id(1)
-    row, is_turned = jnp.arange(len(sums_ref)), pairs == "turned"
-    inputs, width = jnp.arange(group // in_step) * in_step, _OUTPUTS // out_step
+    in_step, out_step = _STEPS[sizes.pairs]
+    start, first = pl.program_id(0) * _OUTPUTS, pl.program_id(1) * sizes.steps
+    row, width = jnp.arange(len(sums_ref)), _OUTPUTS // out_step
+    inputs = jnp.arange(sizes.group // in_step) * in_step
     columns = [start + i + jnp.arange(width) * out_step for i in range(out_step)]
-
-    def across(of_rows: Any, of_outputs: Any) -> tuple[Any, Any]:
-        if is_turned:
-            return of_rows[:, None], of_outputs[None]
-        return of_rows[None], of_outputs[:, None]
-
-    def read(ref: Any, at: tuple[Any, Any], is_there: Any) -> Any:
-        return gpu.load(ref.at[at[::-1] if is_turned else at], is_there)
+    mask = None
+    if sizes.outputs % _OUTPUTS:
+        there = sizes.order(jnp.full_like(inputs, True, bool), columns[0] < sizes.outputs)
+        mask = there[0][:, None] & there[1][None]
 
     def add(i: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
-        g = part * steps + i
-        mask = None
-        if outputs % _OUTPUTS:
-            mask = jnp.broadcast_to((columns[0] < outputs)[None], (len(inputs), width))
-            mask = mask.T if is_turned else mask
+        g = first + i
         here = pl.ds(g * len(inputs), len(inputs)), pl.ds(start // out_step, width)
-        numbers = _numbers(read(bytes_ref, here, mask), x_ref.dtype)
-        own = [(g * group + i + inputs)[None] for i in range(in_step)]
-        xs = [gpu.load(x_ref.at[row[:, None], at], (row < count)[:, None]) for at in own]
-        of_x = gpu.load(of_x_ref.at[row, jnp.full_like(row, g)], row < count)
+        numbers = _numbers(gpu.load(bytes_ref.at[sizes.order(*here)], mask), x_ref.dtype)
+        own = [(g * sizes.group + i + inputs)[None] for i in range(in_step)]
+        xs = [gpu.load(x_ref.at[row[:, None], at], (row < sizes.rows)[:, None]) for at in own]
+        of_x = gpu.load(of_x_ref.at[row, jnp.full_like(row, g)], row < sizes.rows)
         new = []
         for j, (total, column) in enumerate(zip(totals, columns, strict=True)):
-            pairs = [(x, numbers[j * in_step + i].T) for i, x in enumerate(xs)]
-            found = sum(gpu.dot(x, y) if is_turned else gpu.dot(y, x.T) for x, y in pairs)
-            scale, zero = 1.0, jnp.full((width,), _ONE[x_ref.dtype.name][1] + 8.0)
-            if of_groups:
-                at = jnp.full((width,), g), column
-                scale, offset = (
-                    read(ref, at, column < outputs).astype("float32") for ref in of_groups
-                )
-                zero += offset
-                scale = across(row, scale)[1]
-            sums, zero = across(of_x, zero)
-            new.append(total + (found - sums * zero) * scale)
+            factors = [(x, numbers[j * in_step + i].T) for i, x in enumerate(xs)]
+            found = sum(gpu.dot(x, y) if sizes.is_turned else gpu.dot(y, x.T) for x, y in factors)
+            scale, zero = _of_group(of_groups, g, column, sizes)
+            sum_of_x, zero = sizes.across(of_x, zero + (_ONE[x_ref.dtype.name][1] + 8.0))
+            new.append(total + (found - sum_of_x * zero) * sizes.across(row, scale)[1])
         return tuple(new)
 
-    shape = (len(row), width) if is_turned else (width, len(row))
+    shape = (len(row), width) if sizes.is_turned else (width, len(row))
     totals = tuple(jnp.zeros(shape, "float32") for _ in columns)
-    totals = jax.lax.fori_loop(0, jnp.minimum(steps, groups - part * steps), add, totals)
+    totals = jax.lax.fori_loop(0, jnp.minimum(sizes.steps, sizes.groups - first), add, totals)
     for column, total in zip(columns, totals, strict=True):
-        at = across(row, column)
-        gpu.store(sums_ref.at[at], total, (at[0] < count) & (at[1] < outputs))
+        at = sizes.across(row, column)
+        gpu.store(sums_ref.at[at], total, (at[0] < sizes.rows) & (at[1] < sizes.outputs))
+
+
+def _of_group(refs: list[Any], g: Any, column: Any, sizes: _Sizes) -> tuple[Any, Any]:
+    """Return the scale and the zero point of a group for some outputs, float32[outputs] each."""
+    import jax.numpy as jnp
+
+    if not refs:
+        return jnp.ones(column.shape, "float32"), jnp.zeros(column.shape, "float32")
+    at = sizes.order(jnp.full_like(column, g), column)
+    scale, zero = (gpu.load(ref.at[at], column < sizes.outputs).astype("float32") for ref in refs)
+    return scale, zero
 
 
 def _numbers(pairs: Any, dtype: Any) -> list[Any]:
