@@ -14,6 +14,7 @@ from keras import ops, tree
 from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import reading
+from backbone_surgery.numbers import check_count
 from backbone_surgery.opening import quantizing
 from backbone_surgery.opening.checkpoint import check_checkpoint
 from backbone_surgery.opening.layers import RowConstant
@@ -193,14 +194,21 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
                 self.owner.load_weights(filepath, **kwargs)
 
     def enable_lora(self, rank: int, **kwargs: Any) -> None:
-        """Enable LoRA on the owning backbone; see `keras_hub.models.Backbone.enable_lora`."""
+        """Enable LoRA on the owning backbone; see `keras_hub.models.Backbone.enable_lora`.
+
+        Raises:
+            SurgeryError: the rank is no positive int, no layer or one with LoRA is chosen, or the
+                backbone is in GPTQ or AWQ. KerasHub would stop with all layers frozen.
+        """
         if not hasattr(self.owner, "enable_lora"):
             raise SurgeryError(
                 f"enable_lora at '{self.owner.name}': expected the owner of the weights to be a "
                 f"keras_hub Backbone. Received {type(self.owner).__name__}. Call `enable_lora` on "
                 "the backbone that the graph was cloned from."
             )
+        check_count("enable_lora", "rank", rank, "columns")
         quantizing.check_lora(self.owner, "enable_lora")
+        quantizing.check_targets(self.owner, kwargs.get("target_layer_names"))
         self.owner.enable_lora(rank, **kwargs)
 
     def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 import copy
 import re
 import types
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -85,6 +86,30 @@ def check_lora(owner: keras.Model, operation: str) -> None:
         raise SurgeryError(
             f"{operation} at '{owner.name}': expected a backbone in float, int8 or int4 for LoRA. "
             f"Received one in {mode}. Use `LowRank`, or quantise to int8."
+        )
+
+
+def check_targets(owner: keras.Model, names: Any) -> None:
+    """Refuse layers for LoRA that KerasHub finds none of, or stops at with all layers frozen.
+
+    Raises:
+        SurgeryError: no layer is chosen, or one that has LoRA.
+    """
+    names = owner.default_lora_layer_names() if names is None else names
+    able = [x for x in graph.layers_within(owner) if x.weights and hasattr(x, "enable_lora")]
+    listed = [] if isinstance(names, str) or not isinstance(names, Collection) else names
+    chosen = [x for x in able if x.name in listed]
+    if not chosen:
+        raise SurgeryError(
+            f"enable_lora at 'target_layer_names': expected a list with names of layers that take "
+            f"LoRA, such as {', '.join(dict.fromkeys(x.name for x in able))}. Received "
+            f"{shown(names)}. Pass some of these."
+        )
+    done = [x.name for x in chosen if getattr(x, "lora_enabled", False)]
+    if done:
+        raise SurgeryError(
+            f"enable_lora at '{owner.name}': expected layers without LoRA. Received '{done[0]}' "
+            "among others, which has it. Fold it in by `merge` first, or load the model anew."
         )
 
 
