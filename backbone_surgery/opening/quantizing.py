@@ -13,6 +13,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 
 CALIBRATED = ("gptq", "awq")
+MODES = ("int8", "int4", *CALIBRATED)
 
 
 def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -> None:
@@ -28,12 +29,18 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
         **kwargs: `filters`.
 
     Raises:
-        SurgeryError: a layer is quantised already, or none is chosen; there is LoRA, which GPTQ and
+        SurgeryError: Keras has another mode; a layer is quantised already, or none is chosen; there is LoRA, which GPTQ and
             AWQ do not know; KerasHub does not say where the blocks are; or the layouts of a
             distribution that is set do not fit what int4 makes.
     """
-    _check_layers(owner, mode, kwargs.get("filters"))
-    _check_layouts(owner, mode)
+    chosen = mode or getattr(config, "mode", None)
+    if chosen not in MODES:
+        raise SurgeryError(
+            f"quantize at '{owner.name}': expected one of {', '.join(MODES)}. Received "
+            f"{shown(chosen)}, which leaves tables in float and can't be saved. Pass one of these."
+        )
+    _check_layers(owner, chosen, kwargs.get("filters"))
+    _check_layouts(owner, chosen)
     if getattr(config, "quantization_layer_structure", owner) is not None:
         with graph.calibrating():
             owner.quantize(mode, config=config, **kwargs)

@@ -131,6 +131,15 @@ def test_what_a_recipe_cannot_hold(tmp_path):
         bs.save_recipe(bs.operate(backbone, []), tmp_path / "r")
 
 
+def test_a_mode_that_is_not_for_generation():
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    words = r"quantize at .*one of int8, int4, gptq, awq\. Received 'float8'"
+    for settings in ({"mode": "float8"}, {"config": keras.quantizers.Float8QuantizationConfig()}):
+        with pytest.raises(bs.SurgeryError, match=words):
+            lm.quantize(**settings)
+    assert not {x.quantization_mode for x in lm.backbone._flatten_layers()} - {None}
+
+
 def test_blocks_that_nobody_names():
     backbone = make_gpt2(num_layers=1)
     plain = keras.Model(backbone.input, bs.clone_layer_graph(backbone.input, backbone.output))
