@@ -91,6 +91,8 @@ def _product(layer: Any, x: Any) -> Any | None:
     if not is_sized or not reads_packed(layer, batch * time):
         return None
     packed: Any = _packed(layer)
+    if math.prod(x.shape[2:]) != packed.inputs:  # a `Dense` takes arrays of any rank
+        return None
     scale = ops.convert_to_tensor(packed.scale)
     packed = packed._replace(numbers=ops.convert_to_tensor(packed.numbers), scale=None)
     if packed.zero is not None:

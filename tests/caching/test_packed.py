@@ -81,6 +81,14 @@ def test_else_the_layer_itself_is_called(rng, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("shape", [(2, 32), (2, 1, 4, 32)])
+def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
+    layer, x = make(shape, rng)
+    with target.made_for("gpu"):
+        np.testing.assert_array_equal(PackedProjection(layer)(x), layer(x))
+    assert not calls
+
+
 def test_kernels_whose_heads_come_first_are_packed_in_another_order(rng):
     equation, outputs, _ = TO_HEADS
     assert not is_packed(make((equation, outputs, SIZES), rng)[0])

@@ -101,6 +101,16 @@ def test_captures_of_one_new_token_beside_others(lm, length):
         assert_as_alone(lm, asked, request)
 
 
+def test_a_listener_may_drive_the_engine(lm):
+    """What it is called within goes on with weights after that."""
+    engine = make_engine(lm)
+    first = ask([1, 2, 3], max_new_tokens=0).submit(engine)
+    asked = ask([4, 5, 6, 7], max_new_tokens=20)
+    first.listen(engine.step)
+    assert_as_alone(lm, asked, asked.submit(engine))
+    assert not engine._scheduler.programs.weights
+
+
 def test_a_listener_that_raises_is_logged_and_harms_nobody(lm, caplog):
     calls = []
 
