@@ -72,7 +72,7 @@ def reads_packed(layer: Any, rows: int) -> bool:
         layer: any.
         rows: of the program, each with one token.
     """
-    packed = _packed(layer)
+    packed, _ = _packed(layer)
     return packed is not None and gpu_int4.takes(rows, packed, layer.compute_dtype)
 
 
@@ -90,26 +90,29 @@ def _product(layer: Any, x: Any) -> Any | None:
     is_sized = isinstance(batch, int) and isinstance(time, int)
     if not is_sized or not reads_packed(layer, batch * time):
         return None
-    packed: Any = _packed(layer)
+    packed: Any
+    packed, divisor = _packed(layer)
     if math.prod(x.shape[2:]) != packed.inputs:  # a `Dense` takes arrays of any rank
         return None
-    scale = ops.convert_to_tensor(packed.scale)
-    packed = packed._replace(numbers=ops.convert_to_tensor(packed.numbers), scale=None)
-    if packed.zero is not None:
-        packed = packed._replace(scale=scale, zero=ops.convert_to_tensor(packed.zero))
+    stored = {name: getattr(packed, name) for name in ("numbers", "scale", "zero")}
+    tensors = {k: ops.convert_to_tensor(v) for k, v in stored.items() if v is not None}
+    packed = packed._replace(**tensors)
     x = ops.reshape(ops.cast(x, layer.compute_dtype), (batch * time, packed.inputs))
     y = gpu_int4.product(x, packed)
-    y = y / scale if packed.zero is None else y
+    y = y if divisor is None else y / ops.convert_to_tensor(divisor)
     return ops.reshape(ops.cast(y, layer.compute_dtype), (batch, time, packed.outputs))
 
 
-def _packed(layer: Any) -> Packed | None:
-    """Return the matrix of a layer, of variables; `None` where there is none that is packed so."""
+def _packed(layer: Any) -> tuple[Packed | None, Any]:
+    """Return the matrix of a layer, of variables; `None` where there is none that is packed so.
+
+    And what its outputs are divided by, if it has no groups.
+    """
     is_head = type(layer) is keras.layers.ReversibleEmbedding
     if not is_packed(layer) and not (is_head and layer.quantization_mode == "int4"):
-        return None
+        return None, None
     if layer.inputs_quantizer or layer.lora_enabled:
-        return None
+        return None, None
     if not is_head:
         numbers, name, pairs = graph.stored_kernel(layer), "kernel", "outputs"
         inputs, outputs = numbers.shape[0], getattr(layer, "units", 0)
@@ -120,7 +123,8 @@ def _packed(layer: Any) -> Packed | None:
         numbers, name, pairs = graph.stored_embeddings(layer), "embeddings", "turned"
         if not layer.tie_weights:
             numbers, name, pairs = layer.reverse_embeddings, "reverse_embeddings", "inputs"
-    zero = getattr(layer, f"{name}_zero", None)
-    group = _WITHOUT_GROUPS if zero is None else layer.dtype_policy.block_size
-    scale = getattr(layer, f"{name}_scale")
-    return Packed(numbers, pairs, inputs, outputs, min(group, inputs), scale, zero)
+    scale, zero = getattr(layer, f"{name}_scale"), getattr(layer, f"{name}_zero", None)
+    if zero is None:
+        return Packed(numbers, pairs, inputs, outputs, min(_WITHOUT_GROUPS, inputs)), scale
+    group = min(layer.dtype_policy.block_size, inputs)
+    return Packed(numbers, pairs, inputs, outputs, group, scale, zero), None

@@ -49,7 +49,7 @@ def bundle(args: tuple) -> tuple[Bundle, tuple]:
     """Put all arrays of NumPy among the arguments of a function into one.
 
     Args:
-        args: trees of arrays.
+        args: trees of arrays, no numbers of Python among them.
 
     Returns:
         How they lie; and uint8[bytes], followed by a list for each argument of those of its arrays

@@ -29,9 +29,9 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
         **kwargs: `filters`.
 
     Raises:
-        SurgeryError: Keras has another mode; a layer is quantised already, or none is chosen; there is LoRA, which GPTQ and
-            AWQ do not know; KerasHub does not say where the blocks are; or the layouts of a
-            distribution that is set do not fit what int4 makes.
+        SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
+            there is LoRA, which GPTQ and AWQ do not know; KerasHub does not say where the blocks
+            are; or the layouts of a distribution that is set do not fit what int4 makes.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:

@@ -33,6 +33,7 @@ from backbone_surgery.presets import load_backbone
 from backbone_surgery.rewriting.operate import operate
 
 AXES = ("batch", "model")
+_OF_FOUR_BITS = ("int4", "gptq", "awq")
 _LENGTH = 2048
 _MOST = 2**24
 """Bytes of a config."""
@@ -134,7 +135,7 @@ def plan(
         cache_bytes=_cache_bytes(cached, rows[1], run.length, shares),
         used_cache_bytes=_cache_bytes(cached, rows[0], asked.length, shares),
         **_collectives(cached, shared, mesh_sizes, rows[1]),
-        unpacked=_unpacked(edited, platform, placement, rows[1]),
+        **_unpacked(edited, platform, placement, rows[1]),
         programs=compile_programs(programs, devices, mesh_sizes, verbose) if programs else {},
     )
 
@@ -295,9 +296,13 @@ def _looked_up(model: keras.Model) -> list[keras.Variable]:
 
 def _unpacked(
     model: keras.Model, platform: str, placement: Placement | None, rows: int
-) -> str | None:
-    """Return how weights are quantised that the programs cannot read as they are packed."""
+) -> dict[str, Any]:
+    """Return how weights are quantised that the programs cannot read packed, and their share."""
+    layers = [x for x in graph.layers_within(model) if x.quantization_mode in _OF_FOUR_BITS]
     with target.made_for(platform, placement), target.planned():
-        layers = [x for x in graph.layers_within(model) if not reads_packed(x, rows)]
-    modes = {layer.quantization_mode for layer in layers}
-    return next((mode for mode in ("int4", "gptq", "awq") if mode in modes), None)
+        left = [x for x in layers if not reads_packed(x, rows)]
+    if not left:
+        return {"unpacked": None}
+    weights = ([v for x in some for v in graph.own_weights(x)] for some in (left, layers))
+    part, whole = (sum(_bytes_of(v, {}, 1) for v in some) for some in weights)
+    return {"unpacked": left[0].quantization_mode, "unpacked_share": part / whole}

@@ -9,7 +9,10 @@ from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.planning.compilers import CompiledProgram
 from backbone_surgery.planning.devices import Device
 
-_UNPACKED = "each token unpacks the {} weights first, and moves more than bfloat16; int8 does not"
+_UNPACKED = (
+    "each token unpacks {0:.0%} of the {1} weights first, which moves more than bfloat16 would; "
+    "int8 does not"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +37,7 @@ class Plan:
         collectives: `{kind: how many for each token}`.
         collective_bytes: that a device hands over for each token, at least.
         unpacked: how weights are quantised that each token unpacks first, such as "int4".
+        unpacked_share: of all weights of four bits, in bytes.
         programs: `{name: CompiledProgram}`, if they were compiled.
     """
 
@@ -52,6 +56,7 @@ class Plan:
     collectives: Mapping[str, int]
     collective_bytes: int
     unpacked: str | None = None
+    unpacked_share: float = 0.0
     programs: Mapping[str, CompiledProgram] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> CompiledProgram:
@@ -125,7 +130,11 @@ class Plan:
             "fits": self._fits(),
             "collectives a token": f"{collectives}; {self.collective_bytes:,} bytes",
             "bound by memory": f"{self.tokens_per_second:,.0f} tokens/s, all rows together",
-            **({"beware": _UNPACKED.format(self.unpacked)} if self.unpacked else {}),
+            **(
+                {"beware": _UNPACKED.format(self.unpacked_share, self.unpacked)}
+                if self.unpacked
+                else {}
+            ),
             **{f"compiled {name}": _shown(p) for name, p in self.programs.items()},
         }
 

@@ -177,9 +177,9 @@ class Ablate(ControlledRewrite):
         where = f"controls at '{self.name}'"
         keys = [counted, "start"] if self.to == "resample" else [counted]
         if not set(control) <= set(keys):
-            starts = "" if self.to == "resample" else ", and `start` where it resamples"
+            more = "" if self.to == "resample" else ", and `start` where it resamples"
             raise SurgeryError(
-                f"{where}: expected {' or '.join(keys)}{starts}. Received {shown(list(control))}. "
+                f"{where}: expected {' or '.join(keys)}{more}. Received {shown(list(control))}. "
                 "See `Ablate`."
             )
         bound = {}
