@@ -109,7 +109,7 @@ def test_ablation_in_generation(rng):
     assert np.array_equal(seen, np.tile(means["blocks.1.mlp_output"], (11, 1)))
     with pytest.raises(bs.SurgeryError, match=r"'ablate': expected finite numbers.*\[2, 1, 1\]"):
         lm.generate(inputs, controls={"ablate": np.ones((2, 2))}, **options)
-    with pytest.raises(bs.SurgeryError, match=r"'ablate': expected heads. Received"):
+    with pytest.raises(bs.SurgeryError, match=r"'ablate': expected heads, and `start` .* Received"):
         lm.generate(inputs, controls={"ablate": {"start": 1}}, **options)
     with pytest.raises(bs.SurgeryError, match=r"expected 1 to ablate a head, 0.*Received 0.5"):
         lm.generate(inputs, controls={"ablate": 0.5}, **options)

@@ -119,7 +119,7 @@ def test_in_generation_row_by_row(rng):
     everything = np.ones((1, 2, 8))
     with pytest.raises(bs.SurgeryError, match=r"'ablate': expected experts to be left.*all 8"):
         lm.generate(inputs, controls={"ablate": {"experts": everything}}, **options)
-    with pytest.raises(bs.SurgeryError, match=r"'ablate': expected experts\. Received \['heads'\]"):
+    with pytest.raises(bs.SurgeryError, match=r"experts, and `start` .*Received \['heads'\]"):
         lm.generate(inputs, controls={"ablate": {"heads": 1}}, **options)
     with pytest.raises(bs.SurgeryError, match="expected 1 to ablate an expert, 0 to leave it"):
         lm.generate(inputs, controls={"ablate": 0.5}, **options)
