@@ -6,15 +6,19 @@ import keras
 from keras import ops
 
 from backbone_surgery import target
-from backbone_surgery.caching.projection import axes_of, finished, product, works_by_token
+from backbone_surgery.caching.projection import (
+    axes_of,
+    finished,
+    is_quantised,
+    product,
+    works_by_token,
+)
 from backbone_surgery.caching.stand_in import StandIn
 
 
 def is_narrow(layer: Any) -> bool:
     """Tell whether a layer can be run by a `NarrowProjection`: it scales each token by itself."""
-    if type(layer) not in (keras.layers.Dense, keras.layers.EinsumDense):
-        return False
-    if layer.quantization_mode != "int8" or not layer.autocast:
+    if not is_quantised(layer, "int8"):
         return False
     if type(layer) is keras.layers.Dense:
         return True

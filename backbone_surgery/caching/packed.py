@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import graph
-from backbone_surgery.caching.projection import axes_of, finished, works_by_token
+from backbone_surgery.caching.projection import axes_of, finished, is_quantised, works_by_token
 from backbone_surgery.caching.stand_in import StandIn
 from backbone_surgery.kernels import gpu_int4
 from backbone_surgery.kernels.gpu_int4 import Packed
@@ -18,9 +18,7 @@ _WITHOUT_GROUPS = 128
 
 def is_packed(layer: Any) -> bool:
     """Tell whether a layer can be run by a `PackedProjection`: its kernel is packed as a matrix."""
-    if type(layer) not in (keras.layers.Dense, keras.layers.EinsumDense):
-        return False
-    if layer.quantization_mode != "int4" or not layer.autocast:
+    if not is_quantised(layer, "int4"):
         return False
     if type(layer) is keras.layers.Dense:
         return True

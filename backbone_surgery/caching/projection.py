@@ -63,6 +63,12 @@ def finished(dense: Any, y: Any) -> Any:
     return y if dense.activation is None else dense.activation(y)
 
 
+def is_quantised(layer: Any, mode: str) -> bool:
+    """Tell whether a layer is a `Dense` or an `EinsumDense` quantised so, and casts its inputs."""
+    is_projection = type(layer) in (keras.layers.Dense, keras.layers.EinsumDense)
+    return is_projection and layer.quantization_mode == mode and layer.autocast
+
+
 def works_by_token(layer: keras.layers.EinsumDense) -> bool:
     """Tell whether an `EinsumDense` leaves rows and tokens, its first two axes, as they are."""
     x, kernel, y = axes_of(layer)

@@ -12,16 +12,16 @@ class StandIn(keras.layers.Layer):
 
     Args:
         layer: the layer, built.
-        dtype: by default that of the layer, as it was before it was quantised.
     """
 
     __new__ = graph.new_layer
 
-    def __init__(self, layer: keras.layers.Layer, dtype: Any = None) -> None:
-        if dtype is None and layer.quantization_mode is not None:
+    def __init__(self, layer: keras.layers.Layer) -> None:
+        dtype = layer.dtype_policy
+        if layer.quantization_mode is not None:  # as it was before: only the layer is quantised
             is_mixed = layer.variable_dtype != layer.compute_dtype
             dtype = f"mixed_{layer.compute_dtype}" if is_mixed else layer.compute_dtype
-        super().__init__(dtype=dtype or layer.dtype_policy, name=layer.name)
+        super().__init__(dtype=dtype, name=layer.name)
         self.layer = layer
         self.built = True
         self.supports_masking = layer.supports_masking
