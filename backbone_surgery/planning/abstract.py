@@ -19,13 +19,14 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.run_batch import Batch, filled_up, make_arguments
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.generation.stopping import Stops
-from backbone_surgery.kernels import gpu
+from backbone_surgery.kernels import gpu, tpu
 from backbone_surgery.meshes.layout_map import Split
 from backbone_surgery.opening.placement import Placement
 
 # What is exported is compiled at once, by the same JAX.
 _CHECKS = [
-    export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", *gpu.CALL_TARGETS)
+    export.DisabledSafetyCheck.custom_call(name)
+    for name in ("LayoutConstraint", *gpu.CALL_TARGETS, tpu.CALL_TARGET)
 ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from backbone_surgery.kernels.gpu import CALL_TARGETS
+from backbone_surgery.kernels import gpu, tpu
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64}
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\](\{[^}]*\})?")
@@ -28,7 +28,8 @@ _NO_ESTIMATE = 2**63 - 1
 _BRANCHES = ("true_computation", "false_computation")
 _COUNTED = ("get-tuple-element", "constant")
 _NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
-_OF_TRITON = re.compile('custom_call_target="(?:' + "|".join(map(re.escape, CALL_TARGETS)) + ')"')
+_OWN_TARGETS = "|".join(map(re.escape, (*gpu.CALL_TARGETS, tpu.CALL_TARGET)))
+_OWN = re.compile(f'custom_call_target="(?:{_OWN_TARGETS})"')
 _OF_CHOSEN = re.compile(r'\bname = "product_of_chosen"')
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -271,7 +272,7 @@ def _count(
         step.copied_bytes += times * written
     moved = times * (_read(instruction, lines, module) + written)
     step.bytes += moved
-    step.own_bytes += moved if _OF_TRITON.search(instruction.attributes) else 0
+    step.own_bytes += moved if _OWN.search(instruction.attributes) else 0
     # For norms in Triton the model of costs says seconds where it means microseconds.
     estimate = re.search(r'"exec_time_us":([\d.]+)', instruction.attributes)
     if estimate and '"kind":"__triton"' not in instruction.attributes:
