@@ -11,7 +11,7 @@ from keras import ops
 
 from backbone_surgery.caching.stand_in import StandIn
 
-_SPLIT = "abc,dce->abde"
+SPLIT = "abc,dce->abde"
 _JOIN = "abcd,cde->abe"
 
 
@@ -20,7 +20,7 @@ def projects_heads(layer: Any, compute_dtype: str) -> bool:
     if type(layer) is not keras.layers.EinsumDense or layer.quantization_mode is not None:
         return False
     like_the_model = layer.autocast and layer.compute_dtype == compute_dtype
-    return like_the_model and form_of(layer.equation) in (_SPLIT, _JOIN)
+    return like_the_model and form_of(layer.equation) in (SPLIT, _JOIN)
 
 
 class HeadProjection(StandIn):
@@ -52,8 +52,8 @@ def product(dense: Any, x: Any, kernel: Any) -> Any:
     if isinstance(dense, keras.layers.Dense):
         return ops.matmul(x, kernel)
     form = form_of(dense.equation)
-    if form in (_SPLIT, _JOIN):
-        return (_to_heads if form == _SPLIT else _from_heads)(x, kernel)
+    if form in (SPLIT, _JOIN):
+        return (_to_heads if form == SPLIT else _from_heads)(x, kernel)
     return ops.einsum(dense.equation, x, kernel)
 
 

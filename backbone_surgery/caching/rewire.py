@@ -11,7 +11,12 @@ from backbone_surgery.caching.experts import ChosenExperts, choice_of
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
-from backbone_surgery.caching.packed import PackedProjection, is_packed
+from backbone_surgery.caching.packed import (
+    PackedEmbedding,
+    PackedProjection,
+    is_packed,
+    is_packed_table,
+)
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
 from backbone_surgery.caching.repeated_heads import over_repeated_heads, repeat_heads
@@ -175,6 +180,8 @@ class _Rewirer:
             return self._instead(NarrowProjection, layer, args, kwargs)
         if is_packed(layer):
             return self._instead(PackedProjection, layer, args, kwargs)
+        if is_packed_table(layer) and len(args) == 1 and not kwargs.get("reverse"):
+            return self._instead(PackedEmbedding, layer, args, kwargs)
         if is_layer_norm(layer):
             return self._instead(WholeNorm, layer, args, kwargs)
         return graph.KEEP

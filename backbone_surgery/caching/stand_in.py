@@ -21,7 +21,7 @@ class StandIn(keras.layers.Layer):
         if layer.quantization_mode is not None:  # as it was before: only the layer is quantised
             is_mixed = layer.variable_dtype != layer.compute_dtype
             dtype = f"mixed_{layer.compute_dtype}" if is_mixed else layer.compute_dtype
-        super().__init__(dtype=dtype, name=layer.name)
+        super().__init__(dtype=dtype, name=layer.name, autocast=layer.autocast)
         self.layer = layer
         self.built = True
         self.supports_masking = layer.supports_masking

@@ -5,12 +5,14 @@ at each token. Here a program unpacks a block of it, where it multiplies. Groups
 scale and a zero point for each output, which are applied to the sum over a group.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import keras
 
 from backbone_surgery.kernels import gpu
 from backbone_surgery.kernels.calls import added_up
+from backbone_surgery.kernels.packed import Packed
 
 _OUTPUTS = 128
 """That a program computes."""
@@ -22,7 +24,10 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 """Fewer are filled up; for more, unpacking once costs less than to do so in each program."""
 
 _LEAST_INPUTS, _MOST_INPUTS = 32, 256
-"""Of a group: a program multiplies one at a time."""
+"""Of a group: a program multiplies one at a time, or a part of one."""
+
+_LEAST_AT_A_TIME = 16
+"""Inputs that a GPU multiplies matrices by."""
 
 _STEPS = {"outputs": (1, 2), "inputs": (2, 1), "turned": (2, 1)}
 """How many inputs, and how many outputs, the two numbers of a byte belong to."""
@@ -31,40 +36,24 @@ _ONE = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
 """The bits of a number whose last four bits are worth one each, and this number."""
 
 
-class Packed(NamedTuple):
-    """A matrix of four bits as Keras packs it: the first of two is in the low half of a byte.
-
-    Attributes:
-        numbers: int8[inputs, outputs / 2] where `pairs` is "outputs"; int8[inputs / 2, outputs]
-            where it is "inputs"; int8[outputs, inputs / 2] where it is "turned".
-        pairs: which numbers lie in one byte.
-        inputs: how many.
-        outputs: how many.
-        group: how many inputs a scale is for, or are multiplied at a time.
-        scale: float[groups, outputs], or, "turned", float[outputs, groups]; `None` for none.
-        zero: what zero is, int8 or float, of the same shape as `scale`.
-    """
-
-    numbers: Any
-    pairs: str
-    inputs: int
-    outputs: int
-    group: int
-    scale: Any = None
-    zero: Any = None
-
-
 def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     """Tell whether `product` is for so many rows of this dtype."""
-    group = packed.group
+    group, heads = packed.group, packed.heads
     return (
         rows <= _MOST_ROWS
         and keras.backend.standardize_dtype(dtype) in _ONE
         and _LEAST_INPUTS <= group <= _MOST_INPUTS
         and group & (group - 1) == 0
         and packed.inputs % group == 0
+        and (heads == 1 or packed.inputs % heads == packed.outputs // heads % _OUTPUTS == 0)
+        and _at_a_time(packed) >= _LEAST_AT_A_TIME
         and gpu.available()
     )
+
+
+def _at_a_time(packed: Packed) -> int:
+    """Return how many inputs a program multiplies at a time: of one group, and of one head."""
+    return math.gcd(packed.group, packed.inputs // packed.heads)
 
 
 class _Sizes(NamedTuple):
@@ -74,22 +63,37 @@ class _Sizes(NamedTuple):
         rows: of all.
         outputs: of the matrix.
         pairs: see `Packed`.
-        group: inputs that are multiplied at a time.
-        groups: how many there are.
-        steps: groups of a part.
+        size: inputs that are multiplied at a time.
+        times: how often that is done.
+        steps: how often in a part.
+        group: inputs that a scale is for.
+        heads: see `Packed`.
     """
 
     rows: int
     outputs: int
     pairs: str
-    group: int
-    groups: int
+    size: int
+    times: int
     steps: int
+    group: int
+    heads: int
 
     @property
     def is_turned(self) -> bool:
         """Whether the inputs of an output lie next to each other."""
         return self.pairs == "turned"
+
+    def place(self, step: Any, output: Any) -> tuple[Any, Any, Any]:
+        """Return which inputs a step is for as they are packed, the first output, and the group.
+
+        Of several heads a row holds some inputs of one, those outputs of each that are its own.
+        """
+        if self.heads == 1:
+            return step, output, step
+        rows, size = self.times // self.heads, self.outputs // self.heads
+        row = output // size * rows + step % rows
+        return row, step // rows * size + output % size, row * self.size // self.group
 
     def order(self, of_inputs: Any, of_outputs: Any) -> tuple[Any, Any]:
         """Return sizes or indices in the order of the axes of the matrix."""
@@ -119,23 +123,28 @@ def product(x: Any, packed: Packed) -> Any:
     import jax
     from jax.experimental import pallas as pl
 
-    rows, groups = len(x), packed.inputs // packed.group
+    rows, size = len(x), _at_a_time(packed)
+    times = packed.inputs // size
     columns = -(-packed.outputs // _OUTPUTS)
-    wanted = gpu.parts_of(columns, _PROGRAMS, min(groups, _MOST_PARTS))
-    steps = -(-groups // wanted)
-    sizes = _Sizes(rows, packed.outputs, packed.pairs, packed.group, groups, steps)
+    wanted = gpu.parts_of(columns, _PROGRAMS, min(times, _MOST_PARTS))
+    steps = -(-times // wanted)
+    sizes = _Sizes(
+        rows, packed.outputs, packed.pairs, size, times, steps, packed.group, packed.heads
+    )
     filled = max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), columns * _OUTPUTS
     inputs, outputs = _STEPS[packed.pairs]
-    of_x = x.astype("float32").reshape(rows, groups, packed.group).sum(axis=2)
+    # In the order in which steps take them.
+    x = x.reshape(rows, -1, packed.heads).swapaxes(1, 2).reshape(rows, packed.inputs)
+    of_x = x.astype("float32").reshape(rows, times, size).sum(axis=2)
     operands = [
         (x, (filled[0], packed.inputs)),
-        (of_x, (filled[0], groups)),
+        (of_x, (filled[0], times)),
         (packed.numbers, sizes.order(packed.inputs // inputs, filled[1] // outputs)),
     ]
     if packed.scale is not None:
-        of_groups = sizes.order(groups, filled[1])
+        of_groups = sizes.order(packed.inputs // packed.group, filled[1])
         operands += [(packed.scale, of_groups), (packed.zero, of_groups)]
-    parts = -(-groups // steps)
+    parts = -(-times // steps)
     made = jax.ShapeDtypeStruct((parts, rows, packed.outputs), "float32")
     (sums,) = gpu.call(
         _product_of_packed,
@@ -159,7 +168,7 @@ def _product_of_packed(
     in_step, out_step = _STEPS[sizes.pairs]
     start, first = pl.program_id(0) * _OUTPUTS, pl.program_id(1) * sizes.steps
     row, width = jnp.arange(len(sums_ref)), _OUTPUTS // out_step
-    inputs = jnp.arange(sizes.group // in_step) * in_step
+    inputs = jnp.arange(sizes.size // in_step) * in_step
     columns = [start + i + jnp.arange(width) * out_step for i in range(out_step)]
     mask = None
     if sizes.outputs % _OUTPUTS:
@@ -167,24 +176,25 @@ def _product_of_packed(
         mask = there[0][:, None] & there[1][None]
 
     def add(i: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
-        g = first + i
-        here = pl.ds(g * len(inputs), len(inputs)), pl.ds(start // out_step, width)
+        step = first + i
+        place, output, group = sizes.place(step, start)
+        here = pl.ds(place * len(inputs), len(inputs)), pl.ds(output // out_step, width)
         numbers = _numbers(gpu.load(bytes_ref.at[sizes.order(*here)], mask), x_ref.dtype)
-        own = [(g * sizes.group + i + inputs)[None] for i in range(in_step)]
+        own = [(step * sizes.size + i + inputs)[None] for i in range(in_step)]
         xs = [gpu.load(x_ref.at[row[:, None], at], (row < sizes.rows)[:, None]) for at in own]
-        of_x = gpu.load(of_x_ref.at[row, jnp.full_like(row, g)], row < sizes.rows)
+        of_x = gpu.load(of_x_ref.at[row, jnp.full_like(row, step)], row < sizes.rows)
         new = []
         for j, (total, column) in enumerate(zip(totals, columns, strict=True)):
             factors = [(x, numbers[j * in_step + i].T) for i, x in enumerate(xs)]
             found = sum(gpu.dot(x, y) if sizes.is_turned else gpu.dot(y, x.T) for x, y in factors)
-            scale, zero = _of_group(of_groups, g, column, sizes)
+            scale, zero = _of_group(of_groups, group, column - start + output, sizes)
             sum_of_x, zero = sizes.across(of_x, zero + (_ONE[x_ref.dtype.name][1] + 8.0))
             new.append(total + (found - sum_of_x * zero) * sizes.across(row, scale)[1])
         return tuple(new)
 
     shape = (len(row), width) if sizes.is_turned else (width, len(row))
     totals = tuple(jnp.zeros(shape, "float32") for _ in columns)
-    totals = jax.lax.fori_loop(0, jnp.minimum(sizes.steps, sizes.groups - first), add, totals)
+    totals = jax.lax.fori_loop(0, jnp.minimum(sizes.steps, sizes.times - first), add, totals)
     for column, total in zip(columns, totals, strict=True):
         at = sizes.across(row, column)
         gpu.store(sums_ref.at[at], total, (at[0] < sizes.rows) & (at[1] < sizes.outputs))

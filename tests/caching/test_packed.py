@@ -6,9 +6,16 @@ import pytest
 from keras.quantizers import Int4QuantizationConfig
 
 from backbone_surgery import target
-from backbone_surgery.caching.packed import PackedProjection, is_packed, logits_of, reads_packed
+from backbone_surgery.caching.packed import (
+    PackedEmbedding,
+    PackedProjection,
+    is_packed,
+    is_packed_table,
+    logits_of,
+    reads_packed,
+)
 from backbone_surgery.kernels import gpu_int4
-from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_HEADS, TO_SPLIT
+from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_SPLIT
 from tests.helpers import relative
 
 SIZES = (3, 5, 64)
@@ -81,6 +88,27 @@ def test_else_the_layer_itself_is_called(rng, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_kernels_whose_heads_come_first(rng, calls, heads, block):
+    """Groups end within a head, and heads within a group: 64, 32 and 16 inputs at a time."""
+    layer, x = make(("abc,dce->abde", (None, heads, 128), SIZES), rng, block)
+    wanted = layer(x)
+    with target.made_for("gpu"):
+        got = PackedProjection(layer)(x)
+    assert calls
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert relative(got, wanted) <= 0.02
+
+
+def test_without_groups_heads_first_are_run_by_the_layer(rng, calls):
+    """Then a scale is for some inputs of all heads, and not for an output."""
+    layer, x = make(("abc,dce->abde", (None, 2, 128), SIZES), rng, None)
+    with target.made_for("gpu"):
+        np.testing.assert_array_equal(PackedProjection(layer)(x), layer(x))
+    assert not calls
+
+
 @pytest.mark.parametrize("shape", [(2, 32), (2, 1, 4, 32)])
 def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     layer, x = make(shape, rng)
@@ -89,9 +117,33 @@ def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     assert not calls
 
 
-def test_kernels_whose_heads_come_first_are_packed_in_another_order(rng):
-    equation, outputs, _ = TO_HEADS
-    assert not is_packed(make((equation, outputs, SIZES), rng)[0])
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("block", [32, 48, None])
+@pytest.mark.parametrize("kind", [keras.layers.Embedding, keras.layers.ReversibleEmbedding])
+def test_what_was_looked_up_is_unpacked(rng, kind, block, dtype):
+    table = kind(75, 63, mask_zero=True, dtype=dtype)
+    table.build()
+    assert not is_packed_table(table)
+    table.quantize("int4", config=Int4QuantizationConfig(block_size=block))
+    assert is_packed_table(table)
+    tokens = rng.integers(0, 75, (3, 5))
+    looked_up, wanted = PackedEmbedding(table), table(tokens)
+    got = looked_up(tokens)
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    np.testing.assert_array_equal(got, wanted)
+    mask = table.compute_mask(tokens)
+    np.testing.assert_array_equal(looked_up.compute_mask(tokens), mask)
+    assert kind is not keras.layers.Embedding or not np.all(mask)
+
+
+def test_a_table_with_lora_is_called_itself(rng):
+    table, tokens = keras.layers.Embedding(75, 64), rng.integers(0, 75, (3, 5))
+    table.build()
+    table.quantize("int4")
+    looked_up = PackedEmbedding(table)
+    table.enable_lora(2)
+    table.lora_embeddings_b.assign(rng.normal(size=table.lora_embeddings_b.shape))
+    np.testing.assert_array_equal(looked_up(tokens), table(tokens))
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])

@@ -11,7 +11,7 @@ from backbone_surgery import target
 from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.kernels import gpu_attention, gpu_int4
+from backbone_surgery.kernels import gpu_attention, gpu_int4, tpu_int4
 from backbone_surgery.opening.attention import _Attention
 from tests.families import ROWS
 from tests.helpers import VOCABULARY, ragged, relative
@@ -61,14 +61,14 @@ def test_every_family_gives_the_same_text(name, platform, rng, monkeypatch):
     compare(make_lm(name), platform, ragged(rng, [11, 5], 11))
 
 
-def compare_new_tokens(monkeypatch, lm, rng, module, kernel):
+def compare_new_tokens(monkeypatch, lm, rng, module, kernel, platform="gpu"):
     """Compare what is captured of a new token that is equal: two ways to round, one by a kernel."""
     calls, run = [], getattr(module, kernel)
     monkeypatch.setattr(module, kernel, lambda *args: calls.append(1) or run(*args))
     prompts = ragged(rng, [28, 17], 28)
     wanted, captured = lm.generate(prompts, **OPTIONS)
     assert not calls
-    have_made_for(lm, "gpu")
+    have_made_for(lm, platform)
     got, others = lm.generate(prompts, **OPTIONS)
     assert calls
     same = wanted["token_ids"][:, 28] == got["token_ids"][:, 28]
@@ -90,6 +90,16 @@ def test_four_bits_are_read_by_a_kernel(name, rng, monkeypatch):
     lm = make_lm(name)
     lm.quantize("int4")
     compare_new_tokens(monkeypatch, lm, rng, gpu_int4, "product")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision", "no_collecting")
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+def test_four_bits_are_read_by_a_kernel_of_a_tpu(name, rng, monkeypatch):
+    sizes = {"hidden_dim": 256, "intermediate_dim": 256, "vocabulary_size": 300}
+    lm = make_lm(name, **sizes)
+    lm.quantize("int4")
+    compare_new_tokens(monkeypatch, lm, rng, tpu_int4, "product", "tpu")
 
 
 @pytest.mark.parametrize("name", list(ROWS))

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import pytest
 
@@ -13,8 +12,8 @@ from backbone_surgery import target
 from backbone_surgery.kernels import gpu, gpu_attention, gpu_int4
 from backbone_surgery.kernels.gpu_attention import Scoring, Seen, attend_one
 from backbone_surgery.kernels.gpu_experts import product_of_chosen
-from backbone_surgery.kernels.gpu_int4 import Packed
 from tests.helpers import relative
+from tests.kernels.packing import pack
 
 CASES = {
     "a query for each key": ((2, 200, 2, 1, 32), (0, 150), {}),
@@ -145,26 +144,6 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
         received = jax.jit(product_of_chosen)(x, bank, index)
     assert received.dtype == "float32"
     assert relative(received, wanted) <= 1e-5
-
-
-def pack(rng, pairs, inputs, outputs, group, dtype):
-    """Return a matrix of four bits as Keras packs it, and the same as floats."""
-    numbers = rng.integers(-8, 8, (inputs, outputs), dtype="int8")
-    axis = 1 if pairs == "outputs" else 0
-    packed = np.asarray(keras.quantizers.pack_int4(numbers, axis=axis)[0])
-    scale = zero = None
-    wanted = numbers.astype("float64")
-    if group:
-        shape = (inputs // group, outputs)
-        scale, zero = (
-            jnp.asarray(rng.random(shape) + 0.5, dtype),
-            rng.integers(-8, 8, shape, "int8"),
-        )
-        of_inputs = (np.repeat(np.asarray(x, "float64"), group, axis=0) for x in (zero, scale))
-        wanted = (wanted - next(of_inputs)) * next(of_inputs)
-    if pairs == "turned":
-        packed, scale, zero = (None if x is None else x.T for x in (packed, scale, zero))
-    return Packed(packed, pairs, inputs, outputs, group or inputs, scale, zero), wanted
 
 
 @pytest.mark.parametrize("pairs", ["outputs", "inputs", "turned"])

@@ -212,15 +212,17 @@ def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
     assert "each token unpacks 100% of the int4 weights first" in str(plan)
 
 
-def test_a_gpu_reads_four_bits_as_they_are_packed(no_collecting):
-    backbone = ROWS["gpt2"].make(dtype="bfloat16")
+def test_one_chip_reads_four_bits_as_they_are_packed(no_collecting):
+    sizes = {"hidden_dim": 256, "intermediate_dim": 256, "vocabulary_size": 256}
+    backbone = ROWS["gpt2"].make(**sizes, dtype="bfloat16")
     backbone.quantize("int4")
-    for device, batch, unpacked in (("h100", 8, None), ("h100", 80, "int4"), ("v5e", 8, "int4")):
-        assert bs.plan(backbone, device=device, batch=batch).unpacked == unpacked
+    for device in ("h100", "v5e"):
+        for batch, unpacked in ((8, None), (80, "int4")):
+            assert bs.plan(backbone, device=device, batch=batch).unpacked == unpacked
     assert bs.plan(backbone, {"batch": 2, "model": 1}, device="h100:2").unpacked == "int4"
-    heads_first = ROWS["gemma2"].make(dtype="bfloat16")
-    heads_first.quantize("int4")
-    plan = bs.plan(heads_first, device="h100")
+    narrow = ROWS["gemma2"].make(dtype="bfloat16")  # heads of less than 128
+    narrow.quantize("int4")
+    plan = bs.plan(narrow, device="h100")
     assert (plan.unpacked, 0.1 < plan.unpacked_share < 0.5) == ("int4", True)
 
 
