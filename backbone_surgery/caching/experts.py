@@ -4,7 +4,6 @@ KerasHub runs all experts on each token. For one token most of what is read is t
 reading weights is what decoding waits for.
 """
 
-import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,24 +13,18 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph, target
-from backbone_surgery.kernels import gpu, gpu_experts
+from backbone_surgery.kernels import gpu, gpu_experts, tpu, tpu_choice, tpu_experts
 from backbone_surgery.opening.experts import Experts, MixedExperts, TopExperts, largest
 from backbone_surgery.opening.site import Identity
 
 _PIECE_BYTES = 2**22
 """How much is copied at a time on a CPU: less than its cache holds."""
 
-_MOST_PAIRS = 16
-"""Of a token and an expert that are run one by one on a TPU: each is written out in the program."""
+_MOST_SHARE = 0.9
+"""Largest share of the experts that a TPU runs without the others."""
 
-_TURN_BYTES = 5 * 2**20
-"""What a TPU reads of all experts while a turn of one begins: about 9 µs by a v5e's compiler."""
-
-_MOST_SHARE, _MOST_OWN_SHARE = 0.9, 0.6
-"""Largest share of the experts that is run one by one, after the cost of a turn.
-
-The second is for devices that have experts of their own, since one of them has the most to run.
-"""
+_MOST_MADE = 2**26
+"""Bytes that one of its products makes at most: for all tokens by each of these experts."""
 
 
 class Choice(NamedTuple):
@@ -180,94 +173,70 @@ class ChosenExperts(keras.layers.Layer):
         batch, time, _ = x.shape
         tokens, count = rows * time, given.shape[-1]
         own = getattr(bank, next(iter(self.axes))).shape[0]
+        if self._few_are_used(tokens, count, x, bank):
+            return self._run_used(x, given, bank, tokens, own, which * own)
         weights = ops.slice(self._weights(given[:rows]), (0, 0, which * own), (rows, time, own))
-        weights = _filled_up(weights, batch)  # the rows of no use choose none
-        if self._few_are_chosen(tokens, count, bank, _MOST_OWN_SHARE):
-            return self._run_in_turn(x, weights, bank, tokens)
-        if target.platform() == "gpu" and tokens * self.top_k < self._most_pairs(own):
-            made = self._run(x[:rows], weights[:rows], bank, partial(largest, k=self.top_k))
-            return _filled_up(made, x.shape[0])
-        return self.mixed.mix(x, weights, _Kernels(bank, self.compute_dtype))
+        if target.platform() == "gpu" and self._few_are_chosen(tokens, own):
+            return self._run(x, weights, bank, partial(largest, k=self.top_k))
+        return self.mixed.mix(x, _filled_up(weights, batch), _Kernels(bank, self.compute_dtype))
 
     def _run_few(self, x, given, bank, rows):
         """Run the experts that are chosen; all, where so many tokens choose most of them."""
-        batch, time, _ = x.shape
-        if rows * time * self.top_k < self._most_pairs(given.shape[-1]):
-            return self._run_pairs(x, given, bank, rows)
-        if self._few_are_chosen(rows * time, given.shape[-1], bank, _MOST_SHARE):
-            weights = self._weights(given[:rows])
-            return _filled_up(self._run_in_turn(x[:rows], weights, bank, rows * time), batch)
+        tokens, count = rows * x.shape[1], given.shape[-1]
+        if self._few_are_used(tokens, count, x, bank):
+            return self._run_used(x, given, bank, tokens, count)
+        if self._few_are_chosen(tokens, count):
+            choose = self.chooser.choose if self.chooser else partial(largest, k=self.top_k)
+            return self._run(x, given[:rows], bank, choose)
         return self.mixed.mix(x, self._weights(given), _Kernels(bank, self.compute_dtype))
 
     def _weights(self, given):
         return given if self.chooser is None else self.chooser(given)
 
-    def _most_pairs(self, count):
-        """Return from how many pairs of a token and an expert on these are not run by themselves.
+    def _few_are_chosen(self, tokens, count):
+        """Tell whether each token runs its experts by itself: a CPU does, a GPU by a kernel."""
+        can = {"cpu": True, "gpu": gpu.available()}.get(target.platform(), False)
+        return can and tokens * self.top_k < count
 
-        They are few on a TPU, which takes one kernel after the other; a GPU needs a kernel for it.
-        """
-        most = {"tpu": min(count, _MOST_PAIRS + 1), "gpu": count if gpu.available() else 0}
-        return most.get(target.platform(), count)
-
-    def _few_are_chosen(self, tokens, count, bank, most):
-        """Tell whether a TPU gains by running those of all experts in turn that any token weighs.
-
-        Not where XLA shares each expert: in a loop, devices would exchange sums at each turn.
-        """
-        if target.platform() != "tpu" or not target.has_orders():
-            return False
+    def _few_are_used(self, tokens, count, x, bank):
+        """Tell whether a TPU runs on all tokens those experts alone that any of them weighs."""
+        run, dtype = x.shape[0] * x.shape[1], self.compute_dtype
         kernels = [getattr(bank, name) for name in self.mixed.shared]
-        size = sum(math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in kernels)
+        kernels = [kernel for kernel in kernels if len(kernel.shape) == 3]
+        if not tpu.available() or not all(tpu_experts.takes(run, k, dtype) for k in kernels):
+            return False
+        turns = min(tokens * self.top_k, kernels[0].shape[0])
+        made = turns * run * max(kernel.shape[2] for kernel in kernels) * np.dtype(dtype).itemsize
         share = 1 - (1 - self.top_k / count) ** tokens  # if all are as likely
-        return share < most * size / (size + _TURN_BYTES)
-
-    def _run_pairs(self, x, given, bank, rows):
-        # On a TPU the rows of no use go through the experts of a lone token: fewer kernels.
-        batch, time, _ = x.shape
-        is_lone = rows * time == 1 and target.platform() == "tpu" and target.has_orders()
-        choose = self.chooser.choose if self.chooser else partial(largest, k=self.top_k)
-        x = x if is_lone else x[:rows]
-        return _filled_up(self._run(x, given[:rows], bank, choose), batch)
+        return share < _MOST_SHARE and made <= _MOST_MADE
 
     def _run(self, x, given, bank, choose):
-        """Run the chosen experts on each token, or those of one token on all."""
+        """Run the chosen experts on each token of use, by itself."""
         batch, time, hidden_dim = x.shape
-        tokens = given.shape[0] * time
-        shares, index = (ops.reshape(y, (tokens * self.top_k,)) for y in choose(given))
-        chosen = _Chosen(bank, index, self.compute_dtype)
-        each = ops.reshape(x, (tokens, batch * time // tokens, hidden_dim))
-        made = self.mixed.expert(ops.repeat(each, self.top_k, axis=0), chosen)
-        made = ops.reshape(made * shares[:, None, None], (tokens, self.top_k, *each.shape[1:]))
-        return ops.reshape(ops.sum(made, axis=1), (batch, time, hidden_dim))
+        rows = given.shape[0]
+        shares, index = (ops.reshape(y, (rows * time * self.top_k,)) for y in choose(given))
+        each = ops.repeat(ops.reshape(x[:rows], (rows * time, 1, hidden_dim)), self.top_k, axis=0)
+        made = self.mixed.expert(each, _Chosen(bank, index, self.compute_dtype))
+        made = ops.reshape(made * shares[:, None, None], (rows * time, self.top_k, hidden_dim))
+        return _filled_up(ops.reshape(ops.sum(made, axis=1), (rows, time, hidden_dim)), batch)
 
-    def _run_in_turn(self, x, weights, bank, used_tokens):
-        """Run the experts that any token weighs on all tokens, one after the other.
+    def _run_used(self, x, given, bank, tokens, own, first=0):
+        """Run on all tokens the experts that any of the first so many weighs.
 
-        So many of the tokens weigh any.
+        The bank has its own ones, so many, from number `first` of all on.
         """
-        batch, time, hidden_dim = x.shape
-        tokens, count = batch * time, weights.shape[-1]
-        weights = ops.transpose(ops.reshape(weights, (tokens, count)))
-        # A token whose weights are NaN chooses no expert: its sum is NaN from the start.
-        is_lost = ops.any(ops.isnan(weights), axis=0)[:, None]
-        first = ops.where(is_lost, np.nan, ops.zeros((tokens, hidden_dim), "float32"))
-        is_used = ops.cast(ops.any(ops.abs(weights) > 0, axis=1), "int32")
-        turns, used = min(used_tokens * self.top_k, count), ops.sum(is_used)
-        _, order = ops.top_k(is_used, turns)
-        each = ops.reshape(x, (1, tokens, hidden_dim))
-
-        def run(i, total):
-            which = ops.slice(order, (i,), (1,))
-            made = self.mixed.expert(each, _Chosen(bank, which, self.compute_dtype))
-            share = ops.slice(weights, (which[0], 0), (1, tokens))
-            return total + ops.cast(made[0] * ops.transpose(share), "float32")
-
-        def turn(i, total):
-            return ops.cond(i < used, lambda: run(i, total), lambda: total)
-
-        total = ops.fori_loop(0, turns, turn, ops.cast(first, "float32"))
-        return ops.reshape(ops.cast(total, x.dtype), (batch, time, hidden_dim))
+        each = ops.reshape(x, (1, -1, x.shape[-1]))
+        used = tpu_choice.used_experts(
+            ops.reshape(given, (each.shape[1], -1)),
+            self.chooser.weigh if self.chooser else lambda weights: weights,
+            turns=min(tokens * self.top_k, own),
+            tokens=tokens,
+            own=own,
+            first=first,
+        )
+        chosen = _Chosen(bank, used.order, self.compute_dtype, used.count)
+        made = self.mixed.expert(each, chosen) * used.shares[..., None]
+        return ops.reshape(ops.cast(ops.sum(made, axis=0), x.dtype), x.shape)
 
     def compute_output_spec(self, x, given):
         """Return what the layer says of itself."""
@@ -300,11 +269,12 @@ class _Chosen(Experts):
         bank: the layer that owns the kernels.
         index: int[chosen], which experts they are.
         dtype: the dtype that is computed in.
+        used: how many of them, the first ones, a TPU is to run.
     """
 
-    def __init__(self, bank: keras.layers.Layer, index: Any, dtype: str) -> None:
+    def __init__(self, bank: Any, index: Any, dtype: str, used: Any = None) -> None:
         super().__init__(bank)
-        self.index, self.dtype = index, dtype
+        self.index, self.dtype, self.used = index, dtype, used
 
     def project(self, x: Any, name: str) -> Any:
         """Multiply float[chosen, tokens, inputs] by the kernels of the experts.
@@ -312,14 +282,14 @@ class _Chosen(Experts):
         The kernels are copied together before they are multiplied. On a CPU that is done in pieces
         that stay in its cache, so that memory is read once and not written. Not so for kernels in
         half precision: XLA on a CPU would make float32 of the whole bank, in a loop. Nothing is
-        copied on a GPU, by a kernel, and on a TPU, where they are multiplied in turn: XLA makes one
-        kernel of that and the taking.
+        copied on a GPU and on a TPU, by a kernel for each. That of a TPU takes the tokens of one
+        expert for all, too.
         """
         kernel = self.kernel(name)
         experts, inputs, outputs = kernel.shape
-        chosen, tokens, _ = x.shape
         if target.platform() == "tpu":
-            return ops.stack([self._times_one(x, kernel, i) for i in range(chosen)])
+            return tpu_experts.product_of_used(x, kernel, self.index, self.used)
+        chosen, tokens, _ = x.shape
         if target.platform() == "gpu":
             total = gpu_experts.product_of_chosen(x[:, 0], kernel, self.index)
             return ops.cast(total, x.dtype)[:, None]
@@ -340,21 +310,6 @@ class _Chosen(Experts):
 
         total = ops.fori_loop(0, count, add, ops.zeros((chosen, tokens, outputs), "float32"))
         return ops.cast(total, x.dtype)
-
-    def _times_one(self, x: Any, kernel: Any, which: int) -> Any:
-        """Multiply the tokens of one of the experts by its kernel, float[tokens, outputs].
-
-        A product of one row would become a sum, which no matrix unit computes: so the tokens of
-        the others are multiplied along.
-        """
-        # Without a sign none can be counted from the end.
-        start = [ops.cast(i, "uint32") for i in (self.index[which], 0, 0)]
-        one = ops.slice(kernel, start, (1, *kernel.shape[1:]))[0]
-        # Else XLA may turn all of them, once.
-        one = ops.cast(target.in_order(one, axes=target.order_of_kernel(one.shape)), self.dtype)
-        if x.shape[1] > 1:
-            return target.in_order(ops.matmul(x[which], one))
-        return ops.matmul(x[:, 0], one)[which : which + 1]
 
     def vector(self, name: str) -> Any:
         return self._take(super().vector(name), self.index)

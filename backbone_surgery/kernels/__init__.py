@@ -1,4 +1,4 @@
-"""Kernels for a CPU and a GPU, where those that XLA makes read memory more slowly than it allows.
+"""Kernels for a CPU, a GPU and a TPU, where XLA's read memory more slowly than it allows.
 
 On a CPU they are products of few rows, and attention of one query. XLA's products of two to sixteen
 rows pack the weights anew at each call, and those of one row read several places of memory in turn,
@@ -7,5 +7,5 @@ processor at hand by llvmlite, and called by XLA as custom calls. Without llvmli
 XLA's own products run.
 
 On a GPU they are attention of one query, and products with chosen experts (`gpu*.py`), written in
-Pallas.
+Pallas. On a TPU they are products with the experts that are used (`tpu*.py`).
 """

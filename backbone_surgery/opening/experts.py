@@ -32,6 +32,21 @@ def largest(x: Any, k: int) -> tuple[Any, Any]:
     return x[..., :k], index[..., :k]
 
 
+def among_largest(x: Any, k: int) -> Any:
+    """Tell of each number of the last axis whether `largest` returns it; NaN counts as the least.
+
+    It needs no sorting, which kernels of a TPU don't have.
+    """
+    place = ops.cast(ops.broadcast_to(ops.arange(x.shape[-1]), x.shape), "float32")
+    x, is_chosen = ops.where(ops.isnan(x), -math.inf, x), ops.zeros(x.shape, "bool")
+    for _ in range(k):
+        best = ops.max(ops.where(is_chosen, -math.inf, x), axis=-1, keepdims=True)
+        is_best = ops.equal(x, best) & ~is_chosen
+        first = ops.min(ops.where(is_best, place, math.inf), axis=-1, keepdims=True)
+        is_chosen = is_chosen | ops.equal(place, first)
+    return is_chosen
+
+
 class TopExperts(keras.layers.Layer):
     """Choose experts for each token: turn router logits into the weights of the experts.
 
@@ -79,6 +94,19 @@ class TopExperts(keras.layers.Layer):
         """Return the weights of all `count` experts, of those that are chosen."""
         chosen = ops.one_hot(index, count, dtype=shares.dtype)
         return ops.sum(chosen * shares[..., None], axis=-2)
+
+    def weigh(self, logits):
+        """Return what a call does, as float32, by operations that kernels of a TPU have."""
+        scores = logits if self.chosen_first else self._softmax(logits)
+        scores = ops.cast(scores, "float32")
+        is_chosen = among_largest(scores, self.top_k) | ops.isnan(scores)
+        if self.chosen_first:
+            best = ops.cast(self._softmax(ops.where(is_chosen, scores, -math.inf)), "float32")
+        else:
+            best = ops.where(is_chosen, scores, 0.0)
+            best = best / ops.sum(best, axis=-1, keepdims=True) if self.normalize else best
+        is_none_left = ops.all(ops.equal(logits, -math.inf), axis=-1, keepdims=True)
+        return ops.where(is_none_left, 0.0, best)
 
     def _softmax(self, logits):
         scores = ops.cast(logits, "float32") if self.upcast else logits

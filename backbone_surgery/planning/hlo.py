@@ -30,7 +30,7 @@ _COUNTED = ("get-tuple-element", "constant")
 _NAMES_ALONE = re.compile(r'custom_call_target="(?:ConcatBitcast|AssumeGatherIndicesInBound)"')
 _OWN_TARGETS = "|".join(map(re.escape, (*gpu.CALL_TARGETS, tpu.CALL_TARGET)))
 _OWN = re.compile(f'custom_call_target="(?:{_OWN_TARGETS})"')
-_OF_CHOSEN = re.compile(r'\bname = "product_of_chosen"')
+_OF_CHOSEN = re.compile(r'\bname = "product_of_chosen"|/product_of_used/')
 EXCHANGES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -297,8 +297,8 @@ def _read(instruction: Instruction, lines: Computation, module: dict[str, Comput
         return size_of(operands[1].shape)
     sizes = [size_of(x.shape) for x in operands]
     if instruction.opcode == "custom-call" and _OF_CHOSEN.search(instruction.attributes):
-        index, _, bank = operands  # see `kernels.gpu_experts`
-        sizes[2] = min(sizes[2] * _first_axis(index.shape) // _first_axis(bank.shape), sizes[2])
+        index, *_, bank = operands  # see `kernels.gpu_experts` and `kernels.tpu_experts`
+        sizes[-1] = min(sizes[-1] * _first_axis(index.shape) // _first_axis(bank.shape), sizes[-1])
     return sum(sizes)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import target
-from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.kernels import gpu_attention, gpu_int4, tpu_int4
@@ -170,16 +169,14 @@ def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_on_a_tpu_experts_of_several_rows_run_in_turn(rng, monkeypatch, name):
-    monkeypatch.setattr(experts, "_MOST_PAIRS", 1)
-    monkeypatch.setattr(experts, "_TURN_BYTES", 0)
-    turns, run = [], ChosenExperts._run_in_turn
+def test_on_a_tpu_the_experts_run_that_any_of_several_rows_weighs(rng, monkeypatch, name):
+    calls, run = [], ChosenExperts._run_used
     monkeypatch.setattr(
-        ChosenExperts, "_run_in_turn", lambda self, *args: turns.append(1) or run(self, *args)
+        ChosenExperts, "_run_used", lambda self, *args: calls.append(1) or run(self, *args)
     )
     lm = make_lm(name, num_experts=16)
     compare(lm, "tpu", ragged(rng, [7, 3], 7))
-    assert len(turns) >= lm.opened.owner.num_layers
+    assert len(calls) >= lm.opened.owner.num_layers
 
 
 def test_without_a_mixture_one_row_and_two_have_the_same_program(rng):

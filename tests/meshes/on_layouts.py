@@ -15,7 +15,6 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import graph
-from backbone_surgery.caching import experts
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation import run_batch
@@ -262,11 +261,9 @@ EXPERTS = {
 def check_experts():
     """Devices share experts or features: programs of all platforms, run here, give the same.
 
-    A TPU runs those of 5 rows in turn, and a GPU those of one alone.
+    A TPU runs alone those that any row chose, and a GPU those of one row.
     """
-    in_turn, run = (ChosenExperts, "_run_in_turn"), ChosenExperts._run_in_turn
-    few_pairs = mock.patch.object(experts, "_MOST_PAIRS", 4)
-    no_time = mock.patch.object(experts, "_TURN_BYTES", 0)
+    by_kernel, run = (ChosenExperts, "_run_used"), ChosenExperts._run_used
     for name, (mesh, axis, sizes) in EXPERTS.items():
 
         def make(name=name, sizes=sizes):
@@ -285,11 +282,11 @@ def check_experts():
         for platform in ("cpu", "gpu", "tpu"):
             made = Programs(lm.backbone_with_cache, lm.programs.head, platform)
             object.__setattr__(lm, "programs", made)
-            turns = mock.patch.object(*in_turn, autospec=True, side_effect=run)
-            with few_pairs, no_time, turns as turns:
+            calls = mock.patch.object(*by_kernel, autospec=True, side_effect=run)
+            with calls as calls:
                 for own, rows in zip(wanted, (1, 5), strict=True):
                     np.testing.assert_array_equal(ids(lm, rows), own, err_msg=f"{name} {platform}")
-            assert turns.called == (platform == "tpu"), name
+            assert calls.called == (platform == "tpu"), name
 
 
 def check_heads_first():

@@ -107,6 +107,27 @@ def test_a_kernel_of_our_own_has_no_estimate_and_reads_the_chosen_experts_alone(
     assert foreign.own_bytes == 0
 
 
+# Up to two of eight experts, of which the chip knows when it begins.
+USED_ON_A_TPU = """
+ENTRY %main (i: s32[2], n: s32[1], x: bf16[1,2,16], w: bf16[8,16,32]) -> bf16[2,2,32] {
+  %i = s32[2]{0} parameter(0)
+  %n = s32[1]{0} parameter(1)
+  %x = bf16[1,2,16]{2,1,0} parameter(2)
+  %w = bf16[8,16,32]{2,1,0} parameter(3)
+  ROOT %y = bf16[2,2,32]{2,1,0} custom-call(%i, %n, %x, %w), custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(run)/while/body/product_of_used/pallas_call"}
+}
+"""
+
+
+def test_of_a_tpu_the_most_experts_that_may_be_used_are_counted():
+    step = read_step(USED_ON_A_TPU, in_loop=False)
+    rest = (2 + 1) * 4 + 2 * 16 * 2 + 2 * 2 * 32 * 2
+    assert step.bytes == step.own_bytes == rest + 2 * 16 * 32 * 2
+    other = read_step(USED_ON_A_TPU.replace("product_of_used", "another"), in_loop=False)
+    assert other.bytes == other.own_bytes == rest + 8 * 16 * 32 * 2
+
+
 # A weight of 1,000 numbers is brought onto the chip in two pieces, and a result of 10 goes back.
 ON_A_TPU = """
 %first_half (p0: f32[1000]) -> f32[500] {
