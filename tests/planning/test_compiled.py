@@ -312,3 +312,18 @@ def test_a_model_that_does_not_fit_says_what_takes_the_room(chip):
     assert (plan["decode"].error is not None) == (chip == "v5e")
     if chip == "v5e":
         assert "compiled decode      does not compile: RESOURCE_EXHAUSTED" in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision", "no_collecting")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_four_bits_are_moved_as_they_are_packed(name, chip):
+    """To unpack the weights would move nine times as many bytes: they are written and read again."""
+    needs(chip)
+    backbone = ROWS[name].make(hidden_dim=512, intermediate_dim=2048, vocabulary_size=4096)
+    backbone({x.name: np.ones((8, 2), "int32") for x in backbone.inputs})
+    backbone.quantize("int4")
+    plan = compile_for(chip, backbone, batch=8)
+    assert plan.unpacked is None
+    assert plan["decode"].step_bytes <= 2 * plan.least_bytes
