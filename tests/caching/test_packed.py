@@ -14,7 +14,7 @@ from backbone_surgery.caching.packed import (
     logits_of,
     reads_packed,
 )
-from backbone_surgery.kernels import gpu_int4
+from backbone_surgery.kernels import gpu_int4, tpu_int4
 from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_SPLIT
 from tests.helpers import relative
 
@@ -95,6 +95,23 @@ def test_kernels_whose_heads_come_first(rng, calls, heads, block):
     layer, x = make(("abc,dce->abde", (None, heads, 128), SIZES), rng, block)
     wanted = layer(x)
     with target.made_for("gpu"):
+        got = PackedProjection(layer)(x)
+    assert calls
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert relative(got, wanted) <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("heads", "inputs", "block"), [(2, 192, 32), (2, 192, 64), (4, 384, 128), (4, 128, 128)]
+)
+def test_kernels_whose_heads_come_first_on_a_tpu(rng, monkeypatch, heads, inputs, block):
+    """A head has several groups, or parts of some; or a group has several heads."""
+    calls, product = [], tpu_int4.product
+    monkeypatch.setattr(tpu_int4, "product", lambda *args: calls.append(1) or product(*args))
+    case = ("abc,dce->abde", (None, heads, 256), (3, 5, inputs))
+    layer, x = make(case, rng, block)
+    wanted = layer(x)
+    with target.made_for("tpu"):
         got = PackedProjection(layer)(x)
     assert calls
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)

@@ -50,7 +50,7 @@ def test_what_they_are_for(rng):
         assert tpu_int4.takes(64, packed, "bfloat16")
         assert not tpu_int4.takes(65, packed, "bfloat16")
         assert not tpu_int4.takes(8, packed, "float16")
-        for odd in ({"group": 16}, {"group": 48}, {"inputs": 200}, {"outputs": 254}, {"heads": 2}):
+        for odd in ({"group": 16}, {"group": 48}, {"inputs": 200}, {"outputs": 254}):
             assert not tpu_int4.takes(8, packed._replace(**odd), "bfloat16")
     with target.made_for("tpu", placement="a mesh"):
         assert not tpu_int4.takes(64, packed, "bfloat16")
