@@ -18,6 +18,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 FLAGS = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):  # another release may not know it, and would not start
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    # Else XLA splits each small program into up to 32 parts, to compile them side by side.
+    FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What was compiled once is not compiled again, by any process or the next run.
