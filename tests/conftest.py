@@ -48,6 +48,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Load the fixtures, and Keras with them, only in the processes that run tests."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
+        gc.disable()  # until `pytest_collection_finish`: what is imported stays
         config.pluginmanager.register(import_module("tests.helpers"))
 
 
@@ -56,6 +57,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
