@@ -1,10 +1,12 @@
 """How the tests run: the Keras backend, a cache of compiled programs, and what is slow."""
 
+import ctypes
 import gc
 import os
 import re
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +38,9 @@ _maps_counted = 0.0
 
 MAPS = Path("/proc/self/maps")
 MANY_MAPS = 20_000
+MEMORY = Path("/proc/self/statm")
+MUCH_MEMORY = 3e9
+"""Bytes; a process is to take no more than 5 GB."""
 
 HARNESS = ("test_families.py", "test_family_table.py")
 
@@ -68,15 +73,26 @@ def pytest_runtest_teardown():
     """
     global _tests_run
     _tests_run += 1
-    if _tests_run % 100 == 0 or too_many_maps():
+    if (_tests_run % 100 == 0 and much_memory()) or too_many_maps():
         gc.unfreeze()
         if "jax" in sys.modules:
             sys.modules["jax"].clear_caches()
         gc.collect()
         gc.freeze()
+        # Else what is free stays with the process: gigabytes, where 0.2 GB are in use.
+        with suppress(OSError, AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
     elif _tests_run % 20 == 0:
         gc.collect()
         gc.freeze()
+
+
+def much_memory():
+    """Tell whether this process takes much memory; where the system does not say, it does."""
+    if not MEMORY.exists():
+        return True
+    _, resident, *_ = MEMORY.read_text().split()
+    return int(resident) * os.sysconf("SC_PAGE_SIZE") > MUCH_MEMORY
 
 
 def too_many_maps():
