@@ -86,7 +86,7 @@ def test_nothing_changes_where_nothing_is_narrow_or_on_a_chip(monkeypatch):
 
 SIZES = {
     "vocabulary_size": 4000,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 4,
     "hidden_dim": 256,
     "intermediate_dim": 1024,
@@ -98,7 +98,7 @@ KERNEL = 4 * 256 * 1024
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_no_weight_is_widened_in_memory(dtype, rows):
+def test_no_weight_is_widened_in_memory(dtype, rows, no_collecting):
     is_int8 = dtype == "int8"
     backbone = keras_hub.models.GPT2Backbone(**SIZES, dtype="float32" if is_int8 else dtype)
     lm = bs.CachedCausalLM(backbone)

@@ -51,8 +51,8 @@ def test_another_shape_is_another_bundle():
 @pytest.fixture
 def lms():
     """Return a model whose programs are made for a TPU, run here, and the same for a CPU."""
-    backbone = ROWS["gpt2"].make()
-    edits = [bs.Steer("mood", {1: np.linspace(-1, 1, backbone.hidden_dim)}), bs.Capture("blocks.0")]
+    backbone = ROWS["gpt2"].make(num_layers=1)
+    edits = [bs.Steer("mood", {0: np.linspace(-1, 1, backbone.hidden_dim)}), bs.Capture("blocks.0")]
     made = [bs.CachedCausalLM(bs.operate(backbone, edits)) for _ in range(2)]
     for lm in made:
         lm.compile(sampler="top_p")

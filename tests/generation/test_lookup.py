@@ -56,7 +56,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 TWICE = st.lists(st.integers(0, 3), min_size=1, max_size=11).map(lambda text: 2 * text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEXTS | TWICE, st.integers(0, 3), st.integers(1, 6))
 def test_guesses_are_those_of_plain_python(text, padding, count):
     length = 32

@@ -118,7 +118,7 @@ def test_a_listener_that_raises_is_logged_and_harms_nobody(lm, caplog):
         calls.append(1)
         raise LookupError("of one user")
 
-    with make_engine(lm, rows=2) as engine:
+    with make_engine(lm) as engine:
         one = ask([1, 2], max_new_tokens=30).submit(engine)
         one.listen(fails)
         other = ask([3, 4], max_new_tokens=9)
@@ -214,7 +214,7 @@ def test_pieces_join_to_the_result(lm):
 
 
 def test_the_first_token_comes_before_the_first_chunk_has_run(lm):
-    engine = make_engine(lm, chunk_size=20)
+    engine = make_engine(lm)
     request = ask(PREFIXES[0][:20], max_new_tokens=30).submit(engine)
     assert next(len(piece) for piece in request) == 1
 

@@ -548,7 +548,7 @@ def test_a_chat_that_is_too_long_names_the_length_of_the_server(lm):
 def test_a_chat_of_parts_by_a_template_that_prints_the_content(lm):
     parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": "a time"}]
     with Server(lm, chat_template="{{ messages[0].content }}") as server, server.client() as client:
-        settings = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+        settings = {"model": "tiny", "max_tokens": 4, "temperature": 0}
         told = [
             client.chat.completions.create(
                 messages=[{"role": "user", "content": content}], **settings

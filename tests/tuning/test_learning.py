@@ -22,7 +22,8 @@ def mean_loss(lm, rows, first, **controls):
     """Return the loss of the tokens from one on, by the logits of the edited graph."""
     total, count = 0.0, 0
     for row in rows:
-        ids = np.array([row], "int32")
+        ids = np.zeros((1, 16), "int32")  # every row by one program
+        ids[0, : len(row)] = row
         given = {name: np.array([x], "float32") for name, x in controls.items()}
         logits = np.asarray(lm.score(ids, controls=given), "float64")[0]
         for i in range(first, len(row)):
