@@ -75,7 +75,11 @@ COMMAND = 'sys.argv = ["backbone-surgery", "generate"]; import backbone_surgery.
 
 
 @pytest.mark.parametrize(
-    "code", [IMPORTS.format(COMMAND, ["kagglehub"]), IMPORTS.format("import backbone_surgery", [])]
+    "code",
+    [
+        IMPORTS.format(COMMAND, ["kagglehub"]),
+        pytest.param(IMPORTS.format("import backbone_surgery", []), marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_imported_that_is_not_used(code):
     received = _run([sys.executable, "-c", code], BACKBONE_SURGERY_LEAN="1")

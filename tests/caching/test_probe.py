@@ -125,7 +125,11 @@ MIXING = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] if "block" in x else []) for x in MIXING]
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] if "block" in x or x == "Fourier" else [])
+        for x in MIXING
+    ],
 )
 def test_a_layer_that_mixes_is_refused_by_name(gpt2, name):
     make, fault = MIXING[name]

@@ -216,6 +216,7 @@ def test_a_mistyped_control_of_an_edit_is_told_the_one_there_is(run, edited_fold
     assert "Did you mean 'tone'?" in wrong.output
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_ends_at_once_with_what_it_wrote():
     """Without the tear-down of Python, in which a program that still runs could crash."""
     words = (
@@ -251,6 +252,7 @@ def test_an_interrupted_command_ends_while_a_compiled_program_runs():
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_command_whose_reader_leaves_ends_quietly():
     """As behind `| head`."""
     words = (

@@ -24,6 +24,7 @@ SAMPLERS = {
     "top_p": lambda: keras_hub.samplers.TopPSampler(p=0.9, seed=5),
     "beam": lambda: keras_hub.samplers.BeamSampler(num_beams=3),
 }
+DRAWING = ["random", "top_k", "top_p"]
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": None, "seed": 3}
 
 
@@ -247,7 +248,10 @@ def broken():
     return bs.CachedCausalLM(backbone)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name",
+    ["greedy", *(pytest.param(x, marks=pytest.mark.slow) for x in DRAWING), "beam"],
+)
 def test_row_and_step_are_named(broken, rng, name):
     broken.compile(sampler=SAMPLERS[name]())
     inputs = ragged(rng, (3, 7), 7)

@@ -79,7 +79,7 @@ def test_blocks_count_in_the_edited_graph(backbone, ids):
     assert seen == [-1, *range(backbone.num_layers + 1)]
 
 
-@pytest.mark.parametrize("tokens", ["generated", "prompt"])
+@pytest.mark.parametrize("tokens", [pytest.param("generated", marks=pytest.mark.slow), "prompt"])
 def test_lengths_of_prompts_score_a_text_as_it_was_generated(tokens, rng):
     """The likeliest next tokens are those that greedy search chose, row by row."""
     steer = bs.Steer("mood", {0: 3 * rng.normal(size=32)}, tokens=tokens)
@@ -120,6 +120,7 @@ def test_lengths_of_prompts_score_a_text_as_it_was_generated(tokens, rng):
     assert relative(steered, scored(everywhere, text), text["padding_mask"]) < 2e-6
 
 
+@pytest.mark.slow
 def test_inputs_put_in_by_hand_keep_their_values_beside_lengths(rng):
     backbone = make_gpt2(num_layers=1)
     scale = keras.Input((1,), name="scale")

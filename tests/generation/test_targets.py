@@ -153,8 +153,9 @@ def test_one_row_has_an_empty_one_beside_it(family, rng, sampler, monkeypatch):
     assert tokens.shape[0] == {"beam": 2 * getattr(lm.sampler, "num_beams", 1)}.get(sampler, 2)
 
 
-@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sampler", ["greedy", pytest.param("beam", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("sampler", ["greedy", "beam"])
 def test_a_lone_row_has_its_experts_run_alone(rng, sampler, platform):
     """In a program of its own; two rows have another."""
     lm = make_lm("mixtral", sampler)
@@ -257,6 +258,7 @@ def orders_of(lm):
     return {v.path: v.value.format.layout.major_to_minor for v in lm.backbone.variables}
 
 
+@pytest.mark.slow
 def test_a_tpu_has_the_kernels_of_wide_heads_laid_heads_first(rng):
     lm = make_wide_llama(128)
     before, lay = [v.numpy() for v in lm.backbone.variables], orders_of(lm)

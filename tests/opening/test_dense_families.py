@@ -137,6 +137,7 @@ def test_phi3_stops_at_the_end_of_a_turn_as_kerashub_does(phi3_preprocessor):
     assert len(longer) > len(texts[0])
 
 
+@pytest.mark.slow
 def test_a_rotary_layer_of_a_user_is_probed():
     """It may rotate as it likes, by no positions of rows."""
 

@@ -300,6 +300,7 @@ def test_what_open_block_must_do(open_block, words):
         bs.open_backbone(make_own(Block))
 
 
+@pytest.mark.slow
 def test_a_clone_computes_in_the_dtype_of_its_blocks():
     """Keras gives the policy of the process to a model that is built by hand."""
     backbone = keras_hub.models.GPT2Backbone(50, 1, 2, 8, 16, dtype="bfloat16")

@@ -57,6 +57,7 @@ def test_what_an_edit_brings_along_is_on_every_device_and_all_else_as_before():
     assert shorter.collectives == bs.plan(ROWS["llama"].make(num_layers=1), **shared).collectives
 
 
+@pytest.mark.slow
 def test_channels_of_linear_attention_are_gathered():
     """Two blocks of three have them: two sums a block, and three more, as in other models."""
     backbone = ROWS["qwen3_5"].make(num_layers=3, vocabulary_size=64, dtype="bfloat16")
@@ -158,7 +159,11 @@ def test_it_is_a_table_wherever_it_is_shown():
 
 @pytest.mark.parametrize(
     ("settings", "rows"),
-    [({"batch": 1}, 2), ({"batch": 5}, 6), ({"batch": 3, "sampler": "beam"}, 15)],
+    [
+        ({"batch": 1}, 2),
+        pytest.param({"batch": 5}, 6, marks=pytest.mark.slow),
+        ({"batch": 3, "sampler": "beam"}, 15),
+    ],
 )
 def test_what_goes_into_the_programs_is_what_is_on_paper(monkeypatch, settings, rows):
     planning = sys.modules["backbone_surgery.planning.plan"]

@@ -50,7 +50,11 @@ def test_attention_pattern_is_softmax_of_query_and_key(rng):
     assert relative(got["head_outputs"], mixed) <= EXACT
 
 
-@pytest.mark.parametrize("chunks", [[12], [5, 1, 6], [1] * 12], ids=["one", "cut", "each"])
+@pytest.mark.parametrize(
+    "chunks",
+    [pytest.param([12], marks=pytest.mark.slow), [5, 1, 6], [1] * 12],
+    ids=["one", "cut", "each"],
+)
 def test_cached_captures_are_the_uncached_ones(lm, rng, chunks):
     inputs = left_padded(rng, [12, 7], 12)
     mask = inputs["padding_mask"].astype(bool)

@@ -61,7 +61,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] if "a block" in x else []) for x in AGAIN]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if "repeat" in x else []) for x in AGAIN]
 )
 def test_what_was_repeated_is_repeated_again(gpt2, rng, name):
     """At once or by one call after another: the same chain of blocks, over a cache too."""

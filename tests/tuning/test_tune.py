@@ -261,7 +261,9 @@ def test_directions_apart_from_others(lm):
         ({"prompts": ["one"]}, "a list of two strings or more"),
         ({"prompts": "one"}, "a list of two strings or more"),
         ({"judge": lambda texts: [2.0] * len(texts)}, "a number from 0 to 1 for each"),
-        ({"judge": lambda texts: [0.5]}, "a number from 0 to 1 for each"),
+        pytest.param(
+            {"judge": lambda texts: [0.5]}, "a number from 0 to 1 for each", marks=pytest.mark.slow
+        ),
         ({"fluency": lambda texts: None}, "'fluency': expected a function"),
         ({"budget": 0}, "'budget': expected a positive int"),
         ({"steps": 1.5}, "'steps': expected a positive int"),
