@@ -319,7 +319,7 @@ def test_a_model_that_does_not_fit_says_what_takes_the_room(chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_four_bits_are_moved_as_they_are_packed(name, chip):
-    """To unpack the weights would move nine times as many bytes: they are written and read again."""
+    """To unpack the weights would move nine times the bytes: they are written and read again."""
     needs(chip)
     backbone = ROWS[name].make(hidden_dim=512, intermediate_dim=2048, vocabulary_size=4096)
     backbone({x.name: np.ones((8, 2), "int32") for x in backbone.inputs})
