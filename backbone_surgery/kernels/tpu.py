@@ -38,9 +38,10 @@ def call(
     grid: tuple[int, ...],
     known: Sequence[Any] = (),
     scratch: Sequence[Any] = (),
+    shared: int | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Run a kernel once for each point of a grid, the last axis innermost, on one core in order.
+    """Run a kernel once for each point of a grid, the last axis innermost, in order.
 
     Args:
         kernel: of references to what is known before, what it reads, what it writes, and scratch.
@@ -49,6 +50,8 @@ def call(
         grid: of the programs that run.
         known: int32 arrays that tell which blocks to read: each index map gets them too.
         scratch: memory on the chip that the programs share.
+        shared: the axis of the grid that chips of two cores share out, as v4 and v5p have them.
+            Programs along it do not wait for each other; each core has scratch of its own.
         **settings: of the kernel.
     """
     from jax.experimental import pallas
@@ -66,6 +69,11 @@ def call(
             scratch_shapes=scratch,
         ),
         out_shape=shapes,
+        compiler_params=tpu.CompilerParams(
+            dimension_semantics=[
+                "parallel" if axis == shared else "arbitrary" for axis in range(len(grid))
+            ]
+        ),
         interpret=_is_interpreted(),
         name=kernel.__name__.lstrip("_"),
     )(*known, *arrays)

@@ -77,6 +77,7 @@ def product_of_used(x: Any, bank: Any, order: Any, used: Any) -> Any:
         [(made, pl.BlockSpec((None, tokens, size), lambda i, n, *_: (i, 0, n)))],
         (turns, steps),
         known=[order, used],
+        shared=1,
         lies_turned=lies_turned,
     )
     return products

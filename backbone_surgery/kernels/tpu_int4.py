@@ -99,6 +99,7 @@ def product(x: Any, packed: Packed) -> Any:
         [(made, pl.BlockSpec((len(x), width), lambda n, k: (0, n)))],
         (-(-packed.outputs // width), packed.inputs // (sizes.chunks * sizes.chunk)),
         scratch=scratch,
+        shared=0,
         sizes=sizes,
     )
     return y[:rows]
