@@ -26,6 +26,9 @@ _ROWS, _MOST_ROWS = 8, 64
 
 _LEAST_GROUP = 32
 
+_KNOWN = 2**19
+"""Groups times outputs that a program has room for, on the chip."""
+
 
 def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     """Tell whether `product` is for so many rows of this dtype."""
@@ -109,8 +112,9 @@ def _sizes(packed: Packed) -> _Sizes:
     chunk = _CHUNKS[packed.pairs]
     of_all = packed.inputs // chunk
     chunks = next((n for n in range(_INPUTS // chunk, 1, -1) if of_all % n == 0), 1)
-    pieces = min(_OUTPUTS, packed.outputs) // _PIECE
     group = packed.inputs if packed.scale is None else packed.group
+    most = max(_KNOWN // (packed.inputs // group), _PIECE)
+    pieces = min(_OUTPUTS, most, packed.outputs) // _PIECE
     return _Sizes(packed.pairs, packed.outputs, group, chunk, chunks, pieces)
 
 

@@ -14,8 +14,11 @@ from backbone_surgery.kernels.packed import Packed
 _SIZE = 256
 """Of a head: its bytes are as many as a TPU reads at once."""
 
-_ROWS, _MOST_INPUTS = 32, 1024
-"""Of bytes, that a TPU keeps together, and of a head in a block."""
+_ROWS, _MOST_ROWS = 32, 1024
+"""Of bytes, that a TPU keeps together, and of a head at most."""
+
+_KNOWN = 2**19
+"""Groups times outputs that there is room for on the chip."""
 
 
 class _Sizes(NamedTuple):
@@ -40,10 +43,11 @@ def fits(packed: Packed) -> bool:
     return (
         rest == 0
         and rows % _ROWS == 0
-        and rows <= _MOST_INPUTS
+        and rows <= _MOST_ROWS
         and packed.outputs == packed.heads * _SIZE
         and packed.inputs % packed.group == 0
         and packed.group & (packed.group - 1) == 0
+        and packed.outputs * packed.inputs // packed.group <= _KNOWN
     )
 
 

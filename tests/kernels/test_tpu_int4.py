@@ -52,5 +52,16 @@ def test_what_they_are_for(rng):
         assert not tpu_int4.takes(8, packed, "float16")
         for odd in ({"group": 16}, {"group": 48}, {"inputs": 200}, {"outputs": 254}):
             assert not tpu_int4.takes(8, packed._replace(**odd), "bfloat16")
+        split = packed._replace(inputs=256, outputs=1024, heads=4)
+        assert tpu_int4.takes(8, split, "bfloat16")
+        for odd in ({"heads": 3}, {"heads": 8}, {"heads": 2}, {"inputs": 192}, {"group": 96}):
+            assert not tpu_int4.takes(8, split._replace(**odd), "bfloat16")
     with target.made_for("tpu", placement="a mesh"):
         assert not tpu_int4.takes(64, packed, "bfloat16")
+
+
+def test_where_groups_are_many_a_program_has_fewer_outputs(rng):
+    packed, _ = pack(rng, "outputs", 256, 256, 32, "bfloat16")
+    packed = packed._replace(inputs=36864, outputs=4608)
+    sizes = [tpu_int4._sizes(packed._replace(group=group)) for group in (32, 128)]
+    assert [x.pieces for x in sizes] == [1, 4]
