@@ -60,8 +60,13 @@ def exactly(x: Any, selected: Any, axes: tuple[int, int] = (1, 0)) -> Any:
 
 
 def dot(x: Any, y: Any, axes: tuple[int, int] = (1, 0)) -> Any:
-    """Multiply two matrices of bfloat16 to float32, adding up over an axis of each."""
-    import jax
+    """Multiply two matrices of bfloat16 to float32, adding up over an axis of each.
+
+    Whatever `precision` a model has, that is for float32 alone.
+    """
+    from jax import lax
 
     numbers = (((axes[0],), (axes[1],)), ((), ()))
-    return jax.lax.dot_general(x, y, numbers, preferred_element_type="float32")
+    return lax.dot_general(
+        x, y, numbers, precision=lax.Precision.DEFAULT, preferred_element_type="float32"
+    )

@@ -36,7 +36,7 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     return (
         rows <= _MOST_ROWS
         and keras.backend.standardize_dtype(dtype) == "bfloat16"
-        and (packed.scale is None or _fits(packed.group, chunk))
+        and (packed.scale is None or _fits(packed, chunk))
         and (packed.heads == 1 or tpu_int4_heads.fits(packed))
         and (packed.heads > 1 or packed.inputs % chunk == 0)
         and packed.outputs >= _PIECE
@@ -44,9 +44,11 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     )
 
 
-def _fits(group: int, chunk: int) -> bool:
-    """Tell whether a chunk has whole groups, not too small ones, or is a part of one."""
-    return group >= _LEAST_GROUP and max(group, chunk) % min(group, chunk) == 0
+def _fits(packed: Packed, chunk: int) -> bool:
+    """Tell whether groups are whole, not too small, and a chunk has some or a part of one."""
+    group = packed.group
+    is_even = max(group, chunk) % min(group, chunk) == packed.inputs % group == 0
+    return group >= _LEAST_GROUP and is_even
 
 
 class _Sizes(NamedTuple):

@@ -43,6 +43,18 @@ def test_a_row_that_is_lost_spoils_no_other(rng):
     assert relative(received[others], np.asarray(x, "float64")[others] @ matrix) <= 1e-4
 
 
+@pytest.mark.parametrize("precision", target.PRECISIONS)
+@pytest.mark.parametrize("heads", [1, 4])
+def test_precision_is_for_float32_alone(rng, heads, precision):
+    """Mosaic multiplies bfloat16 by the default alone."""
+    packed, _ = pack(rng, "outputs", 256, 256 * heads, 128, "bfloat16")
+    packed, x = packed._replace(heads=heads), jnp.zeros((2, 256), "bfloat16")
+    with target.made_for("tpu"), target.precision(precision):
+        made = str(jax.make_jaxpr(lambda x: tpu_int4.product(x, packed))(x))
+    default = "precision=(Precision.DEFAULT, Precision.DEFAULT)"
+    assert made.count("precision=") == made.count(default) > 0
+
+
 def test_what_they_are_for(rng):
     packed, _ = pack(rng, "outputs", 256, 256, 64, "bfloat16")
     assert not tpu_int4.takes(8, packed, "bfloat16")  # no program of a TPU
@@ -52,6 +64,9 @@ def test_what_they_are_for(rng):
         assert not tpu_int4.takes(8, packed, "float16")
         for odd in ({"group": 16}, {"group": 48}, {"inputs": 200}, {"outputs": 254}):
             assert not tpu_int4.takes(8, packed._replace(**odd), "bfloat16")
+        assert tpu_int4.takes(8, packed._replace(inputs=768, group=256), "bfloat16")
+        for rest in ({"inputs": 384, "group": 256}, {"inputs": 512, "group": 384}):
+            assert not tpu_int4.takes(8, packed._replace(**rest), "bfloat16")
         split = packed._replace(inputs=256, outputs=1024, heads=4)
         assert tpu_int4.takes(8, split, "bfloat16")
         for odd in ({"heads": 3}, {"heads": 8}, {"heads": 2}, {"inputs": 192}, {"group": 96}):
