@@ -203,7 +203,8 @@ class ChosenExperts(keras.layers.Layer):
         run, dtype = x.shape[0] * x.shape[1], self.compute_dtype
         kernels = [getattr(bank, name) for name in self.mixed.shared]
         kernels = [kernel for kernel in kernels if len(kernel.shape) == 3]
-        if not tpu.available() or not all(tpu_experts.takes(run, k, dtype) for k in kernels):
+        can = kernels and all(tpu_experts.takes(run, kernel, dtype) for kernel in kernels)
+        if not can or not tpu.available():
             return False
         turns = min(tokens * self.top_k, kernels[0].shape[0])
         made = turns * run * max(kernel.shape[2] for kernel in kernels) * np.dtype(dtype).itemsize

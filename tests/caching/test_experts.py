@@ -121,6 +121,14 @@ def test_a_tpu_runs_what_any_token_weighs(rng, mixed, monkeypatch, rows, time, e
             assert np.isnan(layer(x, weights if edited else logits)).all()
 
 
+def test_a_tpu_runs_all_experts_where_it_is_not_told_what_their_kernels_are(rng, mixed):
+    x, weights = inputs_of(rng, 2)
+    untold = MixedExperts(mixed.bank, expert)
+    wanted = untold(x, weights)
+    with target.made_for("tpu"):
+        assert relative(ChosenExperts(untold, 2)(x, weights), wanted) <= 1e-6
+
+
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (2, 1), (1, 3)])
 def test_what_a_row_of_no_use_weighs_is_not_read(rng, mixed, platform, rows, time):
