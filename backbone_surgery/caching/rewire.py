@@ -180,7 +180,7 @@ class _Rewirer:
             return self._instead(NarrowProjection, layer, args, kwargs)
         if is_packed(layer):
             return self._instead(PackedProjection, layer, args, kwargs)
-        if is_packed_table(layer) and len(args) == 1 and not kwargs.get("reverse"):
+        if is_packed_table(layer) and len(args) == 1 and not kwargs:
             return self._instead(PackedEmbedding, layer, args, kwargs)
         if is_layer_norm(layer):
             return self._instead(WholeNorm, layer, args, kwargs)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras.quantizers import Int4QuantizationConfig
 
-from backbone_surgery import target
+from backbone_surgery import graph, target
 from backbone_surgery.caching.packed import (
     PackedEmbedding,
     PackedProjection,
@@ -14,6 +14,7 @@ from backbone_surgery.caching.packed import (
     logits_of,
     reads_packed,
 )
+from backbone_surgery.caching.rewire import _Rewirer
 from backbone_surgery.kernels import gpu_int4, tpu_int4
 from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_SPLIT
 from tests.helpers import relative
@@ -151,6 +152,15 @@ def test_what_was_looked_up_is_unpacked(rng, kind, block, dtype):
     mask = table.compute_mask(tokens)
     np.testing.assert_array_equal(looked_up.compute_mask(tokens), mask)
     assert kind is not keras.layers.Embedding or not np.all(mask)
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_a_table_that_is_told_which_way_is_called_itself(reverse):
+    table = keras.layers.ReversibleEmbedding(75, 64)
+    table.build()
+    table.quantize("int4")
+    given = keras.KerasTensor((2, 3, 64) if reverse else (2, 3))
+    assert _Rewirer("float32", None, 1).visit(table, given, reverse=reverse) is graph.KEEP
 
 
 def test_a_table_with_lora_is_called_itself(rng):
