@@ -14,7 +14,7 @@ import numpy as np
 
 from backbone_surgery import graph, target
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.caching.packed import reads_packed
+from backbone_surgery.caching.packed import PackedEmbedding, reads_packed
 from backbone_surgery.caching.rewire import rewire_for
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import FLOATS, as_path, read_json, reading
@@ -135,7 +135,7 @@ def plan(
         cache_bytes=_cache_bytes(cached, rows[1], run.length, shares),
         used_cache_bytes=_cache_bytes(cached, rows[0], asked.length, shares),
         **_collectives(cached, shared, mesh_sizes, rows[1]),
-        **_unpacked(edited, platform, placement, rows[1]),
+        **_unpacked(cached, platform, placement, rows[1]),
         programs=compile_programs(programs, devices, mesh_sizes, verbose) if programs else {},
     )
 
@@ -297,10 +297,20 @@ def _looked_up(model: keras.Model) -> list[keras.Variable]:
 def _unpacked(
     model: keras.Model, platform: str, placement: Placement | None, rows: int
 ) -> dict[str, Any]:
-    """Return how weights are quantised that the programs cannot read packed, and their share."""
-    layers = [x for x in graph.layers_within(model) if x.quantization_mode in _OF_FOUR_BITS]
+    """Return how weights are quantised that the programs cannot read packed, and their share.
+
+    Args:
+        model: with a cache.
+        platform: that the programs are for.
+        placement: on a mesh.
+        rows: of the programs, each with one token.
+    """
+    within = graph.layers_within(model)
+    layers = [x for x in within if x.quantization_mode in _OF_FOUR_BITS]
+    tables = [x.layer for x in within if type(x) is PackedEmbedding and not x.layer.lora_enabled]
+    looked_up = {id(x) for x in tables if type(x) is keras.layers.Embedding}
     with target.made_for(platform, placement), target.planned():
-        left = [x for x in layers if not reads_packed(x, rows)]
+        left = [x for x in layers if id(x) not in looked_up and not reads_packed(x, rows)]
     if not left:
         return {"unpacked": None}
     weights = ([v for x in some for v in graph.own_weights(x)] for some in (left, layers))

@@ -231,6 +231,15 @@ def test_one_chip_reads_four_bits_as_they_are_packed(no_collecting):
     assert (plan.unpacked, 0.1 < plan.unpacked_share < 0.5) == ("int4", True)
 
 
+def test_a_table_that_is_looked_up_alone_is_read_as_it_is_packed(no_collecting):
+    """Gemma 4's of each block, on every chip, for any number of rows."""
+    sizes = {"hidden_dim": 256, "intermediate_dim": 256, "hidden_size_per_layer_input": 32}
+    backbone = ROWS["gemma4"].make(**sizes, head_dim=128, global_head_dim=128, dtype="bfloat16")
+    backbone.quantize("int4")
+    assert bs.plan(backbone, device="h100").unpacked is None
+    assert bs.plan(backbone, device="h100", batch=80).unpacked_share < 1
+
+
 def test_weights_get_no_values_while_programs_are_traced(monkeypatch):
     planning = sys.modules["backbone_surgery.planning.plan"]
     traced = {}
