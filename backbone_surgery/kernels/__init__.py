@@ -6,6 +6,6 @@ which is half as fast as one after another. The kernels are written in LLVM's IR
 processor at hand by llvmlite, and called by XLA as custom calls. Without llvmlite (the extra `cpu`)
 XLA's own products run.
 
-On a GPU they are attention of one query, and products with chosen experts (`gpu*.py`), written in
-Pallas. On a TPU they are products with the experts that are used (`tpu*.py`).
+On a GPU they are attention of one query (`gpu*.py`), on a GPU and a TPU products with chosen
+experts and with weights of four bits (`tpu*.py`), written in Pallas.
 """

@@ -8,6 +8,9 @@ products with a matrix of zeros and ones, which lose nothing.
 from collections.abc import Callable
 from typing import Any
 
+MOST_KNOWN = 2**19
+"""Groups times outputs whose scales and zeros a program has room for, on the chip."""
+
 WORTH = 128 + 8
 """By how much the numbers that `numbers` makes are too large."""
 
@@ -41,6 +44,12 @@ def order_of_rows(i: Any, rows: int) -> Any:
     is_second = i >= rows // 2
     at = jnp.where(is_second, i - rows // 2, i)
     return (at >> 1) * 4 + (at & 1) * 2 + is_second
+
+
+def order_of_pairs(i: Any, outputs: int) -> Any:
+    """Return which of some outputs becomes number i: first the first ones of the bytes of a row."""
+    half = outputs // 2
+    return 2 * (i & (half - 1)) + (i >= half)
 
 
 def selection(size: int, order: Callable[[Any], Any]) -> Any:

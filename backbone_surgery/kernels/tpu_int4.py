@@ -26,9 +26,6 @@ _ROWS, _MOST_ROWS = 8, 64
 
 _LEAST_GROUP = 32
 
-_KNOWN = 2**19
-"""Groups times outputs that a program has room for, on the chip."""
-
 
 def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     """Tell whether `product` is for so many rows of this dtype."""
@@ -115,7 +112,7 @@ def _sizes(packed: Packed) -> _Sizes:
     of_all = packed.inputs // chunk
     chunks = next((n for n in range(_INPUTS // chunk, 1, -1) if of_all % n == 0), 1)
     group = packed.inputs if packed.scale is None else packed.group
-    most = max(_KNOWN // (packed.inputs // group), _PIECE)
+    most = max(tpu_bits.MOST_KNOWN // (packed.inputs // group), _PIECE)
     pieces = min(_OUTPUTS, most, packed.outputs) // _PIECE
     return _Sizes(packed.pairs, packed.outputs, group, chunk, chunks, pieces)
 
@@ -215,10 +212,10 @@ def _order_of_inputs(i: Any, sizes: _Sizes) -> Any:
 
 
 def _order_of_outputs(i: Any, sizes: _Sizes) -> Any:
-    half = _PIECE // 2
-    if sizes.pairs == "turned":
-        return tpu_bits.order_of_rows(i, _PIECE)
-    return 2 * (i & (half - 1)) + (i >= half) if sizes.pairs == "outputs" else i
+    if sizes.pairs == "inputs":
+        return i
+    order = tpu_bits.order_of_rows if sizes.pairs == "turned" else tpu_bits.order_of_pairs
+    return order(i, _PIECE)
 
 
 def _by_group(x: Any, sizes: _Sizes) -> Any:

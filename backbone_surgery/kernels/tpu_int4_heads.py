@@ -17,9 +17,6 @@ _SIZE = 256
 _ROWS, _MOST_ROWS = 32, 1024
 """Of bytes, that a TPU keeps together, and of a head at most."""
 
-_KNOWN = 2**19
-"""Groups times outputs that there is room for on the chip."""
-
 
 class _Sizes(NamedTuple):
     """What a program knows of its work.
@@ -47,7 +44,7 @@ def fits(packed: Packed) -> bool:
         and packed.outputs == packed.heads * _SIZE
         and packed.inputs % packed.group == 0
         and packed.group & (packed.group - 1) == 0
-        and packed.outputs * packed.inputs // packed.group <= _KNOWN
+        and packed.outputs * packed.inputs // packed.group <= tpu_bits.MOST_KNOWN
     )
 
 
@@ -117,7 +114,7 @@ def _product_of_heads(
     def _() -> None:
         order = partial(tpu_bits.order_of_rows, rows=sizes.rows)
         pick_ref[:] = tpu_bits.selection(sizes.rows, order)
-        mix_ref[:] = tpu_bits.selection(_SIZE, _order_of_outputs)
+        mix_ref[:] = tpu_bits.selection(_SIZE, partial(tpu_bits.order_of_pairs, outputs=_SIZE))
 
     @pl.when(head == 0)
     def _() -> None:
@@ -151,8 +148,3 @@ def _by_group(x: Any, head: Any, first: Any, sizes: _Sizes) -> list[Any]:
     row = tpu_bits.order_of_rows(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), sizes.rows)
     group = (head * sizes.rows + row >> sizes.group.bit_length() - 1) - first
     return [jnp.where(group == i, x, 0.0) for i in range(sizes.groups)]
-
-
-def _order_of_outputs(i: Any) -> Any:
-    """Return which output becomes number i: first those of the first numbers of bytes."""
-    return 2 * (i & (_SIZE // 2 - 1)) + (i >= _SIZE // 2)
