@@ -247,9 +247,7 @@ def apart(x: Any) -> Any:
     return jax.lax.optimization_barrier(x)
 
 
-def in_order(
-    x: Any, slots: int | None = None, axes: tuple[int, ...] | None = None, whole: bool = False
-) -> Any:
+def in_order(x: Any, slots: int | None = None, whole: bool = False) -> Any:
     """Have an array lie as a GPU or a TPU lays what comes into a program; inside a program.
 
     Else their compilers choose an order for each array of a loop, and copy what comes in another.
@@ -262,7 +260,6 @@ def in_order(
     Args:
         x: the array.
         slots: the axis that counts slots, of a cache.
-        axes: in which order the axes are to be, if not in their own.
         whole: whether each device of a mesh has all heads of its rows.
     """
     is_narrow = platform() == "tpu" and x.shape[-1] % _LANES > 0
@@ -270,7 +267,7 @@ def in_order(
         return x
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    order = list(axes or range(x.ndim))
+    order = list(range(x.ndim))
     if is_narrow and slots is not None:
         order.append(order.pop(slots))
     return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))
