@@ -33,10 +33,24 @@ pytestmark = pytest.mark.usefixtures("no_collecting")
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the products that the kernel takes."""
-    counted, product = [], gpu_int4.product
-    monkeypatch.setattr(gpu_int4, "product", lambda *args: counted.append(1) or product(*args))
+    """Count the products that the kernels take."""
+    counted = []
+
+    def count(product):
+        return lambda *args: counted.append(1) or product(*args)
+
+    for module in (gpu_int4, tpu_int4):
+        monkeypatch.setattr(module, "product", count(module.product))
     return counted
+
+
+def check_equal(layer, x, calls, platform="gpu"):
+    wanted = layer(x)
+    with target.made_for(platform):
+        got = PackedProjection(layer)(x)
+    assert calls
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert relative(got, wanted) <= 0.02
 
 
 def make(case, rng, block=32, dtype="bfloat16"):
@@ -59,12 +73,7 @@ def make(case, rng, block=32, dtype="bfloat16"):
 def test_it_equals_the_layer(rng, calls, case, block):
     layer, x = make(CASES[case], rng, block)
     assert is_packed(layer)
-    wanted = layer(x)
-    with target.made_for("gpu"):
-        got = PackedProjection(layer)(x)
-    assert calls
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    assert relative(got, wanted) <= 0.02
+    check_equal(layer, x, calls)
 
 
 def test_else_the_layer_itself_is_called(rng, calls):
@@ -94,29 +103,17 @@ def test_else_the_layer_itself_is_called(rng, calls):
 def test_kernels_whose_heads_come_first(rng, calls, heads, block):
     """Groups end within a head, and heads within a group: 64, 32 and 16 inputs at a time."""
     layer, x = make(("abc,dce->abde", (None, heads, 128), SIZES), rng, block)
-    wanted = layer(x)
-    with target.made_for("gpu"):
-        got = PackedProjection(layer)(x)
-    assert calls
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    assert relative(got, wanted) <= 0.02
+    check_equal(layer, x, calls)
 
 
 @pytest.mark.parametrize(
     ("heads", "inputs", "block"), [(2, 192, 32), (2, 192, 64), (4, 384, 128), (4, 128, 128)]
 )
-def test_kernels_whose_heads_come_first_on_a_tpu(rng, monkeypatch, heads, inputs, block):
+def test_kernels_whose_heads_come_first_on_a_tpu(rng, calls, heads, inputs, block):
     """A head has several groups, or parts of some; or a group has several heads."""
-    calls, product = [], tpu_int4.product
-    monkeypatch.setattr(tpu_int4, "product", lambda *args: calls.append(1) or product(*args))
     case = ("abc,dce->abde", (None, heads, 256), (3, 5, inputs))
     layer, x = make(case, rng, block)
-    wanted = layer(x)
-    with target.made_for("tpu"):
-        got = PackedProjection(layer)(x)
-    assert calls
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    assert relative(got, wanted) <= 0.02
+    check_equal(layer, x, calls, "tpu")
 
 
 def test_without_groups_heads_first_are_run_by_the_layer(rng, calls):
