@@ -319,11 +319,12 @@ def test_a_model_that_does_not_fit_says_what_takes_the_room(chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_four_bits_are_moved_as_they_are_packed(name, chip):
-    """To unpack the weights would move nine times the bytes: they are written and read again."""
+    """GPT-2 moves 1.3 of the least on a v5e and 1.7 on an H100; unpacked first, 1.8 and 8.4."""
     needs(chip)
     backbone = ROWS[name].make(hidden_dim=512, intermediate_dim=2048, vocabulary_size=4096)
     backbone({x.name: np.ones((8, 2), "int32") for x in backbone.inputs})
     backbone.quantize("int4")
     plan = compile_for(chip, backbone, batch=8)
     assert plan.unpacked is None
-    assert plan["decode"].step_bytes <= 2 * plan.least_bytes
+    most = {"v5e": 1.5, "h100": 2}[chip]
+    assert plan["decode"].step_bytes <= most * plan.least_bytes
