@@ -233,6 +233,11 @@ def placement() -> Any:
     return _placement.get()
 
 
+def on_each_device() -> AbstractContextManager[None]:
+    """Have what is made inside run on each device of a mesh by itself."""
+    return setting({_placement: None})
+
+
 def has_orders() -> bool:
     """Tell whether `in_order` changes anything in the program that is being made."""
     return platform() != "cpu" and not on_mesh() and keras.config.backend() == "jax"

@@ -139,7 +139,7 @@ class ChosenExperts(keras.layers.Layer):
         import jax
         from jax.sharding import PartitionSpec
 
-        placement, platform = target.placement(), target.platform()
+        placement = target.placement()
         along, by_rows = placement.axes_of_heads, PartitionSpec(placement.rows_axis(x.shape[0]))
         has_own, whole = 0 in self.axes.values(), self.mixed.whole
         axes = {**dict.fromkeys(whole, 0 if has_own else None), **self.axes}
@@ -151,7 +151,7 @@ class ChosenExperts(keras.layers.Layer):
             if not has_own:
                 added = [name for name in whole if whole[name]]
                 bank |= {name: ops.where(which == 0, bank[name], 0) for name in added}
-            with target.made_for(platform):
+            with target.on_each_device():
                 kernels = SimpleNamespace(**bank)
                 if has_own:
                     made = self._run_own(x, given, kernels, used, which)

@@ -11,12 +11,8 @@ from backbone_surgery.caching.experts import ChosenExperts, choice_of
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.narrow import NarrowProjection, is_narrow
 from backbone_surgery.caching.norms import WholeNorm, is_layer_norm
-from backbone_surgery.caching.packed import (
-    PackedEmbedding,
-    PackedProjection,
-    is_packed,
-    is_packed_table,
-)
+from backbone_surgery.caching.packed import PackedEmbedding, PackedProjection, is_packed_table
+from backbone_surgery.caching.packed_matrix import is_packed
 from backbone_surgery.caching.probe import Probe
 from backbone_surgery.caching.projection import HeadProjection, projects_heads
 from backbone_surgery.caching.repeated_heads import over_repeated_heads, repeat_heads

@@ -45,10 +45,15 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
         and _LEAST_INPUTS <= group <= _MOST_INPUTS
         and group & (group - 1) == 0
         and packed.inputs % group == 0
-        and (heads == 1 or packed.inputs % heads == packed.outputs // heads % _OUTPUTS == 0)
+        and (heads == 1 or _has_whole_heads(packed))
         and _at_a_time(packed) >= _LEAST_AT_A_TIME
         and gpu.available()
     )
+
+
+def _has_whole_heads(packed: Packed) -> bool:
+    is_even = packed.inputs % packed.heads == packed.head_dim % _OUTPUTS == 0
+    return is_even and packed.rows % packed.group == 0
 
 
 def _at_a_time(packed: Packed) -> int:
@@ -68,6 +73,8 @@ class _Sizes(NamedTuple):
         steps: how often in a part.
         group: inputs that a scale is for.
         heads: see `Packed`.
+        head_dim: see `Packed`.
+        columns: see `Packed`.
     """
 
     rows: int
@@ -78,6 +85,8 @@ class _Sizes(NamedTuple):
     steps: int
     group: int
     heads: int
+    head_dim: int
+    columns: int
 
     @property
     def is_turned(self) -> bool:
@@ -91,7 +100,7 @@ class _Sizes(NamedTuple):
         """
         if self.heads == 1:
             return step, output, step
-        rows, size = self.times // self.heads, self.outputs // self.heads
+        rows, size = self.times // self.heads, self.head_dim
         row = output // size * rows + step % rows
         return row, step // rows * size + output % size, row * self.size // self.group
 
@@ -128,22 +137,14 @@ def product(x: Any, packed: Packed) -> Any:
     columns = -(-packed.outputs // _OUTPUTS)
     wanted = gpu.parts_of(columns, _PROGRAMS, min(times, _MOST_PARTS))
     steps = -(-times // wanted)
-    sizes = _Sizes(
-        rows, packed.outputs, packed.pairs, size, times, steps, packed.group, packed.heads
-    )
+    of_matrix = packed.group, packed.heads, packed.head_dim, packed.columns
+    sizes = _Sizes(rows, packed.outputs, packed.pairs, size, times, steps, *of_matrix)
     filled = max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), columns * _OUTPUTS
-    inputs, outputs = _STEPS[packed.pairs]
     # In the order in which steps take them.
     x = x.reshape(rows, -1, packed.heads).swapaxes(1, 2).reshape(rows, packed.inputs)
     of_x = x.astype("float32").reshape(rows, times, size).sum(axis=2)
-    operands = [
-        (x, (filled[0], packed.inputs)),
-        (of_x, (filled[0], times)),
-        (packed.numbers, sizes.order(packed.inputs // inputs, filled[1] // outputs)),
-    ]
-    if packed.scale is not None:
-        of_groups = sizes.order(packed.inputs // packed.group, filled[1])
-        operands += [(packed.scale, of_groups), (packed.zero, of_groups)]
+    operands = [(x, (filled[0], packed.inputs)), (of_x, (filled[0], times))]
+    operands += _of_matrix(packed, sizes)
     parts = -(-times // steps)
     made = jax.ShapeDtypeStruct((parts, rows, packed.outputs), "float32")
     (sums,) = gpu.call(
@@ -154,6 +155,18 @@ def product(x: Any, packed: Packed) -> Any:
         sizes=sizes,
     )
     return added_up(sums)
+
+
+def _of_matrix(packed: Packed, sizes: _Sizes) -> list[tuple[Any, tuple[int, int]]]:
+    """Return the arrays of a matrix, and which sizes a program is to take them for."""
+    rows = packed.inputs if packed.heads == 1 else packed.rows
+    columns = -(-sizes.columns // _OUTPUTS) * _OUTPUTS
+    inputs, outputs = _STEPS[packed.pairs]
+    operands = [(packed.numbers, sizes.order(rows // inputs, columns // outputs))]
+    if packed.scale is not None:
+        of_groups = sizes.order(rows // packed.group, columns)
+        operands += [(packed.scale, of_groups), (packed.zero, of_groups)]
+    return operands
 
 
 def _product_of_packed(
@@ -207,7 +220,7 @@ def _of_group(refs: list[Any], g: Any, column: Any, sizes: _Sizes) -> tuple[Any,
     if not refs:
         return jnp.ones(column.shape, "float32"), jnp.zeros(column.shape, "float32")
     at = sizes.order(jnp.full_like(column, g), column)
-    scale, zero = (gpu.load(ref.at[at], column < sizes.outputs).astype("float32") for ref in refs)
+    scale, zero = (gpu.load(ref.at[at], column < sizes.columns).astype("float32") for ref in refs)
     return scale, zero
 
 

@@ -36,15 +36,14 @@ class _Sizes(NamedTuple):
 
 def fits(packed: Packed) -> bool:
     """Tell whether `product` is for a matrix of several heads: how they lie in memory."""
-    rows, rest = divmod(packed.inputs, packed.heads)
+    rows, width = packed.rows_of_head, packed.heads * _SIZE
     return (
-        rest == 0
-        and rows % _ROWS == 0
+        packed.head_dim == _SIZE
+        and packed.inputs % packed.heads == rows % _ROWS == 0
         and rows <= _MOST_ROWS
-        and packed.outputs == packed.heads * _SIZE
-        and packed.inputs % packed.group == 0
+        and packed.rows % packed.group == 0
         and packed.group & (packed.group - 1) == 0
-        and packed.outputs * packed.inputs // packed.group <= tpu_bits.MOST_KNOWN
+        and width * packed.rows // packed.group <= tpu_bits.MOST_KNOWN
     )
 
 
@@ -64,7 +63,7 @@ def product(x: Any, packed: Packed) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     heads, group, tokens = packed.heads, packed.group, len(x)
-    rows, all_groups = packed.inputs // heads, packed.inputs // group
+    rows, all_groups = packed.rows_of_head, packed.rows // group
     # They begin at multiples of both, so a head may begin within one.
     is_even = max(rows, group) % min(rows, group) == 0
     groups = max(rows // group, 1) if is_even else (rows + group - 2) // group + 1
@@ -82,7 +81,7 @@ def product(x: Any, packed: Packed) -> Any:
             (packed.zero, of_groups),
         ],
         [(made, pl.BlockSpec((tokens, _SIZE), lambda head, part: (0, head)))],
-        (heads, heads),
+        (packed.outputs // _SIZE, heads),
         scratch=[
             pltpu.VMEM((rows, rows), jnp.bfloat16),
             pltpu.VMEM((_SIZE, _SIZE), jnp.bfloat16),

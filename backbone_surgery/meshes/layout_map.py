@@ -18,6 +18,7 @@ from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.opening.experts import MixedExperts
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
+from backbone_surgery.opening.packed_axes import PACKED, kernel_shape, packed_axes, policy_of
 from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.site import Site, is_block
 from backbone_surgery.presets import load_backbone
@@ -158,8 +159,11 @@ def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
     for variable in embedding.variables:
         # Where a model has other weights for its logits, tokens are their columns.
         axis = 1 if variable.name == "reverse_embeddings" else 0
+        if variable.name.endswith(("_scale", "_zero")):  # of what int4 packs, see below
+            continue
         if len(variable.shape) == 2 and variable.shape[axis] == embedding.input_dim:
-            yield Split(variable, axis, embedding.input_dim, summed=axis == 0, vocabulary=True)
+            split = Split(variable, axis, embedding.input_dim, summed=axis == 0, vocabulary=True)
+            yield from _as_stored(embedding, split)
 
 
 def _of_block(block: keras.Model, devices: int) -> Iterator[Split]:
@@ -214,9 +218,23 @@ def _of_projection(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> I
         return
     for variable in layer.variables:
         if variable.name == "kernel":
-            yield Split(variable, axis, shape[2], summed=reads)
+            yield from _as_stored(layer, Split(variable, axis, shape[2], summed=reads))
         elif variable.name == "bias" and not reads:
             yield Split(variable, 0, shape[2])
+
+
+def _as_stored(layer: keras.Layer, split: Split) -> Iterator[Split]:
+    """Yield how a weight of a layer is split: itself, or the arrays that int4 packs it into."""
+    weight = split.variable
+    if layer.quantization_mode != "int4" or weight.name not in PACKED:
+        yield split
+        return
+    found = packed_axes(layer, weight.name, split.axis, policy_of(layer).block_size)
+    units = math.gcd(split.units, found.parts)
+    for variable in graph.own_weights(layer):
+        if (axis := found.axes.get(variable.name)) is not None:
+            summed = split.summed and variable is weight
+            yield Split(variable, axis, units, summed, split.vocabulary)
 
 
 def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None:
@@ -229,12 +247,14 @@ def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None
         shape: of the units, [batch, time, units, ...].
         reads: whether the layer reads them, or makes them.
     """
-    kernel = next((v for v in layer.variables if v.name == "kernel"), None)
-    if kernel is None or not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
+    if not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
         return None
+    if all(variable.name != "kernel" for variable in layer.variables):
+        return None
+    kernel = kernel_shape(layer)
     if isinstance(layer, keras.layers.Dense):
         axis = 0 if reads else 1
-        return axis if kernel.shape[axis] == math.prod(shape[2:]) else None
+        return axis if kernel[axis] == math.prod(shape[2:]) else None
     read, rest = layer.equation.split(",")
     stored, made = rest.split("->")
     unit = (read if reads else made)[2]
@@ -242,7 +262,7 @@ def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None
     if axis < 0:
         return None
     # One axis of inner units, or one of heads that two axes of a Dense layer would be.
-    return axis if kernel.shape[axis] in (shape[2], math.prod(shape[2:])) else None
+    return axis if kernel[axis] in (shape[2], math.prod(shape[2:])) else None
 
 
 def _of_experts(layer: MixedExperts, devices: int) -> Iterator[Split]:

@@ -6,8 +6,8 @@ does not matter whether a `keras.distribution` is still set, or set in this thre
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -27,10 +27,12 @@ class Placement:
     Attributes:
         mesh: a `jax.sharding.Mesh`.
         batch_axis: the axis of it that rows are split over, if there is one.
+        planned: on paper, which axis of a weight is shared, by its path.
     """
 
     mesh: Any
     batch_axis: str | None
+    planned: Mapping[str, int] | None = field(default=None, compare=False)
 
     def padded(self, rows: int) -> int:
         """Return the least number of rows, from this on, that divides by the batch axis."""
@@ -53,6 +55,16 @@ class Placement:
         axis = spec.head_axis
         divides = axis and spec.sizes(1, 1)[axis] % self.shares_of_heads == 0
         return axis if divides and self.axes_of_heads else None
+
+    def axis_of(self, variable: keras.Variable) -> int | None:
+        """Return the axis of a weight that those devices share which share heads, if they do."""
+        if self.planned is not None:
+            return self.planned.get(variable.path)
+        sharding = getattr(graph.array_of(variable), "sharding", None)
+        spec = getattr(sharding, "spec", ())
+        parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+        found = [axis for axis, part in enumerate(parts) if part == self.axes_of_heads]
+        return found[0] if found else None
 
     def put(self, values: Any, by_rows: bool = False) -> Any:
         """Put arrays on the devices, but for those that lie on the mesh already.

@@ -11,6 +11,7 @@ import keras_hub
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.opening.packed_axes import laid_out
 
 CALIBRATED = ("gptq", "awq")
 MODES = ("int8", "int4", *CALIBRATED)
@@ -30,8 +31,8 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
 
     Raises:
         SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
-            there is LoRA, which GPTQ and AWQ do not know; KerasHub does not say where the blocks
-            are; or the layouts of a distribution that is set do not fit what int4 makes.
+            there is LoRA, which GPTQ and AWQ do not know; or KerasHub does not say where the blocks
+            are.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
@@ -40,9 +41,8 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
             f"{shown(chosen)}, which leaves tables in float and can't be saved. Pass one of these."
         )
     _check_layers(owner, chosen, kwargs.get("filters"))
-    _check_layouts(owner, chosen)
     if getattr(config, "quantization_layer_structure", owner) is not None:
-        with graph.calibrating():
+        with graph.calibrating(), laid_out(owner, chosen, config):
             owner.quantize(mode, config=config, **kwargs)
         return
     config = copy.copy(config)
@@ -117,23 +117,6 @@ def check_targets(owner: keras.Model, names: Any) -> None:
         raise SurgeryError(
             f"enable_lora at '{owner.name}': expected layers without LoRA. Received '{done[0]}' "
             "among others, which has it. Fold it in by `merge` first, or load the model anew."
-        )
-
-
-def _check_layouts(owner: keras.Model, mode: str | None) -> None:
-    """Refuse int4 where kernels are laid out: it packs them into arrays of two axes.
-
-    Keras would stop midway, with some layers quantised and others not.
-    """
-    parallel = keras.distribution.distribution()
-    if mode != "int4" or not isinstance(parallel, keras.distribution.ModelParallel):
-        return
-    layouts = (parallel.get_variable_layout(variable) for variable in owner.variables)
-    if any(axis is not None for layout in layouts for axis in layout.axes):
-        raise SurgeryError(
-            f"quantize at '{owner.name}': expected int8 where a `ModelParallel` is set, whose "
-            "layouts are for kernels as they come. Received int4, which packs them. Quantise "
-            "outside of its scope: what is packed is then on each device whole."
         )
 
 

@@ -67,24 +67,27 @@ def sizes_of_run(asked: Sizes, platform: str, placement: Placement | None) -> Si
     return Sizes(rows if placement is None else placement.padded(rows), prompt, length)
 
 
-def abstract_placement(sizes: dict[str, int]) -> Placement | None:
-    """Return where arrays lie on a mesh of these sizes; `None` if that is one device."""
+def abstract_placement(sizes: dict[str, int], splits: dict[str, Split]) -> Placement | None:
+    """Return where arrays lie on a mesh of these sizes; `None` if that is one device.
+
+    Args:
+        sizes: of the axes, by name.
+        splits: of the weights, by path.
+    """
     # As the meshes that Keras makes: the compiler lays out what is not pinned.
     types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-    return Placement(mesh, "batch") if mesh.size > 1 else None
+    shared = {p: split.axis for p, split in splits.items() if split.units % sizes["model"] == 0}
+    return Placement(mesh, "batch", shared) if mesh.size > 1 else None
 
 
 @target.planned()
-def trace(
-    programs: Programs, strategy: Strategy, splits: dict[str, Split], sizes: Sizes, count: int
-) -> dict[str, Traced]:
+def trace(programs: Programs, strategy: Strategy, sizes: Sizes, count: int) -> dict[str, Traced]:
     """Trace prefill and decode.
 
     Args:
         programs: over a model whose weights may have no values.
         strategy: how tokens are chosen.
-        splits: of the weights, by path.
         sizes: of the generation.
         count: how many of its rows are prompts. The others fill it up.
 
@@ -92,7 +95,7 @@ def trace(
         The programs by name.
     """
     model, placement = programs.model, programs.placement
-    weights = [_weight(variable, splits, placement) for variable in graph.variables_of(model)]
+    weights = [_weight(variable, placement) for variable in graph.variables_of(model)]
     arguments = jax.tree.map(_everywhere(placement), _arguments(model, strategy, sizes))
     cache = _cache(programs.packing, sizes)
     captures = "captures" in model.output
@@ -144,15 +147,11 @@ def _everywhere(placement: Placement | None) -> Any:
     return lambda x: _struct(np.asarray(x) if not hasattr(x, "dtype") else x, placement)
 
 
-def _weight(
-    variable: Any, splits: dict[str, Split], placement: Placement | None
-) -> jax.ShapeDtypeStruct:
+def _weight(variable: Any, placement: Placement | None) -> jax.ShapeDtypeStruct:
     shape, dtype = tuple(variable.shape), jax.numpy.dtype(variable.dtype)
     value = jax.ShapeDtypeStruct(shape, dtype)
-    split = splits.get(variable.path)
-    if placement is None or split is None or split.units % placement.mesh.shape["model"]:
-        return _struct(value, placement)
-    axes = ["model" if i == split.axis else None for i in range(len(shape))]
+    shared = None if placement is None else placement.axis_of(variable)
+    axes = [] if shared is None else [None] * shared + ["model"]
     return _struct(value, placement, *axes)
 
 

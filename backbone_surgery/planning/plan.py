@@ -111,13 +111,13 @@ def plan(
         shared = {split.variable.path: split for split in found if split.variable.path in held}
         cached = rewire_for(edited, devices=mesh_sizes["model"])
         asked = _asked(batch, prompt, length, cached.source.max_positions)
-        placement = abstract_placement(mesh_sizes)
+        placement = abstract_placement(mesh_sizes, shared)
         run = sizes_of_run(asked, platform, placement)
         programs = {}
         if compile:
             embedding = cached.source.token_embedding
             made = Programs(cached, embedding, platform, placement)
-            programs = trace(made, strategy, shared, run, asked.rows)
+            programs = trace(made, strategy, run, asked.rows)
     rows = [math.ceil(n / mesh_sizes["batch"]) * strategy.width for n in (asked.rows, run.rows)]
     weights = edited.weights
     shares = mesh_sizes["model"]
@@ -303,7 +303,7 @@ def _unpacked(
         model: with a cache.
         platform: that the programs are for.
         placement: on a mesh.
-        rows: of the programs, each with one token.
+        rows: that each device runs, each with one token.
     """
     within = graph.layers_within(model)
     layers = [x for x in within if x.quantization_mode in _OF_FOUR_BITS]

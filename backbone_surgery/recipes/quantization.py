@@ -8,6 +8,7 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import RecipeError, SurgeryError
+from backbone_surgery.opening.packed_axes import laid_out, policy_of
 from backbone_surgery.recipes.configs import check_config
 from backbone_surgery.weights.paths import variable_paths
 
@@ -72,13 +73,16 @@ def quantize_like(backbone: keras.Model, described: Mapping[str, Any]) -> None:
                 f"load_recipe at 'base.quantization': expected layers of the backbone. Received "
                 f"'{str(path)[:80]}'. The recipe was made on another model, or is damaged."
             )
-        layers[path].quantize(kind, config=config)
+    chosen = {path: layers[path] for path in described["layers"]}
+    with laid_out(backbone, kind, config):
+        for layer in chosen.values():
+            layer.quantize(kind, config=config)
+    for path, layer in chosen.items():
         if kind in _CALIBRATED:
-            graph.drop_kernel(layers[path])
-        elif config is None and hasattr(layers[path], "inputs_quantizer"):
+            graph.drop_kernel(layer)
+        elif config is None and hasattr(layer, "inputs_quantizer"):
             rounds = path in described["rounding"]
-            quantizer = keras.quantizers.AbsMaxQuantizer(axis=-1) if rounds else None
-            layers[path].inputs_quantizer = quantizer
+            layer.inputs_quantizer = keras.quantizers.AbsMaxQuantizer(axis=-1) if rounds else None
 
 
 def _layers(owner: keras.Model) -> dict[str, keras.layers.Layer]:
@@ -99,7 +103,4 @@ def _config(layer: keras.layers.Layer) -> Any:
 
 def _mode(layer: keras.layers.Layer) -> str:
     """Return how a layer is quantised, as Keras writes it: `int8`, `int4/128`, `gptq/4/128`."""
-    policy = layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        policy = policy[layer.path]
-    return policy.get_config()["mode"]
+    return policy_of(layer).get_config()["mode"]

@@ -1,6 +1,7 @@
 """`PackedProjection` computes what the int4 layer it runs computes, in the program of a GPU."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from keras.quantizers import Int4QuantizationConfig
@@ -9,13 +10,14 @@ from backbone_surgery import graph, target
 from backbone_surgery.caching.packed import (
     PackedEmbedding,
     PackedProjection,
-    is_packed,
     is_packed_table,
     logits_of,
     reads_packed,
 )
+from backbone_surgery.caching.packed_matrix import is_packed, matrix_of
 from backbone_surgery.caching.rewire import _Rewirer
 from backbone_surgery.kernels import gpu_int4, tpu_int4
+from backbone_surgery.presets import load_backbone
 from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_SPLIT
 from tests.helpers import relative
 
@@ -149,6 +151,22 @@ def test_what_was_looked_up_is_unpacked(rng, kind, block, dtype):
     mask = table.compute_mask(tokens)
     np.testing.assert_array_equal(looked_up.compute_mask(tokens), mask)
     assert kind is not keras.layers.Embedding or not np.all(mask)
+
+
+def test_layers_of_a_loaded_model_have_one_policy_for_all(tmp_path):
+    sizes = {"vocabulary_size": 9, "num_layers": 1, "hidden_dim": 8, "intermediate_dim": 8}
+    heads = {"num_query_heads": 2, "num_key_value_heads": 2}
+    saved = keras_hub.models.LlamaBackbone(**sizes, **heads)
+    saved({x.name: np.ones((1, 2), "int32") for x in saved.inputs})
+    saved.quantize("int4", config=Int4QuantizationConfig(block_size=4))
+    saved.save_to_preset(str(tmp_path))
+    loaded = load_backbone(str(tmp_path))
+    assert isinstance(loaded.token_embedding.dtype_policy, keras.dtype_policies.DTypePolicyMap)
+    np.testing.assert_array_equal(
+        *(PackedEmbedding(x.token_embedding)(np.array([[3, 1]])) for x in (saved, loaded))
+    )
+    dense = loaded.transformer_layers[0]._feedforward_gate_dense
+    assert matrix_of(dense).group == 4
 
 
 @pytest.mark.parametrize("reverse", [True, False])

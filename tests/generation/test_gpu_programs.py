@@ -92,8 +92,8 @@ def test_a_plan_is_the_same_beside_a_gpu(gpu, monkeypatch):
     made = Programs(bs.rewire(backbone), backbone.token_embedding, "gpu")
     sizes = Sizes(rows=2, prompt=PROMPT, length=1024)
     with pytest.raises(ValueError, match="cudnn"), mock.patch.object(target, "is_planned", bool):
-        trace(made, make_strategy(keras_hub.samplers.get("greedy")), {}, sizes, 1)
-    traced = trace(made, make_strategy(keras_hub.samplers.get("greedy")), {}, sizes, 1)
+        trace(made, make_strategy(keras_hub.samplers.get("greedy")), sizes, 1)
+    traced = trace(made, make_strategy(keras_hub.samplers.get("greedy")), sizes, 1)
     assert set(traced) == {"prefill", "decode"}
 
 

@@ -277,7 +277,7 @@ def load(folder):
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path):
+def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path, rng):
     """Its token embedding rounds its inputs, also where the model that was saved did not."""
     backbone = make_gpt2(num_layers=1)
     backbone.quantize(mode)
@@ -289,6 +289,8 @@ def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path):
         loaded = bs.load_recipe(tmp_path / "r", other)
         got = np.asarray(bs.CachedCausalLM(loaded).score(np.array([[3, 1, 4]])))
         assert np.array_equal(got, wanted)
+    inputs, saved = ragged(rng, (4, 3), 4), load(tmp_path / "preset")
+    assert np.array_equal(greedy(bs.CachedCausalLM(saved), inputs), upstream("gpt2", saved, inputs))
 
 
 def test_a_recipe_tells_quantised_inputs_from_others(tmp_path):

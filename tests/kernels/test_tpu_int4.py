@@ -67,7 +67,8 @@ def test_what_they_are_for(rng):
         assert tpu_int4.takes(8, packed._replace(inputs=768, group=256), "bfloat16")
         for rest in ({"inputs": 384, "group": 256}, {"inputs": 512, "group": 384}):
             assert not tpu_int4.takes(8, packed._replace(**rest), "bfloat16")
-        split = packed._replace(inputs=256, outputs=1024, heads=4)
+        numbers = np.zeros((256, 512), "int8")
+        split = packed._replace(numbers=numbers, inputs=256, outputs=1024, heads=4)
         assert tpu_int4.takes(8, split, "bfloat16")
         for odd in ({"heads": 3}, {"heads": 8}, {"heads": 2}, {"inputs": 192}, {"group": 96}):
             assert not tpu_int4.takes(8, split._replace(**odd), "bfloat16")

@@ -328,3 +328,24 @@ def test_four_bits_are_moved_as_they_are_packed(name, chip):
     assert plan.unpacked is None
     most = {"v5e": 1.5, "h100": 2}[chip]
     assert plan["decode"].step_bytes <= most * plan.least_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision", "no_collecting")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_devices_exchange_nothing_to_read_four_bits(name, chip):
+    """Left to XLA they exchanged scales and what is unpacked."""
+    needs(chip)
+    sizes = {"hidden_dim": 1024, "intermediate_dim": 4096, "vocabulary_size": 4096}
+    if name == "gemma2":
+        sizes |= {"num_query_heads": 4, "num_key_value_heads": 4, "head_dim": 256}
+    backbone = ROWS[name].make(**sizes)
+    backbone({x.name: np.ones((8, 2), "int32") for x in backbone.inputs})
+    backbone.quantize("int4")
+    device = {"v5e": "v5e:2x2", "h100": "h100:4"}[chip]
+    plan = compile_for(chip, backbone, batch=8, device=device)
+    assert plan.unpacked is None
+    blocks = len(bs.open_backbone(backbone).blocks)
+    for program in plan.programs.values():
+        assert program.collectives == plan.collectives == {"all-reduce": 2 * blocks + 3}

@@ -188,10 +188,10 @@ def test_a_tpu_lays_slots_last_in_narrow_caches_that_it_has_whole(mesh, heads, a
     """Two caches in each of two blocks; of those that chips share a chip has few heads."""
     backbone = ROWS["gpt2"].make(num_layers=2, num_heads=heads, hidden_dim=8 * heads)
     cached, sizes = bs.rewire(backbone), dict(zip(("batch", "model"), mesh, strict=True))
-    placement = abstract_placement(sizes)
+    placement = abstract_placement(sizes, {})
     programs = Programs(cached, cached.source.token_embedding, "tpu", placement)
     greedy = make_strategy(keras_hub.samplers.get("greedy"))
-    traced = trace(programs, greedy, {}, Sizes(rows=4, prompt=8, length=16), 4)
+    traced = trace(programs, greedy, Sizes(rows=4, prompt=8, length=16), 4)
     text = str(export.deserialize(bytearray(traced["decode"].program)).mlir_module())
     assert text.count("@LayoutConstraint") == asked
 
@@ -224,7 +224,9 @@ def test_one_chip_reads_four_bits_as_they_are_packed(no_collecting):
     for device in ("h100", "v5e"):
         for batch, unpacked in ((8, None), (80, "int4")):
             assert bs.plan(backbone, device=device, batch=batch).unpacked == unpacked
-    assert bs.plan(backbone, {"batch": 2, "model": 1}, device="h100:2").unpacked == "int4"
+    for batch, unpacked in ((16, None), (140, "int4")):  # half of them on each device
+        mesh = {"batch": 2, "model": 1}
+        assert bs.plan(backbone, mesh, batch=batch, device="h100:2").unpacked == unpacked
     narrow = ROWS["gemma2"].make(dtype="bfloat16")  # heads of less than 128
     narrow.quantize("int4")
     plan = bs.plan(narrow, device="h100")
