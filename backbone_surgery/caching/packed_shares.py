@@ -1,6 +1,6 @@
 """What is packed to int4 and shared by the devices of a mesh: each reads its share by itself.
 
-Left to XLA, devices would exchange what is unpacked, at each token.
+Left to XLA, devices would unpack their shares at each token, and exchange more.
 """
 
 from collections.abc import Callable

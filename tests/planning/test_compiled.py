@@ -335,7 +335,7 @@ def test_four_bits_are_moved_as_they_are_packed(name, chip):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", ["gemma2", "llama"])
 def test_devices_exchange_nothing_to_read_four_bits(name, chip):
-    """Left to XLA they exchanged scales and what is unpacked."""
+    """Left to XLA, that Llama exchanges an all-reduce and an all-gather more on GPUs."""
     needs(chip)
     sizes = {"hidden_dim": 1024, "intermediate_dim": 4096, "vocabulary_size": 4096}
     if name == "gemma2":
