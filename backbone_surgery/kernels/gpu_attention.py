@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from backbone_surgery import target
 from backbone_surgery.kernels import gpu
 from backbone_surgery.kernels.calls import added_up
 
@@ -118,8 +119,14 @@ def takes(query: Any, keys: Any) -> bool:
         and _Sizes(1, heads, num_heads // heads, size, slots).fit
         and query.dtype == keys.dtype
         and keras.backend.standardize_dtype(query.dtype) in ("bfloat16", "float16")
-        and gpu.available()
+        and _runs()
     )
+
+
+def _runs() -> bool:
+    """Tell whether each device that the program that is being made is for runs kernels."""
+    with target.on_each_device():
+        return gpu.available()
 
 
 def attend_one(

@@ -218,20 +218,25 @@ class _Attention(keras.layers.Layer):
             None if x is None else ops.reshape(ops.convert_to_tensor(x), shape)
             for x in (slopes, sinks)
         ]
-        token = query * ops.cast(self.scale, query.dtype)
-        keys, values = key, value
+        heads = [query * ops.cast(self.scale, query.dtype)]
+        kept = key, value
         if self.keeps_state:
-            token = ops.concatenate([token, key, value], axis=2)
-            keys, values = state["key"], state["value"]
-        mixed, keys, values = gpu_attention.attend_one(
-            token[:, 0],
-            keys,
-            values,
-            gpu_attention.Seen(mask[:, 0], first, cache_update_index),
-            gpu_attention.Scoring(self.logit_soft_cap, *of_heads),
-            self.num_heads,
+            heads += [key, value]
+            kept = state["key"], state["value"]
+        mixed, keys, values = _on_each_device(
+            self._run_kernel, heads, kept, mask[:, 0], (first, cache_update_index), of_heads
         )
         return mixed[:, None], {"key": keys, "value": values} if self.keeps_state else state
+
+    def _run_kernel(self, heads, kept, mask, ends, of_heads):
+        """Attend with some heads, [batch, 1, heads, size], to some of what is kept."""
+        return gpu_attention.attend_one(
+            ops.concatenate(heads, axis=2)[:, 0],
+            *kept,
+            gpu_attention.Seen(mask, *ends),
+            gpu_attention.Scoring(self.logit_soft_cap, *of_heads),
+            heads[0].shape[2],
+        )
 
     def _is_fused(self, query):
         """Tell whether to: on a GPU, in half precision, without a soft cap, slopes and sinks."""
@@ -262,6 +267,34 @@ class _Attention(keras.layers.Layer):
     def drop(self, pattern, training):
         """Apply the block's own dropout to a pattern."""
         return pattern if self.dropout is None else self.dropout(pattern, training=training)
+
+
+def _on_each_device(
+    attend: Any, heads: list[Any], kept: Any, mask: Any, ends: Any, of_heads: list[Any]
+) -> Any:
+    """Attend by a kernel; on a mesh each device to its share of the rows and heads."""
+    placement = target.placement()
+    if placement is None:
+        return attend(heads, kept, mask, ends, of_heads)
+    import jax
+    from jax.sharding import PartitionSpec
+
+    rows, whole = placement.rows_axis(len(mask)), PartitionSpec()
+    divides = kept[0].shape[2] % placement.shares_of_heads == 0
+    along = placement.axes_of_heads if divides else None
+    of_slots = PartitionSpec(rows, None, along)
+
+    def run(*arrays: Any) -> Any:
+        with target.on_each_device():
+            return attend(*arrays)
+
+    return jax.shard_map(
+        run,
+        mesh=placement.mesh,
+        in_specs=(of_slots, of_slots, PartitionSpec(rows), whole, PartitionSpec(along)),
+        out_specs=(PartitionSpec(rows, along), of_slots, of_slots),
+        check_vma=False,
+    )(heads, kept, mask, ends, of_heads)
 
 
 def _adds_up(time: Any) -> bool:

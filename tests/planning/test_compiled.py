@@ -70,9 +70,10 @@ def test_the_least_that_a_token_reads_stands_beside_what_it_moves():
     assert plan["prefill"].least_bytes is None
 
 
-def compile_for(chip, backbone, **settings):
+def compile_for(chip, backbone, device=None, **settings):
     needs(chip)
-    return bs.plan(backbone, device=chip, length=64, prompt=16, compile=True, verbose=0, **settings)
+    settings |= {"length": 64, "prompt": 16, "compile": True, "verbose": 0}
+    return bs.plan(backbone, device=device or chip, **settings)
 
 
 @pytest.mark.slow
