@@ -177,17 +177,19 @@ def test_weights_are_not_made_up_before_they_are_read(name, initializer, monkeyp
     assert not all(made)
 
 
-def test_a_folder_of_a_quantised_model(tmp_path, no_collecting):
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_folder_of_a_quantised_model(tmp_path, mode, no_collecting):
     """As KerasHub's task loads it, which reads the dtypes of its layers by itself."""
     saved = make_gpt2(num_layers=1)
-    saved.quantize("int8")
+    saved.quantize(mode)
     keras_hub.models.GPT2CausalLM(saved, None).save_to_preset(tmp_path)
     wanted = keras_hub.models.CausalLM.from_preset(str(tmp_path), preprocessor=None).backbone
-    loaded = bs.CachedCausalLM.from_preset(str(tmp_path)).backbone
-    assert loaded.token_embedding.quantization_mode == "int8"
-    for ours, theirs in zip(loaded.variables, wanted.variables, strict=True):
+    lm = bs.CachedCausalLM.from_preset(str(tmp_path))
+    assert lm.backbone.token_embedding.quantization_mode == mode
+    for ours, theirs in zip(lm.backbone.variables, wanted.variables, strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert max(bs.check(lm.backbone).errors.values()) <= 1e-5
 
 
 def test_variables_that_are_assigned_nothing_get_their_initial_value():
