@@ -2,7 +2,7 @@
 
     KERAS_BACKEND=jax python scripts/measure_device.py gpt2/8 gemma2/1 llama3/8
 
-A case is model/rows, or model/rows/prompt/length, of `measure_accelerators.MODELS`; `/int8` or
+A case is model/rows, or model/rows/prompt/length, of `accelerator_models.MODELS`; `/int8` or
 `/int4` after it quantises first. Weights are random, in bfloat16, and all rows are chosen greedily
 to their full length. Seconds for each token are those of a whole call over the new tokens of a
 row: the prompt, of 16 tokens unless the case says so, and the host are in them.
@@ -20,9 +20,10 @@ from typing import NamedTuple
 import jax
 import keras
 import numpy as np
+from accelerator_models import LENGTH, LENGTHS, MODELS, PROMPT
 from bench_machine import describe, read_bandwidth
 from bench_peers import KerasHub, Ours, Work
-from measure_accelerators import LENGTH, LENGTHS, MODELS, PROMPT, on_record
+from measure_accelerators import on_record
 
 from backbone_surgery.planning.hlo import read_step
 

@@ -1,8 +1,8 @@
 """Programs compiled for chips that are not there; where their compilers are installed."""
 
 import dataclasses
-import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import keras_hub
@@ -18,13 +18,10 @@ from tests.families import ROWS, make_gemma
 from tests.planning import matrix
 from tests.planning.matrix import CHIPS
 
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
 
-def load_script():
-    path = Path(__file__).parents[2] / "scripts" / "measure_accelerators.py"
-    spec = importlib.util.spec_from_file_location("measure_accelerators", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import accelerator_models  # noqa: E402
 
 
 def needs(chip):
@@ -200,7 +197,7 @@ def test_other_chips(chip):
 def test_what_prompts_need_grows_with_their_length_and_not_with_its_square(chip):
     """8 prompts through four blocks of the shape of Gemma 2 2B."""
     with graph.without_values():
-        backbone = load_script().gemma2()
+        backbone = accelerator_models.gemma2()
     needs(chip)
     options = {"device": chip, "batch": 8, "compile": True, "verbose": 0}
     plans = [bs.plan(backbone, prompt=n, length=n + 16, **options) for n in (4096, 8192)]
@@ -215,7 +212,7 @@ def test_what_prompts_need_grows_with_their_length_and_not_with_its_square(chip)
 def test_of_a_wide_mixture_the_chosen_experts_are_read_and_none_is_copied(chip, rows):
     """Of the shape of a block of Qwen 3 MoE 30B: for each token 8 of its 128 experts."""
     with graph.without_values():
-        backbone = load_script().qwen3_moe(vocabulary_size=512, num_layers=1)
+        backbone = accelerator_models.qwen3_moe(vocabulary_size=512, num_layers=1)
     plan = compile_for(chip, backbone, batch=rows)
     assert plan["decode"].temporary_bytes <= 0.01 * plan.weight_bytes
     others = plan.least_bytes - 128 * 3 * 2048 * 768 * 2
@@ -232,7 +229,7 @@ def test_a_tpu_turns_no_kernels_of_experts(name, chips, count, rows):
     needs("v5e")
     sizes = {"gpt_oss": {"experts": 128}, "gemma4": {"sliding_window_pattern": 1}}[name]
     with graph.without_values():
-        backbone = getattr(load_script(), name)(vocabulary_size=512, num_layers=1, **sizes)
+        backbone = getattr(accelerator_models, name)(vocabulary_size=512, num_layers=1, **sizes)
     settings = {"batch": rows, "length": 256, "prompt": 16, "compile": True, "verbose": 0}
     plan = bs.plan(backbone, {"model": count}, device=chips, **settings)
     assert plan["decode"].temporary_bytes <= 0.03 * plan.weight_bytes
@@ -245,7 +242,7 @@ def test_on_a_mesh_each_chip_has_experts_of_its_own(chips, count):
     """All 8 that a token chose may be those of one chip; no more are read."""
     needs(chips.split(":")[0])
     with graph.without_values():
-        backbone = load_script().qwen3_moe(vocabulary_size=512, num_layers=1)
+        backbone = accelerator_models.qwen3_moe(vocabulary_size=512, num_layers=1)
     sizes = {"batch": 1, "length": 256, "prompt": 16, "compile": True, "verbose": 0}
     plan, whole = (
         bs.plan(backbone, {"model": n}, device=d, **sizes | {"compile": n > 1})
@@ -284,7 +281,7 @@ def test_this_process_is_left_as_it_is(chip):
 @pytest.mark.slow
 def test_the_example_of_the_guide_runs():
     needs("h100")
-    text = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
+    text = (ROOT / "docs" / "accelerators.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     names = {}
     exec(block, names)

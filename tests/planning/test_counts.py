@@ -1,14 +1,26 @@
 """What real shapes take on a chip does not grow; docs/accelerators.json says what it was."""
 
+import itertools
 import json
+import re
+import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.planning.test_compiled import load_script, needs
+from backbone_surgery import graph
+from backbone_surgery.opening.quantizing import policy_of
+from tests.families import ROWS
+from tests.planning.test_compiled import needs
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import measure_accelerators  # noqa: E402
+from accelerator_models import in_int4  # noqa: E402
+
 KNOWN = json.loads((ROOT / "docs" / "accelerators.json").read_text())
 # The whole models take minutes.
 CHEAP = {("h100", name) for name in ("gpt2", "gemma2", "llama3", "qwen3", "mixtral")}
@@ -17,17 +29,20 @@ CASES = [x for x in KNOWN if x["rows"] == 8 and (x["device"], x["model"]) in CHE
 CASES += [x for x in KNOWN if x["rows"] == 1 and x["model"] == "mixtral"]
 CASES += [x for x in KNOWN if x["rows"] == 8 and x["device"] == "v5p" and x["model"] == "gpt2"]
 CASES += [x for x in KNOWN if x["rows"] == 64 and x["device"] == "h100" and x["model"] == "gpt2"]
+INT4 = json.loads((ROOT / "docs" / "int4.json").read_text())
 MESHES = json.loads((ROOT / "docs" / "meshes.json").read_text())
+TITLES = {
+    "qwen3": "Qwen 3 8B",
+    "llama3": "Llama 3 8B",
+    "gemma2": "Gemma 2 2B",
+    "gpt2": "GPT-2 124M",
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "known", CASES, ids=[f"{x['model']} {x['device']} {x['rows']}" for x in CASES]
-)
-@pytest.mark.usefixtures("half_precision")
-def test_counts_do_not_grow(known):
+def check_counts(known, int4=False):
     needs(known["device"])
-    least, now = load_script().ours(known["model"], known["device"], known["rows"])
+    case = (known[name] for name in ("model", "device", "rows"))
+    least, now = measure_accelerators.ours(*case, int4)
     before = known["ours"]
     assert least == known["least_bytes"]
     new = Counter(now["instructions"]) - Counter(before["instructions"])
@@ -38,11 +53,29 @@ def test_counts_do_not_grow(known):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "known", CASES, ids=[f"{x['model']} {x['device']} {x['rows']}" for x in CASES]
+)
+@pytest.mark.usefixtures("half_precision")
+def test_counts_do_not_grow(known):
+    check_counts(known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "known", INT4[::3], ids=lambda x: f"{x['model']} {x['device']} {x['rows']}"
+)
+@pytest.mark.usefixtures("half_precision")
+def test_counts_of_four_bits_do_not_grow(known):
+    check_counts(known, int4=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("known", MESHES[::5], ids=lambda x: f"{x['model']} {x['device']}")
 @pytest.mark.usefixtures("half_precision")
 def test_exchanges_do_not_grow(known):
     needs(known["device"])
-    now = load_script().on_mesh(known["model"], known["device"], known["rows"])
+    now = measure_accelerators.on_mesh(known["model"], known["device"], known["rows"])
     for name in ("kernels", "copied_bytes", "step_bytes", "temporary_bytes"):
         assert now[name] <= known["ours"][name], name
     assert now["collectives"] == known["ours"]["collectives"]
@@ -89,3 +122,47 @@ def test_what_is_on_record_keeps_what_was_promised():
             assert own["step_bytes"] <= (1.10 if few else 1.38) * line["least_bytes"]
             assert own["temporary_bytes"] <= 0.02 * line["least_bytes"]
             assert own["copied_bytes"] == 0
+
+
+def test_the_guide_says_of_four_bits_what_is_on_record():
+    def found(lines, name, device, rows):
+        case = {"model": name, "device": device, "rows": rows}
+        return next(x["ours"] for x in lines if case.items() <= x.items())
+
+    wanted = []
+    for (name, title), rows in itertools.product(TITLES.items(), (1, 8)):
+        cells = [title if rows == 1 else "", str(rows)]
+        for device in ("h100", "v5e"):
+            own, wide = (found(lines, name, device, rows) for lines in (INT4, KNOWN))
+            moved, before = own["step_bytes"], wide["step_bytes"]
+            cells += [f"{moved / 1e6:,.0f}", f"{moved / before:.2f}"]
+        cells += [f"{x['estimated_seconds'] * 1e6:,.0f}" for x in (own, wide)]
+        wanted.append(cells)
+    text = (ROOT / "docs" / "accelerators.md").read_text()
+    (table,) = re.findall(r"^\| in int4 .*\n\|[-|]*\n((?:\|.*\n)*)", text, re.M)
+    assert [[x.strip() for x in line[1:-1].split("|")] for line in table.splitlines()] == wanted
+
+
+def in_four_bits(backbone):
+    """Return how layers are quantised, and which weights they have of which shapes and dtypes."""
+    layers = [x for x in graph.layers_within(backbone) if x.quantization_mode]
+    return {
+        x.path: (
+            policy_of(x).name,
+            x.inputs_quantizer,
+            {v.name: (v.shape, v.dtype) for v in graph.own_weights(x)},
+        )
+        for x in layers
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_collecting")
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "qwen3"])
+def test_four_bits_without_values_are_what_quantize_makes(name):
+    wanted = ROWS[name].make()
+    wanted({x.name: np.ones((1, 2), "int32") for x in wanted.inputs})
+    wanted.quantize("int4")
+    with graph.without_values():
+        backbone = ROWS[name].make()
+    assert in_four_bits(in_int4(backbone)) == in_four_bits(wanted)

@@ -98,6 +98,17 @@ def test_cases_that_no_device_can_run(monkeypatch, capsys, given, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--models", "gpt3"], ["--int4", "--models", "gpt2,mixtral"]])
+def test_models_that_no_accelerator_is_measured_with(monkeypatch, capsys, given):
+    import measure_accelerators
+
+    monkeypatch.setattr(measure_accelerators, "ours", pytest.fail)
+    monkeypatch.setattr(sys, "argv", ["measure_accelerators.py", *given])
+    with pytest.raises(SystemExit):
+        measure_accelerators.main()
+    assert "--models: expected some of gpt2, gemma2" in capsys.readouterr().err
+
+
 def test_a_case_that_fails_is_told_in_the_end(monkeypatch, tmp_path):
     import measure_device
 
