@@ -36,39 +36,33 @@ MESHES = {"v5e:2x2": (1, 4), "v5e:4x4": (1, 16), "h100:8": (1, 8), "h100:2x4": (
 
 
 def ours(name, device, rows, int4=False):
-    """Return the least that is moved, and the counts of our programs."""
+    """Return the least that is moved, and the counts of our programs.
+
+    Of several chips, with what is exchanged for each token, and on paper.
+    """
     backbone = without_values(name)
     if int4:
         backbone = in_int4(backbone)
-    length = LENGTHS.get(name, LENGTH)
-    plan = bs.plan(
-        backbone, device=device, batch=rows, length=length, prompt=PROMPT, compile=True, verbose=0
-    )
-    own = counts(plan["decode"])
-    return plan.least_bytes, {**own, "instructions": dict(plan["decode"].instructions)}
-
-
-def on_mesh(name, device, rows):
-    """Return our counts on several chips, with what is exchanged for each token, and on paper."""
-    backbone = without_values(name)
-    mesh = dict(zip(("batch", "model"), MESHES[device], strict=True))
+    mesh = dict(zip(("batch", "model"), MESHES.get(device, (1, 1)), strict=True))
     length = LENGTHS.get(name, LENGTH)
     options = {"batch": rows, "length": length, "prompt": PROMPT, "verbose": 0}
     plan = bs.plan(backbone, mesh, device=device, compile=True, **options)
-    decode = plan["decode"]
-    exchanged = {"collectives": dict(decode.collectives), "on_paper": dict(plan.collectives)}
-    return {"least_bytes": plan.least_bytes, **counts(decode), **exchanged}
+    own = counts(plan["decode"])
+    if device in MESHES:
+        own["collectives"] = dict(plan["decode"].collectives)
+        own["on_paper"] = dict(plan.collectives)
+    else:
+        own["instructions"] = dict(plan["decode"].instructions)
+    return plan.least_bytes, own
 
 
-def write_meshes(models):
-    """Measure all meshes; keep what is known of other models."""
-    lines = [x for x in on_record(MESHES_FILE) if x["model"] not in models]
-    for name, device in itertools.product(models, MESHES):
-        lines.append({"model": name, "device": device, "rows": 8, "ours": on_mesh(name, device, 8)})
-        print(lines[-1])
-    order = list(MODELS)
-    lines.sort(key=lambda x: (order.index(x["model"]), x["device"]))
-    MESHES_FILE.write_text(json.dumps(lines, indent=1) + "\n")
+def write_meshes(models, devices):
+    """Measure meshes; keep what is known of others."""
+    for name, device in itertools.product(models, devices):
+        least, own = ours(name, device, 8)
+        line = {"model": name, "device": device, "rows": 8, "ours": {"least_bytes": least, **own}}
+        print(line)
+        write(line, MESHES_FILE)
 
 
 def upstream(name, device, rows):
@@ -202,14 +196,16 @@ def main():
     """Measure what the options say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", help=f"of {', '.join(MODELS)}; with --int4, {', '.join(INT4)}")
-    parser.add_argument("--devices", default="h100,v5e")
+    parser.add_argument("--devices", help="h100,v5e by default; with --int4 meshes, too")
     parser.add_argument("--rows", help="1,8,64 by default; with --int4, 1,8")
     parser.add_argument("--own", action="store_true", help="leave KerasHub's as on record")
     parser.add_argument("--int4", action="store_true", help="measure four bits, without KerasHub's")
     parser.add_argument(
         "--write", action="store_true", help="write docs/accelerators.json or int4.json"
     )
-    parser.add_argument("--meshes", action="store_true", help="write docs/meshes.json alone")
+    parser.add_argument(
+        "--meshes", action="store_true", help="write docs/meshes.json, of all meshes or --devices"
+    )
     args = parser.parse_args()
     known, models, rows = MODELS, "gpt2,gemma2,llama3", "1,8,64"
     if args.int4:
@@ -218,10 +214,11 @@ def main():
     if not set(models) <= set(known):
         parser.error(f"--models: expected some of {', '.join(known)}. Received {args.models}.")
     keras.config.set_dtype_policy("bfloat16")
+    devices = args.devices or (",".join(MESHES) if args.meshes else "h100,v5e")
+    devices = devices.split(",")
     if args.meshes:
-        write_meshes(models)
+        write_meshes(models, devices)
         return
-    devices = args.devices.split(",")
     rows = [int(n) for n in (args.rows or rows).split(",")]
     if args.int4:
         keep(measure_int4(models, devices, rows), show_int4, INT4_FILE if args.write else None)

@@ -132,9 +132,14 @@ def _product(layer: Any, x: Any) -> Any | None:
     is_sized = isinstance(batch, int) and isinstance(time, int)
     if packed is None or not is_sized or math.prod(x.shape[2:]) != packed.inputs:
         return None  # a `Dense` takes arrays of any rank
+    if placement is None and not reads_packed(layer, batch * time):
+        return None
+    scale = None
+    if layer.inputs_quantizer:  # KerasHub loads heads so
+        x, scale = layer.inputs_quantizer(x)
     x = ops.reshape(ops.cast(x, layer.compute_dtype), (batch, time, packed.inputs))
     if placement is not None:
-        return product_on_mesh(x, packed, placement)
-    if not reads_packed(layer, batch * time):
-        return None
-    return product(x, packed._replace(**packed.tensors()))
+        y = product_on_mesh(x, packed, placement)
+    else:
+        y = product(x, packed._replace(**packed.tensors()))
+    return y if scale is None else y / ops.cast(scale, y.dtype)

@@ -38,11 +38,14 @@ def _has_heads_first(layer: Any) -> bool:
 
 
 def matrix_of(layer: Any) -> Packed | None:
-    """Return the matrix of a layer, of variables; `None` where there is none that is packed so."""
+    """Return the matrix of a layer, of variables; `None` where there is none that is packed so.
+
+    That of a head may be for inputs that its quantizer has rounded.
+    """
     is_head = type(layer) is keras.layers.ReversibleEmbedding
     if not is_packed(layer) and not (is_head and layer.quantization_mode == "int4"):
         return None
-    if layer.inputs_quantizer or layer.lora_enabled:
+    if layer.lora_enabled or (layer.inputs_quantizer and not is_head):
         return None
     if not is_head:
         numbers, name, pairs = graph.stored_kernel(layer), "kernel", "outputs"

@@ -61,7 +61,7 @@ def packed_axes(layer: keras.Layer, name: str, axis: int, block: int | None) -> 
 
 
 def policy_of(layer: keras.Layer) -> Any:
-    """Return the dtype policy of a layer; that of a loaded model is one for all its layers."""
+    """Return the dtype policy of a layer; the layers of a loaded preset share a map of them all."""
     policy = layer.dtype_policy
     is_for_all = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
     return policy[layer.path] if is_for_all else policy

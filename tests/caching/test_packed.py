@@ -1,7 +1,6 @@
 """`PackedProjection` computes what the int4 layer it runs computes, in the program of a GPU."""
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 from keras.quantizers import Int4QuantizationConfig
@@ -14,10 +13,9 @@ from backbone_surgery.caching.packed import (
     logits_of,
     reads_packed,
 )
-from backbone_surgery.caching.packed_matrix import is_packed, matrix_of
+from backbone_surgery.caching.packed_matrix import is_packed
 from backbone_surgery.caching.rewire import _Rewirer
 from backbone_surgery.kernels import gpu_int4, tpu_int4
-from backbone_surgery.presets import load_backbone
 from tests.caching.test_narrow import FROM_HEADS, PLAIN, TO_SPLIT
 from tests.helpers import relative
 
@@ -153,22 +151,6 @@ def test_what_was_looked_up_is_unpacked(rng, kind, block, dtype):
     assert kind is not keras.layers.Embedding or not np.all(mask)
 
 
-def test_layers_of_a_loaded_model_have_one_policy_for_all(tmp_path):
-    sizes = {"vocabulary_size": 9, "num_layers": 1, "hidden_dim": 8, "intermediate_dim": 8}
-    heads = {"num_query_heads": 2, "num_key_value_heads": 2}
-    saved = keras_hub.models.LlamaBackbone(**sizes, **heads)
-    saved({x.name: np.ones((1, 2), "int32") for x in saved.inputs})
-    saved.quantize("int4", config=Int4QuantizationConfig(block_size=4))
-    saved.save_to_preset(str(tmp_path))
-    loaded = load_backbone(str(tmp_path))
-    assert isinstance(loaded.token_embedding.dtype_policy, keras.dtype_policies.DTypePolicyMap)
-    np.testing.assert_array_equal(
-        *(PackedEmbedding(x.token_embedding)(np.array([[3, 1]])) for x in (saved, loaded))
-    )
-    dense = loaded.transformer_layers[0]._feedforward_gate_dense
-    assert matrix_of(dense).group == 4
-
-
 @pytest.mark.parametrize("reverse", [True, False])
 def test_a_table_that_is_told_which_way_is_called_itself(reverse):
     table = keras.layers.ReversibleEmbedding(75, 64)
@@ -191,8 +173,9 @@ def test_a_table_with_lora_is_called_itself(rng):
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("block", [32, None])
-def test_logits(rng, calls, tied, cap, block):
-    """Of a table that is turned, or of one of its own."""
+@pytest.mark.parametrize("rounds", [True, False])
+def test_logits(rng, calls, tied, cap, block, rounds):
+    """Of a table that is turned, or of one of its own; of rounded states, as of a loaded model."""
     head = keras.layers.ReversibleEmbedding(
         75, 64, tie_weights=tied, logit_soft_cap=cap, dtype="bfloat16"
     )
@@ -200,6 +183,7 @@ def test_logits(rng, calls, tied, cap, block):
     states = keras.ops.cast(rng.normal(size=(3, 1, 64)), "bfloat16")
     np.testing.assert_array_equal(logits_of(head, states), head(states, reverse=True))
     head.quantize("int4", config=Int4QuantizationConfig(block_size=block))
+    head.inputs_quantizer = keras.quantizers.AbsMaxQuantizer(axis=-1) if rounds else None
     wanted = head(states, reverse=True)
     np.testing.assert_array_equal(logits_of(head, states), wanted)
     assert not calls

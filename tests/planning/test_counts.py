@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backbone_surgery import graph
-from backbone_surgery.opening.quantizing import policy_of
+from backbone_surgery.opening.packed_axes import policy_of
 from tests.families import ROWS
 from tests.planning.test_compiled import needs
 
