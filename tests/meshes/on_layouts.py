@@ -3,6 +3,7 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_layouts
 """
 
+import functools
 import re
 import threading
 from unittest import mock
@@ -21,7 +22,7 @@ from backbone_surgery.caching.packed_shares import product_on_mesh
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation import run_batch
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.kernels import gpu_int4, tpu_int4
+from backbone_surgery.kernels import gpu_attention, gpu_int4, tpu_int4
 from backbone_surgery.opening.predict import predict
 from tests.families import ROWS
 from tests.helpers import relative
@@ -324,6 +325,35 @@ def check_packed_kernels():
             assert relative(value, wanted[1][path]) <= 0.02, (platform, path)
 
 
+def check_attention_kernel():
+    """The kernel of a GPU attends on each device: soft caps, sinks, slopes, heads that repeat."""
+    for name, mesh, sizes in (
+        ("gemma2", (2, 4), {}),
+        ("gpt_oss", (2, 4), {}),
+        ("bloom", (1, 8), {"num_heads": 8}),
+        ("llama", (2, 4), {"num_key_value_heads": 2}),
+        ("llama", (1, 8), {"num_query_heads": 12, "num_key_value_heads": 6}),  # not shared
+    ):
+        make = functools.partial(make_divisible, name, "bfloat16", **sizes)
+        capture = bs.Capture("blocks.0.head_outputs")
+        alone = greedy(bs.operate(make_divisible(name, **sizes), [capture]))
+        options = {"max_new_tokens": 3, "stop_token_ids": None, "return_captures": True}
+        wanted = alone.generate(prompts(5), **options)
+        with on(mesh, make()):
+            lm = greedy(bs.operate(make(), [capture]))
+        made = Programs(lm.backbone_with_cache, lm.programs.head, "gpu")
+        object.__setattr__(lm, "programs", made)
+        attend = gpu_attention.attend_one
+        with mock.patch.object(gpu_attention, "attend_one", side_effect=attend) as calls:
+            got = lm.generate(prompts(5), **options)
+        shares = {call.args[1].shape[2] for call in calls.call_args_list}
+        print(name, shares)
+        assert calls.called
+        np.testing.assert_array_equal(got[0]["token_ids"], wanted[0]["token_ids"], err_msg=name)
+        for path, value in got[1].values.items():
+            assert relative(value, wanted[1].values[path]) <= 0.05, (name, path)
+
+
 EXPERTS = {
     "qwen2_moe": ((2, 4), 0, {}),
     "qwen3_moe": ((1, 8), 0, {}),
@@ -407,6 +437,7 @@ if __name__ == "__main__":
         check_moved,
         check_int4,
         check_packed_kernels,
+        check_attention_kernel,
         check_experts,
         check_heads_first,
     ):
