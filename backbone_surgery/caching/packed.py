@@ -11,7 +11,7 @@ from backbone_surgery.caching.packed_matrix import matrix_of, product, takes
 from backbone_surgery.caching.packed_shares import look_up_on_mesh, product_on_mesh, share_of
 from backbone_surgery.caching.projection import finished
 from backbone_surgery.caching.stand_in import StandIn
-from backbone_surgery.opening.packed_axes import policy_of
+from backbone_surgery.opening.int4 import widened_rows
 
 
 class PackedProjection(StandIn):
@@ -69,18 +69,7 @@ class PackedEmbedding(StandIn):
 
     def _look_up(self, tokens: Any, arrays: list[Any]) -> Any:
         """Look tokens up in numbers, scales and, if there are any, what zero is."""
-        table = self.layer
-        taken, scale, *zeros = (ops.take(x, tokens, axis=0) for x in arrays)
-        numbers = keras.quantizers.unpack_int4(taken, table.output_dim, axis=-1)
-        numbers = ops.cast(numbers, self.compute_dtype)
-        if not zeros:
-            return numbers / scale[..., None]
-        zero = ops.cast(zeros[0], scale.dtype)
-        group = policy_of(table).block_size
-        zero, scale = (
-            ops.repeat(x, group, axis=-1)[..., : table.output_dim] for x in (zero, scale)
-        )
-        return (numbers - zero) * scale
+        return widened_rows(self.layer, *(ops.take(x, tokens, axis=0) for x in arrays))
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return which tokens are some, where the layer masks zeros."""

@@ -16,7 +16,7 @@ from backbone_surgery.caching.projection import (
 )
 from backbone_surgery.kernels import gpu_int4, tpu_int4
 from backbone_surgery.kernels.packed import Packed
-from backbone_surgery.opening.packed_axes import policy_of
+from backbone_surgery.opening.int4 import policy_of
 
 _WITHOUT_GROUPS = 128
 """Inputs that are multiplied at a time where there is one scale for all."""

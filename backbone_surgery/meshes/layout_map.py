@@ -16,9 +16,10 @@ import keras
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.opening.experts import MixedExperts
+from backbone_surgery.opening.int4 import kernel_shape, policy_of
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
-from backbone_surgery.opening.packed_axes import PACKED, kernel_shape, packed_axes, policy_of
+from backbone_surgery.opening.packed_axes import PACKED, packed_axes
 from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.site import Site, is_block
 from backbone_surgery.presets import load_backbone

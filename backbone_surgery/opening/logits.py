@@ -1,4 +1,4 @@
-"""Logits of hidden states, by the token embedding in reverse, with gradients for int8 too."""
+"""Logits of hidden states, by the token embedding in reverse, with gradients where it rounds."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import graph
+from backbone_surgery.opening.int4 import widened_rows
 
 
 class Logits(keras.layers.Layer):
@@ -36,17 +37,18 @@ class Logits(keras.layers.Layer):
 
 
 def logits_of(embedding: Any, hidden_states: Any) -> Any:
-    """Return `embedding(hidden_states, reverse=True)`, with gradients for int8 too.
+    """Return `embedding(hidden_states, reverse=True)`, with gradients where it rounds.
 
-    For an int8 embedding Keras rounds the hidden states, and so gives no gradients but of the
-    rounding's scale. Here they are those of a product with the widened kernel, which is what Keras
-    has for its other layers.
+    An int8 embedding, and an int4 one of a preset, round the hidden states, and so Keras gives no
+    gradients but of the rounding's scale. Here they are those of a product with the widened
+    kernel, which is what Keras has for its other layers.
 
     Args:
         embedding: the token embedding.
         hidden_states: float[batch, ..., hidden_dim].
     """
-    if getattr(embedding, "quantization_mode", None) != "int8":
+    mode = getattr(embedding, "quantization_mode", None)
+    if mode not in ("int8", "int4") or not getattr(embedding, "inputs_quantizer", None):
         return embedding(hidden_states, reverse=True)
 
     @ops.custom_gradient
@@ -65,10 +67,14 @@ def logits_of(embedding: Any, hidden_states: Any) -> Any:
 
 
 def _widened(embedding: Any) -> Any:
-    """Return the kernel of an int8 embedding in reverse, float[vocabulary, hidden_dim]."""
+    """Return the kernel of a quantised embedding in reverse, float[vocabulary, hidden_dim]."""
+    name = "embeddings" if embedding.tie_weights else "reverse_embeddings"
+    scale, zero = (getattr(embedding, f"{name}_{part}", None) for part in ("scale", "zero"))
     if embedding.tie_weights:
-        kernel, scale = graph.stored_embeddings(embedding), embedding.embeddings_scale
+        kernel = graph.stored_embeddings(embedding)
     else:
         kernel = ops.transpose(embedding.reverse_embeddings)
-        scale = embedding.reverse_embeddings_scale
+        scale, zero = (x if x is None else ops.transpose(x) for x in (scale, zero))
+    if embedding.quantization_mode == "int4":
+        return widened_rows(embedding, kernel, scale, zero)
     return ops.cast(kernel, embedding.compute_dtype) / ops.reshape(scale, (-1, 1))

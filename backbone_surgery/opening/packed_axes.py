@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from backbone_surgery import graph
+from backbone_surgery.opening.int4 import kernel_shape
 from backbone_surgery.opening.placement import placement_of
 
 PACKED = ("kernel", "embeddings", "reverse_embeddings")
@@ -58,23 +59,6 @@ def packed_axes(layer: keras.Layer, name: str, axis: int, block: int | None) -> 
         scales = {"kernel_scale": 1 if group else 0, "kernel_zero": 1}
         return PackedAxes({"kernel": 1, **scales}, columns // 2 if columns % 2 == 0 else 1)
     return PackedAxes({}, 1)
-
-
-def policy_of(layer: keras.Layer) -> Any:
-    """Return the dtype policy of a layer; the layers of a loaded preset share a map of them all."""
-    policy = layer.dtype_policy
-    is_for_all = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
-    return policy[layer.path] if is_for_all else policy
-
-
-def kernel_shape(layer: keras.Layer) -> tuple[int, ...]:
-    """Return the shape of the kernel of a `Dense` or an `EinsumDense`, before it was packed."""
-    stored = tuple(graph.stored_kernel(layer).shape)
-    if layer.quantization_mode != "int4":
-        return stored
-    if isinstance(layer, keras.layers.Dense):
-        return (stored[0], layer.units)
-    return tuple(layer.original_kernel_shape)
 
 
 def _axes_read(layer: keras.Layer) -> list[int]:

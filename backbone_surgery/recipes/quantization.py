@@ -8,7 +8,8 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import RecipeError, SurgeryError
-from backbone_surgery.opening.packed_axes import laid_out, policy_of
+from backbone_surgery.opening.int4 import policy_of
+from backbone_surgery.opening.packed_axes import laid_out
 from backbone_surgery.recipes.configs import check_config
 from backbone_surgery.weights.paths import variable_paths
 

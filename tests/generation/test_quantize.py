@@ -277,7 +277,32 @@ def load(folder):
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path, rng):
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_what_kerashub_saved_generates(family, mode, tmp_path, rng):
+    backbone = FAMILIES[family]()
+    backbone.quantize(mode)
+    backbone.save_to_preset(str(tmp_path / "preset"))
+    loaded, inputs = load(tmp_path / "preset"), ragged(rng, (4, 3), 4)
+    text = greedy(bs.CachedCausalLM(loaded), inputs)
+    assert np.array_equal(text, upstream(family, loaded, inputs))
+
+
+def test_what_kerashub_saved_in_int4_learns(tmp_path, rng):
+    backbone = make_gpt2(num_layers=1)
+    backbone.quantize("int4")
+    backbone.save_to_preset(str(tmp_path / "preset"))
+    low_rank = bs.LowRank("blocks.*.value", rank=4)
+    lm = bs.CachedCausalLM(bs.operate(load(tmp_path / "preset"), [low_rank]))
+    lm.compile(optimizer=keras.optimizers.Adam(0.01))
+    ids = rng.integers(1, VOCABULARY, (4, 8))
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    options = {"epochs": 20, "shuffle": False, "verbose": 0}
+    losses = lm.fit(inputs, np.roll(ids, -1, 1), **options).history["loss"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path):
     """Its token embedding rounds its inputs, also where the model that was saved did not."""
     backbone = make_gpt2(num_layers=1)
     backbone.quantize(mode)
@@ -289,8 +314,6 @@ def test_a_recipe_of_what_kerashub_saved_has_the_same_bits(mode, tmp_path, rng):
         loaded = bs.load_recipe(tmp_path / "r", other)
         got = np.asarray(bs.CachedCausalLM(loaded).score(np.array([[3, 1, 4]])))
         assert np.array_equal(got, wanted)
-    inputs, saved = ragged(rng, (4, 3), 4), load(tmp_path / "preset")
-    assert np.array_equal(greedy(bs.CachedCausalLM(saved), inputs), upstream("gpt2", saved, inputs))
 
 
 def test_a_recipe_tells_quantised_inputs_from_others(tmp_path):

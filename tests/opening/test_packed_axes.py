@@ -9,7 +9,8 @@ from keras.quantizers import Int4QuantizationConfig
 
 from backbone_surgery.caching.packed_matrix import matrix_of, product
 from backbone_surgery.caching.packed_shares import share_of
-from backbone_surgery.opening.packed_axes import kernel_shape, packed_axes, policy_of
+from backbone_surgery.opening.int4 import kernel_shape, policy_of
+from backbone_surgery.opening.packed_axes import packed_axes
 from tests.helpers import relative
 
 GROUPS, WHOLE = Int4QuantizationConfig(block_size=8), Int4QuantizationConfig(block_size=None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backbone_surgery import graph
-from backbone_surgery.opening.packed_axes import policy_of
+from backbone_surgery.opening.int4 import policy_of
 from tests.families import ROWS
 from tests.planning.test_compiled import needs
 
@@ -75,7 +75,7 @@ def test_counts_of_four_bits_do_not_grow(known):
 @pytest.mark.usefixtures("half_precision")
 def test_exchanges_do_not_grow(known):
     needs(known["device"])
-    least, now = measure_accelerators.ours(known["model"], known["device"], known["rows"])
+    _, now = measure_accelerators.ours(known["model"], known["device"], known["rows"])
     for name in ("kernels", "copied_bytes", "step_bytes", "temporary_bytes"):
         assert now[name] <= known["ours"][name], name
     assert now["collectives"] == known["ours"]["collectives"]
