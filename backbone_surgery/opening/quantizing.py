@@ -31,8 +31,8 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
 
     Raises:
         SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
-            there is LoRA, which GPTQ and AWQ do not know; or KerasHub does not say where the blocks
-            are.
+            there is LoRA, which GPTQ and AWQ do not know, or weights in half precision, which GPTQ
+            does not; or KerasHub does not say where the blocks are.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
@@ -80,6 +80,13 @@ def _check_layers(owner: keras.Model, mode: str | None, filters: Any) -> None:
         raise SurgeryError(
             f"quantize at '{owner.name}': expected a backbone without LoRA, which {mode} does not "
             "know. Received one with it. Fold it in by `merge` first."
+        )
+    halves = [x.variable_dtype for x in able if x.variable_dtype in ("bfloat16", "float16")]
+    if mode == "gptq" and halves:
+        raise SurgeryError(
+            f"quantize at '{owner.name}': expected weights in float32, which Keras calibrates by "
+            f"gptq. Received some in {halves[0]}. Load the model in float32 or mixed_{halves[0]}, "
+            "or take awq."
         )
 
 

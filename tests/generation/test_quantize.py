@@ -245,6 +245,16 @@ def test_what_is_quantised_in_part_is_not_quantised_half_again(again):
     assert len(quantization(lm.backbone)["layers"]) == 5
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_in_half_precision_are_not_calibrated_half_by_gptq(dtype):
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1, dtype=dtype))
+    words = f"in float32, .* by gptq. Received some in {dtype}. .* mixed_{dtype}, or take awq"
+    with pytest.raises(bs.SurgeryError, match=words):
+        lm.quantize("gptq", config=config_of("gptq"))
+    assert quantization(lm.backbone) is None
+    lm.quantize("int4")
+
+
 @pytest.mark.parametrize("mode", ["gptq", "awq"])
 def test_lora_and_calibrated_weights_refuse_each_other(mode, tmp_path):
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
