@@ -151,22 +151,18 @@ class ChosenExperts(keras.layers.Layer):
             if not has_own:
                 added = [name for name in whole if whole[name]]
                 bank |= {name: ops.where(which == 0, bank[name], 0) for name in added}
-            with target.on_each_device():
-                kernels = SimpleNamespace(**bank)
-                if has_own:
-                    made = self._run_own(x, given, kernels, used, which)
-                else:
-                    made = self._run_few(x, given, kernels, used)
+            kernels = SimpleNamespace(**bank)
+            if has_own:
+                made = self._run_own(x, given, kernels, used, which)
+            else:
+                made = self._run_few(x, given, kernels, used)
             return jax.lax.psum(made, along)
 
         def part(axis):
             return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, along)
 
         specs = by_rows, by_rows, {name: part(axis) for name, axis in axes.items()}
-        program = jax.shard_map(
-            run, mesh=placement.mesh, in_specs=specs, out_specs=by_rows, check_vma=False
-        )
-        return program(x, given, bank)
+        return placement.share_out(run, (x, given, bank), specs, by_rows)
 
     def _run_own(self, x, given, bank, rows, which):
         """Run the experts of one device, whose kernels these are: share number `which` of all."""

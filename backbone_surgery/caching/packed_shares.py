@@ -8,7 +8,6 @@ from typing import Any
 
 from keras import ops
 
-from backbone_surgery import target
 from backbone_surgery.caching.packed_matrix import product
 from backbone_surgery.kernels.packed import Packed
 from backbone_surgery.opening.placement import Placement
@@ -40,29 +39,22 @@ def product_on_mesh(x: Any, packed: Packed, placement: Placement) -> Any:
 
     along, by_rows = placement.axes_of_heads, placement.rows_axis(x.shape[0])
     axis, share = placement.axis_of(packed.numbers), share_of(packed, placement)
-    adds_up = axis is not None and _adds_up(packed, axis)
+    adds_up, shared = _adds_up(packed, axis), None if axis is None else along
 
     def run(x: Any, arrays: dict[str, Any]) -> Any:
-        with target.on_each_device():
-            made = product(x, share._replace(**arrays))
+        made = product(x, share._replace(**arrays))
         return jax.lax.psum(made, along) if adds_up else made
 
-    spec = PartitionSpec(*[None] * axis, along) if axis is not None else PartitionSpec()
-    arrays = packed.tensors()
-    specs = dict.fromkeys(arrays, spec)
+    arrays, of_outputs = packed.tensors(), None if adds_up else shared
+    specs = dict.fromkeys(arrays, PartitionSpec(*[None] * (axis or 0), shared))
     if "divisor" in specs:
-        specs["divisor"] = PartitionSpec() if adds_up or axis is None else PartitionSpec(along)
-    of_x, of_y = (
-        PartitionSpec(by_rows, None, along if shared else None)
-        for shared in (adds_up, axis is not None and not adds_up)
-    )
-    program = jax.shard_map(
-        run, mesh=placement.mesh, in_specs=(of_x, specs), out_specs=of_y, check_vma=False
-    )
-    return program(x, arrays)
+        specs["divisor"] = PartitionSpec(of_outputs)
+    of_x = PartitionSpec(by_rows, None, shared if adds_up else None)
+    of_y = PartitionSpec(by_rows, None, of_outputs)
+    return placement.share_out(run, (x, arrays), (of_x, specs), of_y)
 
 
-def _adds_up(packed: Packed, axis: int) -> bool:
+def _adds_up(packed: Packed, axis: int | None) -> bool:
     """Tell whether devices share the inputs of a matrix, along an axis, and not the outputs."""
     return packed.heads == 1 and axis == (1 if packed.pairs == "turned" else 0)
 
@@ -91,7 +83,4 @@ def look_up_on_mesh(
         return jax.lax.psum(ops.where(is_own[..., None], found, 0), along)
 
     specs = by_rows, jax.tree.map(lambda _: PartitionSpec(along), arrays)
-    program = jax.shard_map(
-        run, mesh=placement.mesh, in_specs=specs, out_specs=by_rows, check_vma=False
-    )
-    return program(tokens, arrays)
+    return placement.share_out(run, (tokens, arrays), specs, by_rows)

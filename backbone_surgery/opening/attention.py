@@ -223,7 +223,7 @@ class _Attention(keras.layers.Layer):
         if self.keeps_state:
             heads += [key, value]
             kept = state["key"], state["value"]
-        mixed, keys, values = _on_each_device(
+        mixed, keys, values = _share_out(
             self._run_kernel, heads, kept, mask[:, 0], (first, cache_update_index), of_heads
         )
         return mixed[:, None], {"key": keys, "value": values} if self.keeps_state else state
@@ -269,32 +269,24 @@ class _Attention(keras.layers.Layer):
         return pattern if self.dropout is None else self.dropout(pattern, training=training)
 
 
-def _on_each_device(
+def _share_out(
     attend: Any, heads: list[Any], kept: Any, mask: Any, ends: Any, of_heads: list[Any]
 ) -> Any:
     """Attend by a kernel; on a mesh each device to its share of the rows and heads."""
     placement = target.placement()
     if placement is None:
         return attend(heads, kept, mask, ends, of_heads)
-    import jax
     from jax.sharding import PartitionSpec
 
-    rows, whole = placement.rows_axis(len(mask)), PartitionSpec()
     divides = kept[0].shape[2] % placement.shares_of_heads == 0
-    along = placement.axes_of_heads if divides else None
+    rows, along = placement.rows_axis(len(mask)), placement.axes_of_heads if divides else None
     of_slots = PartitionSpec(rows, None, along)
-
-    def run(*arrays: Any) -> Any:
-        with target.on_each_device():
-            return attend(*arrays)
-
-    return jax.shard_map(
-        run,
-        mesh=placement.mesh,
-        in_specs=(of_slots, of_slots, PartitionSpec(rows), whole, PartitionSpec(along)),
-        out_specs=(PartitionSpec(rows, along), of_slots, of_slots),
-        check_vma=False,
-    )(heads, kept, mask, ends, of_heads)
+    return placement.share_out(
+        attend,
+        (heads, kept, mask, ends, of_heads),
+        (of_slots, of_slots, PartitionSpec(rows), PartitionSpec(), PartitionSpec(along)),
+        (PartitionSpec(rows, along), of_slots, of_slots),
+    )
 
 
 def _adds_up(time: Any) -> bool:

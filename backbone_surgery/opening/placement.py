@@ -6,14 +6,14 @@ does not matter whether a `keras.distribution` is still set, or set in this thre
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import numpy as np
 
-from backbone_surgery import graph
+from backbone_surgery import graph, target
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.state import StateSpec
 
@@ -124,6 +124,26 @@ class Placement:
     def rows_axis(self, rows: int) -> str | None:
         """Return the axis that so many rows are split over, if they are."""
         return self.batch_axis if rows % self._shares == 0 else None
+
+    def share_out(self, run: Callable[..., Any], args: Any, parts: Any, made: Any) -> Any:
+        """Run a function on each device by itself, on its share of arrays; inside a program.
+
+        Args:
+            run: the function.
+            args: what it is called with.
+            parts: for each argument, a `PartitionSpec` or a tree of them: what each device gets.
+            made: the same, of what it returns.
+        """
+        import jax
+
+        def on_each(*arrays: Any) -> Any:
+            with target.on_each_device():
+                return run(*arrays)
+
+        program = jax.shard_map(
+            on_each, mesh=self.mesh, in_specs=parts, out_specs=made, check_vma=False
+        )
+        return program(*args)
 
     def _rows(self, rows: int, rank: int) -> list[Any]:
         return [self.rows_axis(rows), *[None] * (rank - 1)]

@@ -327,12 +327,12 @@ def check_packed_kernels():
 
 def check_attention_kernel():
     """The kernel of a GPU attends on each device: soft caps, sinks, slopes, heads that repeat."""
-    for name, mesh, sizes in (
-        ("gemma2", (2, 4), {}),
-        ("gpt_oss", (2, 4), {}),
-        ("bloom", (1, 8), {"num_heads": 8}),
-        ("llama", (2, 4), {"num_key_value_heads": 2}),
-        ("llama", (1, 8), {"num_query_heads": 12, "num_key_value_heads": 6}),  # not shared
+    for name, mesh, heads, sizes in (
+        ("gemma2", (2, 4), 2, {}),
+        ("gpt_oss", (2, 4), 2, {}),
+        ("bloom", (1, 8), 1, {"num_heads": 8}),
+        ("llama", (2, 4), 1, {"num_key_value_heads": 2}),
+        ("llama", (1, 8), 6, {"num_query_heads": 12, "num_key_value_heads": 6}),  # not shared
     ):
         make = functools.partial(make_divisible, name, "bfloat16", **sizes)
         capture = bs.Capture("blocks.0.head_outputs")
@@ -346,12 +346,13 @@ def check_attention_kernel():
         attend = gpu_attention.attend_one
         with mock.patch.object(gpu_attention, "attend_one", side_effect=attend) as calls:
             got = lm.generate(prompts(5), **options)
-        shares = {call.args[1].shape[2] for call in calls.call_args_list}
-        print(name, shares)
-        assert calls.called
-        np.testing.assert_array_equal(got[0]["token_ids"], wanted[0]["token_ids"], err_msg=name)
+        assert {call.args[1].shape[2] for call in calls.call_args_list} == {heads}, name
+        # Half precision may choose another token, after which all is another text.
+        same = np.cumprod(got[0]["token_ids"] == wanted[0]["token_ids"], axis=1).astype(bool)
+        assert same.mean() >= 0.9, name
         for path, value in got[1].values.items():
-            assert relative(value, wanted[1].values[path]) <= 0.05, (name, path)
+            own = same[:, : value.shape[1]]
+            assert relative(value, wanted[1].values[path], own) <= 0.05, (name, path)
 
 
 EXPERTS = {
