@@ -20,6 +20,7 @@ from backbone_surgery.opening.int4 import kernel_shape, policy_of
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.packed_axes import PACKED, packed_axes
+from backbone_surgery.opening.quantizing import CALIBRATED
 from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.site import Site, is_block
 from backbone_surgery.presets import load_backbone
@@ -250,7 +251,7 @@ def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None
     """
     if not isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense):
         return None
-    if all(variable.name != "kernel" for variable in layer.variables):
+    if layer.quantization_mode in CALIBRATED:  # Keras packs them in another way
         return None
     kernel = kernel_shape(layer)
     if isinstance(layer, keras.layers.Dense):

@@ -22,6 +22,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import check_count, is_int
+from backbone_surgery.opening.packed_axes import PACKED
 from backbone_surgery.opening.placement import Placement
 from backbone_surgery.opening.recurrence import CausalConvolution
 from backbone_surgery.opening.state import Stateful
@@ -34,6 +35,7 @@ from backbone_surgery.rewriting.operate import operate
 
 AXES = ("batch", "model")
 _OF_FOUR_BITS = ("int4", "gptq", "awq")
+_KNOWN_OF_GROUPS = ("_scale", "_scales", "_zero", "zero_point", "g_idx")
 _LENGTH = 2048
 _MOST = 2**24
 """Bytes of a config."""
@@ -129,7 +131,7 @@ def plan(
         length=asked.length,
         rows=run.rows * strategy.width,
         slots=run.length,
-        parameters=sum(math.prod(v.shape) for v in weights),
+        parameters=_parameters(edited),
         weight_bytes=sum(_bytes_of(v, shared, shares) for v in weights),
         looked_up_bytes=sum(_bytes_of(v, shared, shares) for v in _looked_up(edited)),
         cache_bytes=_cache_bytes(cached, rows[1], run.length, shares),
@@ -213,6 +215,21 @@ def _read_mesh(mesh: Any, devices: Devices) -> dict[str, int]:
             f"{math.prod(sizes.values())}. Have `batch` times `model` be {devices.count}."
         )
     return sizes
+
+
+def _parameters(model: keras.Model) -> int:
+    """Count the numbers that a model learned, also where they are packed, and not their scales."""
+    layers = [x for x in graph.layers_within(model) if x.quantization_mode is not None]
+    quantised = {id(v): x.quantization_mode for x in layers for v in graph.own_weights(x)}
+    total = 0
+    for variable in model.weights:
+        mode, count = quantised.get(id(variable)), math.prod(variable.shape)
+        if mode in _OF_FOUR_BITS and variable.name in PACKED:
+            count *= 2
+        elif mode and variable.name.endswith(_KNOWN_OF_GROUPS):
+            count = 0
+        total += count
+    return total
 
 
 def _bytes_of(variable: keras.Variable, shared: Mapping[str, Split], shares: int) -> int:

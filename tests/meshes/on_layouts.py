@@ -332,7 +332,7 @@ def check_attention_kernel():
         ("gpt_oss", (2, 4), 2, {}),
         ("bloom", (1, 8), 1, {"num_heads": 8}),
         ("llama", (2, 4), 1, {"num_key_value_heads": 2}),
-        ("llama", (1, 8), 6, {"num_query_heads": 12, "num_key_value_heads": 6}),  # not shared
+        ("llama", (1, 8), 6, {"hidden_dim": 96, "num_query_heads": 12, "num_key_value_heads": 6}),
     ):
         make = functools.partial(make_divisible, name, "bfloat16", **sizes)
         capture = bs.Capture("blocks.0.head_outputs")
@@ -349,7 +349,7 @@ def check_attention_kernel():
         assert {call.args[1].shape[2] for call in calls.call_args_list} == {heads}, name
         # Half precision may choose another token, after which all is another text.
         same = np.cumprod(got[0]["token_ids"] == wanted[0]["token_ids"], axis=1).astype(bool)
-        assert same.mean() >= 0.9, name
+        assert same.mean() >= 0.8, name
         for path, value in got[1].values.items():
             own = same[:, : value.shape[1]]
             assert relative(value, wanted[1].values[path], own) <= 0.05, (name, path)

@@ -210,9 +210,11 @@ def test_what_does_not_fit_and_what_is_not_known():
 
 def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
     backbone = ROWS["gpt2"].make()
-    assert "beware" not in str(bs.plan(backbone))
+    wide = bs.plan(backbone)
+    assert "beware" not in str(wide)
     backbone.quantize("int4")
     plan = bs.plan(backbone)
+    assert plan.parameters == wide.parameters == 21120
     assert plan.unpacked == "int4"
     assert "each token unpacks 100% of the int4 weights first" in str(plan)
 
