@@ -103,7 +103,7 @@ def test_shares_give_together_what_the_layer_gives(rng, make, shape, axis, confi
 @pytest.mark.parametrize(
     ("make", "shape", "axis", "config"),
     [
-        (dense, (12, 12), 0, GROUPS),  # the last group is not whole
+        (dense, (20, 12), 0, GROUPS),  # the last group is not whole
         (dense, (32, 5), 1, GROUPS),  # a byte would belong to two devices
         (TO_HEADS, (32, 4, 6), 2, GROUPS),
         (HEADS_FIRST, (4, 32, 6), 0, WHOLE),  # a scale is for outputs of several heads
