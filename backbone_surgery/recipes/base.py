@@ -20,6 +20,7 @@ from backbone_surgery.recipes.quantization import is_held, quantization, quantiz
 from backbone_surgery.weights.arrays import of_value, of_variable
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, lora
 from backbone_surgery.weights.paths import is_lora, variable_paths
+from backbone_surgery.weights.transfer import assign_in_place
 from backbone_surgery.weights.tree import digest
 
 
@@ -89,7 +90,7 @@ def assign(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray], at: s
                 "damaged."
             )
     for path, variable in variables.items():
-        variable.assign(arrays[f"{at}{path}"].copy())
+        assign_in_place(variable, arrays[f"{at}{path}"].copy())
 
 
 def _facts(backbone: keras.Model) -> dict[str, Any]:

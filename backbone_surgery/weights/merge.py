@@ -21,6 +21,7 @@ from backbone_surgery.opening.site import Site, block_of, places
 from backbone_surgery.rewriting import Steer
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, is_quantized
 from backbone_surgery.weights.paths import resolve, variable_paths
+from backbone_surgery.weights.transfer import assign_in_place
 
 
 def merge(edited: Any) -> keras_hub.models.Backbone:
@@ -63,13 +64,13 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
         for weight in graph.own_weights(layer) if getattr(layer, "lora_enabled", False) else ():
             if weight.name in ("kernel", "embeddings"):
                 # The attribute of that name is the sum of the weight and the factors' product.
-                variables[names[id(weight)]].assign(getattr(layer, weight.name))
+                assign_in_place(variables[names[id(weight)]], getattr(layer, weight.name))
     for fold in folds:
         # With LoRA on, `layer.kernel` is a sum: the variable is found by its name.
         for variable in graph.own_weights(fold.layer):
             if variable.name == "bias" or (fold.ablate and variable.name == "kernel"):
                 target = variables[names[id(variable)]]
-                target.assign(fold.apply(np.array(target, "float32")))
+                assign_in_place(target, fold.apply(np.array(target, "float32")))
     return new
 
 

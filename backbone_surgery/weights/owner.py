@@ -9,7 +9,7 @@ import keras_hub
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.weights.paths import is_lora
+from backbone_surgery.weights.paths import is_lora, variable_paths
 from backbone_surgery.weights.transfer import transfer_weights
 
 
@@ -25,7 +25,7 @@ def check_backbone(model: keras.Model, operation: str) -> None:
 def copy_backbone(
     backbone: keras.Model, quantize: Callable[[keras.Model], object] | None = None
 ) -> keras.Model:
-    """Make another backbone of the same config and weights, without LoRA.
+    """Make another backbone of the same config and weights, without LoRA, on the same devices.
 
     Args:
         backbone: what to copy.
@@ -35,11 +35,27 @@ def copy_backbone(
     if is_quantized(backbone):  # its config does not say of which dtype it was before
         policy = backbone.dtype_policy
         config["dtype"] = getattr(policy, "default_policy", policy).name
-    copy = type(backbone).from_config(config)
+    with graph.values_as_assigned():
+        copy = type(backbone).from_config(config)
+        if quantize is None:
+            _lay_out_as(copy, backbone)
     if quantize is not None:
         quantize(copy)
+        _lay_out_as(copy, backbone)
     transfer_weights(copy, backbone, rename=lambda path: None if is_lora(path) else path)
     return copy
+
+
+def _lay_out_as(copy: keras.Model, backbone: keras.Model) -> None:
+    """Have zeros for the weights of a copy where those of the backbone lie, in a scope or not."""
+    if keras.config.backend() != "jax":
+        return
+    import jax.numpy as jnp
+
+    originals = variable_paths(backbone)
+    for path, variable in variable_paths(copy).items():
+        sharding = originals[path].value.sharding
+        variable.assign(jnp.zeros(variable.shape, variable.dtype, device=sharding))
 
 
 def left_out(backbone: keras.Model) -> dict[str, Any]:

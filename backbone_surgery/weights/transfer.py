@@ -172,9 +172,8 @@ class _Plan:
             value = array.read() if array.variable is None else array.variable.value
             with hosts.host_memory(getattr(sharding, "num_devices", 1) > 1):
                 # `ops.array` copies: no two models share the memory of a weight.
-                variable.assign(value if array.new else keras.ops.array(value, variable.dtype))
-            if keras.config.backend() == "jax":
-                _settle(variable, sharding)
+                value = value if array.new else keras.ops.array(value, variable.dtype)
+                assign_in_place(variable, value)
         finalize_layers(self.model)
         finalize_layers(owner_of(self.model))
 
@@ -188,8 +187,12 @@ def finalize_layers(model: keras.Model) -> None:
         model.predict_function = model.test_function = model.train_function = None
 
 
-def _settle(variable: keras.Variable, sharding: Any) -> None:
-    """Put the new value of a variable of JAX on the devices of the old one, and wait for it."""
+def assign_in_place(variable: keras.Variable, value: Any) -> None:
+    """Assign a value to a variable, which stays on its devices, and wait for it."""
+    sharding = getattr(variable.value, "sharding", None)
+    variable.assign(value)
+    if keras.config.backend() != "jax":
+        return
     import jax
 
     if not variable.value.sharding.is_equivalent_to(sharding, variable.value.ndim):

@@ -5,6 +5,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_lay
 
 import functools
 import re
+import tempfile
 import threading
 from unittest import mock
 
@@ -24,6 +25,7 @@ from backbone_surgery.generation import run_batch
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.kernels import gpu_attention, gpu_int4, tpu_int4
 from backbone_surgery.opening.predict import predict
+from backbone_surgery.weights.paths import variable_paths
 from tests.families import ROWS
 from tests.helpers import relative
 from tests.meshes.on_devices import OPTIONS, make_divisible, make_edited, on, prompts, texts
@@ -355,6 +357,33 @@ def check_attention_kernel():
             assert relative(value, wanted[1].values[path], own) <= 0.05, (name, path)
 
 
+def check_copies():
+    """A copy that a recipe or `merge` makes outside of the scope lies as the backbone lay."""
+
+    def make():
+        return make_divisible(num_layers=1)
+
+    def where(backbone):
+        return {path: v.value.sharding for path, v in variable_paths(backbone).items()}
+
+    steer = bs.Steer("mood", {0: np.ones(64, "float32")})
+    config = keras.quantizers.Int4QuantizationConfig(block_size=8)
+    with tempfile.TemporaryDirectory() as folder:
+        alone = make()
+        alone.quantize("int4", config=config)
+        bs.save_recipe(bs.operate(alone, [steer]), f"{folder}/edit")
+        with on((2, 4), make()):
+            plain, packed = make(), make()
+        greedy(packed).quantize("int4", config=config)  # Keras itself knows no mesh here
+        copies = [(packed, bs.load_recipe(f"{folder}/edit", base)) for base in (plain, packed)]
+    copies.append((plain, bs.merge(bs.operate(plain, [steer]))))
+    for wanted, copy in copies:
+        found = where(copy)
+        for path, sharding in where(wanted).items():
+            rank = len(variable_paths(copy)[path].shape)
+            assert sharding.is_equivalent_to(found[path], rank), (path, sharding, found[path])
+
+
 EXPERTS = {
     "qwen2_moe": ((2, 4), 0, {}),
     "qwen3_moe": ((1, 8), 0, {}),
@@ -439,6 +468,7 @@ if __name__ == "__main__":
         check_int4,
         check_packed_kernels,
         check_attention_kernel,
+        check_copies,
         check_experts,
         check_heads_first,
     ):
