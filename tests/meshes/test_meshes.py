@@ -52,6 +52,11 @@ def test_where_rows_weights_and_caches_lie():
 
 
 @slow
+def test_what_is_packed_and_attended_to_is_shared():
+    run("-m", "tests.meshes.on_shares")
+
+
+@slow
 @pytest.mark.parametrize("kind", ["engine", "learning", "fitting", "tools", "variants"])
 def test_on_a_mesh(kind):
     run("-m", "tests.meshes.on_devices", kind)
