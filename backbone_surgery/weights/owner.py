@@ -9,6 +9,7 @@ import keras_hub
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.weights.paths import is_lora, variable_paths
 from backbone_surgery.weights.transfer import transfer_weights
 
@@ -47,8 +48,8 @@ def copy_backbone(
 
 
 def _lay_out_as(copy: keras.Model, backbone: keras.Model) -> None:
-    """Have zeros for the weights of a copy where those of the backbone lie, in a scope or not."""
-    if keras.config.backend() != "jax":
+    """Have zeros for the weights of a copy where those of a backbone on a mesh lie."""
+    if placement_of(backbone.variables) is None:
         return
     import jax.numpy as jnp
 
