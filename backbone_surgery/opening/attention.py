@@ -17,6 +17,7 @@ from keras import ops
 from backbone_surgery import graph, target
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.kernels import calls, gpu_attention
+from backbone_surgery.opening.one_query import adds_up, mix_of_one, scores_of_one, share_out
 from backbone_surgery.opening.state import StateSpec, write_slots
 
 
@@ -133,8 +134,8 @@ class _Attention(keras.layers.Layer):
         batch, time, _, _ = ops.shape(query)
         heads = (self.num_key_value_heads, self.num_heads // self.num_key_value_heads)
         query = ops.reshape(query, (batch, time, *heads, self.head_dim))
-        if _adds_up(time):
-            return self._capped(_scores_of_one(query, key))
+        if adds_up(time):
+            return self._capped(scores_of_one(query, key))
         query = ops.transpose(query, (0, 2, 3, 1, 4))
         query = ops.reshape(query, (batch, heads[0], heads[1] * time, self.head_dim))
         if seen is not None and calls.attends(query, key):
@@ -174,9 +175,9 @@ class _Attention(keras.layers.Layer):
         """Mix the values by a pattern, to float[batch, queries, num_heads, head_dim]."""
         batch, _, time, length = ops.shape(pattern)
         groups = self.num_heads // self.num_key_value_heads
-        if _adds_up(time):
+        if adds_up(time):
             shares = ops.reshape(pattern, (batch, self.num_key_value_heads, groups, length))
-            mixed = _mix_of_one(shares, value)
+            mixed = mix_of_one(shares, value)
             return ops.reshape(mixed, (batch, time, self.num_heads, self.head_dim))
         pattern = ops.reshape(pattern, (batch, self.num_key_value_heads, groups * time, length))
         if seen is not None and calls.attends(pattern, value):
@@ -223,7 +224,7 @@ class _Attention(keras.layers.Layer):
         if self.keeps_state:
             heads += [key, value]
             kept = state["key"], state["value"]
-        mixed, keys, values = _share_out(
+        mixed, keys, values = share_out(
             self._run_kernel, heads, kept, mask[:, 0], (first, cache_update_index), of_heads
         )
         return mixed[:, None], {"key": keys, "value": values} if self.keeps_state else state
@@ -244,7 +245,7 @@ class _Attention(keras.layers.Layer):
         others = (self.logit_soft_cap, self.alibi_slopes, self.sinks)
         if target.platform() != "gpu" or not half or any(x is not None for x in others):
             return False
-        return not _adds_up(ops.shape(query)[1])
+        return not adds_up(ops.shape(query)[1])
 
     def _attend_before(self, start, stop, query, key, value, mask, distance):
         """Let some queries attend to the keys up to the last of them, within their window."""
@@ -267,57 +268,6 @@ class _Attention(keras.layers.Layer):
     def drop(self, pattern, training):
         """Apply the block's own dropout to a pattern."""
         return pattern if self.dropout is None else self.dropout(pattern, training=training)
-
-
-def _share_out(
-    attend: Any, heads: list[Any], kept: Any, mask: Any, ends: Any, of_heads: list[Any]
-) -> Any:
-    """Attend by a kernel; on a mesh each device to its share of the rows and heads."""
-    placement = target.placement()
-    if placement is None:
-        return attend(heads, kept, mask, ends, of_heads)
-    from jax.sharding import PartitionSpec
-
-    divides = kept[0].shape[2] % placement.shares_of_heads == 0
-    rows, along = placement.rows_axis(len(mask)), placement.axes_of_heads if divides else None
-    of_slots = PartitionSpec(rows, None, along)
-    return placement.share_out(
-        attend,
-        (heads, kept, mask, ends, of_heads),
-        (of_slots, of_slots, PartitionSpec(rows), PartitionSpec(), PartitionSpec(along)),
-        (PartitionSpec(rows, along), of_slots, of_slots),
-    )
-
-
-def _adds_up(time: Any) -> bool:
-    """Tell whether to multiply and add up, where there is one query, instead of a product.
-
-    On a GPU. A product there would turn the keys first; this reads them as they lie.
-    """
-    return isinstance(time, int) and time == 1 and target.platform() == "gpu"
-
-
-def _scores_of_one(query: Any, key: Any) -> Any:
-    """Multiply one query, [batch, 1, key heads, groups, size], by all keys.
-
-    Returns float[batch, key heads, groups, 1, keys].
-    """
-    products = ops.cast(key[:, :, :, None], "float32") * ops.cast(query, "float32")
-    scores = ops.cast(ops.sum(products, axis=-1), key.dtype)
-    scores = ops.transpose(scores, (0, 2, 3, 1))[:, :, :, None]
-    # So that its softmax is one kernel, and is not in this one: of few slots that would be slow.
-    return target.apart(target.in_order(scores))
-
-
-def _mix_of_one(shares: Any, value: Any) -> Any:
-    """Add up the values by their shares, [batch, key heads, groups, keys].
-
-    Returns float[batch, key heads, groups, size].
-    """
-    shares = ops.transpose(ops.cast(shares, "float32"), (0, 3, 1, 2))[..., None]
-    return ops.cast(
-        ops.sum(shares * ops.cast(value, "float32")[:, :, :, None], axis=1), value.dtype
-    )
 
 
 def _slots(name: str, heads: keras.KerasTensor) -> StateSpec:
