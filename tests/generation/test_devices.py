@@ -90,11 +90,17 @@ def test_one_query_in_half_precision(name, rng):
         assert relative(got.values[path][same, 48], np.asarray(value)[same, 48]) <= 0.05, path
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
-def test_four_bits(name, rng):
-    """Which a GPU reads packed, by a kernel; likewise."""
+WIDE_HEADS = {"hidden_dim": 256, "head_dim": 128, "num_query_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gpt2", {}), ("gemma2", {}), ("gemma2", WIDE_HEADS), ("llama", {})]
+)
+def test_four_bits(name, sizes, rng):
+    """Which a GPU reads packed, by a kernel, heads of Gemma's kin if they are wide; likewise."""
     prompts = ragged(rng, [48] * 8, 48)
-    (tokens, wanted), (others, got) = on_both(name, prompts, mode="int4", dtype="bfloat16")
+    options = {"mode": "int4", "dtype": "bfloat16", **sizes}
+    (tokens, wanted), (others, got) = on_both(name, prompts, **options)
     same = tokens["token_ids"][:, 48] == others["token_ids"][:, 48]
     assert same.any()
     for path, value in wanted.values.items():
