@@ -126,9 +126,25 @@ def pytest_collection_modifyitems(config, items):
         names = [p if isinstance(p, str) else getattr(p, "__name__", "") for p in parameters]
         if item.path.name not in HARNESS and any(other.search(name) for name in names):
             item.add_marker(pytest.mark.slow)
+    mark_all_but_some(items)
     eighth = config.getoption("eighth")
     if eighth is not None:
         items[:] = [item for item in items if crc32(f"{eighth} {item.nodeid}".encode()) % 8 == 0]
+
+
+def mark_all_but_some(items):
+    """Mark as slow what `by_default(n)` leaves out: all cases of a test but the first and some.
+
+    These are chosen by their names, not counted off: each second case may have the same value.
+    """
+    cases = {}
+    for item in items:
+        marker = item.get_closest_marker("by_default")
+        if marker and not item.get_closest_marker("slow"):
+            cases.setdefault((item.function, *marker.args), []).append(item)
+    for (_, wanted), (_, *others) in cases.items():
+        for item in sorted(others, key=lambda x: crc32(x.nodeid.encode()))[wanted - 1 :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def _family_of(item, families):

@@ -90,6 +90,7 @@ def test_damaged_autoencoders(tmp_path, kind, backbone, rng):
     bs.operate(backbone, [bs.SparseAutoencoder("blocks.1", str(tmp_path), feature=1)])
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("suffix", ["weights.h5", "weights.json", "keras"])
 def test_damaged_checkpoints(tmp_path, suffix, backbone):
     path = tmp_path / f"c.{suffix}"

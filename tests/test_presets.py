@@ -150,6 +150,7 @@ def test_a_folder_without_the_tokenizer_files_that_keras_hub_reads(tmp_path):
         bs.CachedCausalLM.from_preset(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "initializer"),
     [
@@ -177,6 +178,7 @@ def test_weights_are_not_made_up_before_they_are_read(name, initializer, monkeyp
     assert not all(made)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_a_folder_of_a_quantised_model(tmp_path, mode, no_collecting):
     """As KerasHub's task loads it, which reads the dtypes of its layers by itself."""
@@ -211,6 +213,7 @@ def test_variables_that_are_assigned_nothing_get_their_initial_value():
     assert after.kernel.numpy().shape == (3, 2)
 
 
+@pytest.mark.slow
 def test_a_vector_that_does_not_come_with_a_model():
     with pytest.raises(
         bs.SurgeryError, match=r"expected one of the vectors that come with .*'mood'"

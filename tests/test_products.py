@@ -25,6 +25,7 @@ DIMENSIONS = {
 }
 
 
+@pytest.mark.by_default(12)
 @pytest.mark.parametrize("name", DIMENSIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float32"])
 def test_products_are_those_of_wide_numbers(name, dtype, rng):
@@ -96,6 +97,7 @@ KERNEL = 4 * 256 * 1024
 """Bytes of the largest kernel of a block, in float32."""
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_weight_is_widened_in_memory(dtype, rows, no_collecting):

@@ -114,6 +114,7 @@ def test_patch_grid_is_one_patched_pass_for_each_cell(lm):
     assert np.allclose(got.recovered[-1, -1], 1, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_patch_grid_of_other_sites_and_metrics(lm):
     seen = []
 
@@ -144,6 +145,7 @@ def test_logit_lens_reads_each_block_by_the_final_norm(lm):
     assert got.labels[0] == [str(i) for i in got.token_ids[0]]
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "ask",
     [

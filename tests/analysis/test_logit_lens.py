@@ -42,6 +42,7 @@ def test_only_the_residual_stream_is_read(at):
         bs.logit_lens(lm, [1, 2], at=at)
 
 
+@pytest.mark.slow
 def test_every_site_of_the_residual_stream_is_read():
     lm = bs.CachedCausalLM(make_deep_gpt2())
     for at, sites in {

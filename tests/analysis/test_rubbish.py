@@ -20,6 +20,7 @@ def without_used(calls, *used):
     return {name: f for name, f in calls.items() if not name.startswith(used)}
 
 
+@pytest.mark.slow
 def test_patch_grid(lm):
     arguments = {
         "lm": lambda: lm,
@@ -43,6 +44,7 @@ def test_logit_lens_and_attribution(lm):
     assert not complaints(without_used(attribution, *used))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("metric", "words"),
     [

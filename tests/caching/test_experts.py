@@ -50,6 +50,7 @@ def inputs_of(rng, rows, time=1, top_k=2):
     return x, np.array(TopExperts(top_k)(logits))
 
 
+@pytest.mark.by_default(9)
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("piece_bytes", [1, 500, 2**22])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (3, 1), (1, 2), (2, 2), (4, 5)])
@@ -95,6 +96,7 @@ def test_a_gpu_needs_a_kernel_for_it(rng, mixed, monkeypatch, has_kernels):
         assert np.isfinite(ChosenExperts(mixed, 2)(x, weights)).all() == has_kernels
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize(("rows", "time"), [(3, 1), (1, 2)])
 def test_a_tpu_runs_what_any_token_weighs(rng, mixed, monkeypatch, rows, time, edited):
@@ -129,6 +131,7 @@ def test_a_tpu_runs_all_experts_where_it_is_not_told_what_their_kernels_are(rng,
         assert relative(ChosenExperts(untold, 2)(x, weights), wanted) <= 1e-6
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (2, 1), (1, 3)])
 def test_what_a_row_of_no_use_weighs_is_not_read(rng, mixed, platform, rows, time):
@@ -151,6 +154,7 @@ def test_what_a_row_of_no_use_weighs_is_not_read(rng, mixed, platform, rows, tim
     assert relative(got[:rows], wanted) <= 1e-6
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("chosen_first", [True, False])
 @pytest.mark.parametrize(("rows", "platform"), [(2, "cpu"), (6, "cpu"), (6, "tpu")])
@@ -197,6 +201,7 @@ def compiled(layer, x, weights):
     return jax.jit(call).lower(values, x, weights).compile()
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("piece_bytes", [80, 2**22])
 @pytest.mark.parametrize("policy", ["float32", "bfloat16", "mixed_bfloat16"])
 def test_the_bank_is_not_cast_as_a_whole(rng, monkeypatch, policy, piece_bytes):
@@ -230,6 +235,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 def test_a_block_that_runs_twice_may_be_edited_once(rng):
     twice = bs.operate(ROWS["mixtral"].make(num_layers=1), [bs.Repeat("blocks.0", times=2)])
     model = bs.operate(twice, [bs.Ablate("blocks.1.expert_weights", experts=[2])])
@@ -261,6 +267,7 @@ def test_weights_that_are_an_input_may_be_any():
     assert choice_of(keras.Input((3, 8)), "float32") is None
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_gives_weight_to_more_experts_has_all_of_them_run(rng, edit):
     rewrite, chosen_by = EDITS[edit]

@@ -23,6 +23,7 @@ def to_lay(hidden_dim, platform, lora=False):
 HEADS = [f"transformer_layer_0/self_attention/{name}/kernel" for name in ("query", "key", "value")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_tpu_has_wide_heads_first_and_odd_tables_row_by_row(lora):
     assert to_lay(256, "tpu", lora) == dict.fromkeys(HEADS, (1, 0, 2))
@@ -48,6 +49,7 @@ def orders_of_experts(inner_dim, platform, devices=1):
     return [order for variable, order in laid if "/experts/" in variable.path]
 
 
+@pytest.mark.slow
 def test_a_tpu_never_has_experts_last():
     """But what an expert makes, unless its inputs leave fewer lanes empty."""
     assert orders_of_experts(256, "tpu") == [(0, 1, 2)] * 3

@@ -68,6 +68,7 @@ def make(case, rng, block=32, dtype="bfloat16"):
     return layer, rng.normal(size=shape).astype("float32")
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("block", [32, 128, None])
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_the_layer(rng, calls, case, block):
@@ -76,6 +77,7 @@ def test_it_equals_the_layer(rng, calls, case, block):
     check_equal(layer, x, calls)
 
 
+@pytest.mark.slow
 def test_else_the_layer_itself_is_called(rng, calls):
     """Elsewhere, for many tokens, in float32, with LoRA, and quantised in another way."""
     layer, x = make(DENSE, rng)
@@ -98,6 +100,7 @@ def test_else_the_layer_itself_is_called(rng, calls):
     assert not calls
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_kernels_whose_heads_come_first(rng, calls, heads, block):
@@ -106,6 +109,7 @@ def test_kernels_whose_heads_come_first(rng, calls, heads, block):
     check_equal(layer, x, calls)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("heads", "inputs", "block"), [(2, 192, 32), (2, 192, 64), (4, 384, 128), (4, 128, 128)]
 )
@@ -124,6 +128,7 @@ def test_without_groups_heads_first_are_run_by_the_layer(rng, calls):
     assert not calls
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("shape", [(2, 32), (2, 1, 4, 32)])
 def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     layer, x = make(shape, rng)
@@ -132,6 +137,7 @@ def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     assert not calls
 
 
+@pytest.mark.by_default(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("block", [32, 48, None])
 @pytest.mark.parametrize("kind", [keras.layers.Embedding, keras.layers.ReversibleEmbedding])
@@ -170,6 +176,7 @@ def test_a_table_with_lora_is_called_itself(rng):
     np.testing.assert_array_equal(looked_up(tokens), table(tokens))
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("block", [32, None])

@@ -124,6 +124,7 @@ MIXING = {
 }
 
 
+@pytest.mark.by_default(6)
 @pytest.mark.parametrize(
     "name",
     [
@@ -161,6 +162,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_plain_operations_in_the_graph_are_refused_too(gpt2, name):
     with pytest.raises(bs.SurgeryError, match=r"rewire at '\w+' .*what depends on other"):
@@ -207,6 +209,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.by_default(5)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_layer_that_works_on_each_token_alone_is_not(gpt2, name):
     bs.rewire(edited(gpt2, RIGHT[name]()))

@@ -67,6 +67,7 @@ def test_heads_that_a_block_lends_to_others_are_repeated_once(pattern, rng):
     assert relative(got, run(edited, inputs)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_plan_counts_one_head_a_device():
     backbone = ROWS["llama"].make(num_query_heads=8, num_key_value_heads=2)
     sizes = {"batch": 2, "length": 16}

@@ -41,6 +41,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("name", "shape"), [(n, s) for n, shapes in SHAPES.items() for s in shapes], ids=str
 )
@@ -224,6 +225,7 @@ class Square(keras.layers.Layer):
         return x * x
 
 
+@pytest.mark.slow
 def test_attention_pattern_can_be_rewritten_and_still_be_cached(backbone, rng):
     class Soften(bs.SiteRewrite):
         at = "blocks.*.attention_pattern"

@@ -27,6 +27,7 @@ def test_generate_prints_one_text_for_each_prompt(run):
     assert len(lines[0]) > len(PROMPT) + 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_a_plain_line(run, tmp_path):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
@@ -178,11 +179,13 @@ def test_a_folder_with_an_edit_comes_with_it(run, edited_folder):
     assert run("generate", PROMPT, *options).stdout != plain.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_with_an_edit_takes_no_other(edited_folder):
     with pytest.raises(bs.SurgeryError, match=r"--recipe at .* without an edit of its own"):
         load(str(edited_folder), recipe=edited_folder / "recipe")
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("is_recipe", [False, True])
 def test_a_vector_takes_no_name_of_the_edit(edited_folder, is_recipe):
     model, recipe = str(edited_folder), None
@@ -230,6 +233,7 @@ def test_an_interrupted_command_ends_at_once_with_what_it_wrote():
     assert (done.returncode, done.stdout) == (130, "begun\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_ends_while_a_compiled_program_runs():
     """Python would hear of the signal only when the program is done."""
     words = (

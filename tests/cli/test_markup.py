@@ -23,6 +23,7 @@ def hostile_texts(monkeypatch):
     monkeypatch.setattr(CachedCausalLM, "stream", lambda self, *args, **kwargs: iter(HOSTILE))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.usefixtures("hostile_texts")
 @pytest.mark.parametrize(
     ("args", "count"),

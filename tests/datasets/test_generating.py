@@ -42,6 +42,7 @@ def alone(lm, row, name, strength, control="mood"):
     return result["token_ids"][0][result["padding_mask"][0]].tolist()
 
 
+@pytest.mark.slow
 def test_rows_of_json_lines_give_what_they_give_alone(lm, lines, rows, tmp_path):
     paths = bs.generate_dataset(
         lm, lines, tmp_path / "out", controls=CONTROLS, shard_rows=3, **OPTIONS
@@ -265,6 +266,7 @@ def test_a_vector_that_does_not_fit_is_named_before_anything_is_written(lm, rows
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("text", ["the dog " * 200, "cut \ud83d"])
 def test_a_text_found_late_is_named_before_anything_is_written(tmp_path, text):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")

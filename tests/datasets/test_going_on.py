@@ -32,6 +32,7 @@ def harvest(lm, inputs, out):
     return bs.harvest(lm, inputs, out, shard_rows=4, **HARVEST)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("run", "inputs"),
     [(generate, "lines"), (generate, "as_parquet"), (harvest, "lines")],
@@ -109,6 +110,7 @@ def test_manifests_of_others_are_left_alone(lm, lines, tmp_path, text):
     assert (tmp_path / "out" / "_manifest.json").read_text() == text
 
 
+@pytest.mark.slow
 def test_a_job_whose_folder_another_one_took_writes_nothing(lm, lines, tmp_path):
     def another(text):
         if not (tmp_path / "out" / "b-00000.jsonl").exists():

@@ -77,6 +77,7 @@ def test_a_harvest_that_is_ended_goes_on(lm, lines, tmp_path):
     assert len(pq.read_table(out)) == sum(len(pq.read_table(path)) for path in paths)
 
 
+@pytest.mark.slow
 def test_empty_texts_have_no_rows(tmp_path):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     for name, texts in {"some": ["", "Tom ran.", ""], "none": ["", ""]}.items():
@@ -107,6 +108,7 @@ def test_a_bad_row_found_late_is_named_before_anything_is_written(lm, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_float16_cannot_hold_is_refused(lines, tmp_path):
     lm = make_lm()
     options = {**OPTIONS, "controls": {"mood": 1e6}}

@@ -36,6 +36,7 @@ def holds(outer, inner):
     )
 
 
+@pytest.mark.by_default(8)
 @pytest.mark.parametrize("rankdir", ["TB", "LR"])
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))

@@ -34,6 +34,7 @@ def test_formats(models, tmp_path, monkeypatch, ending):
     assert path.read_bytes().startswith(SIGNATURES[ending])
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.usefixtures("graphviz")
 @pytest.mark.parametrize("shapes", [False, True])
 @pytest.mark.parametrize("expand", [False, True])
@@ -141,6 +142,7 @@ def along(curve):
     return np.concatenate([sum(w * p for w, p in zip(weights, x, strict=True)) for x in parts])
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.usefixtures("graphviz")
 @pytest.mark.parametrize("rankdir", ["TB", "LR"])
 @pytest.mark.parametrize("name", ["skipped", "captured"])

@@ -250,6 +250,7 @@ def test_controls(prompt):
     assert lm.programs.compilations == {"prefill": 0, "decode": 0}
 
 
+@pytest.mark.slow
 def test_layer_that_mixes_positions_is_found(rng):
     class Mean(keras.layers.Layer):
         def call(self, x):
@@ -270,6 +271,7 @@ def test_a_cache_is_made_for_a_cached_graph_alone():
         bs.new_cache(3, 1, 8)
 
 
+@pytest.mark.slow
 def test_check_takes_inputs_and_outputs_of_any_structure(backbone):
     inputs, output = backbone.input, backbone.output
     for model in (

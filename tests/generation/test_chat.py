@@ -92,6 +92,7 @@ def test_the_template_that_transformers_saved_is_read(models):
     assert models["hf_gpt2"].chat_template is None
 
 
+@pytest.mark.slow
 def test_generation_starts_from_these_tokens(models, monkeypatch):
     """Without the start token that any other text gets, and with the text before the new one."""
     lm = models["hf_gpt2"]
@@ -138,6 +139,7 @@ def test_of_several_templates_the_default_is_taken(tmp_path):
     assert load({"chat_template": listed}, tmp_path).chat_template == "default" + CONTENT
 
 
+@pytest.mark.slow
 def test_the_file_wins_and_a_saved_model_keeps_it(tmp_path):
     """Also by way of an edit, and with tokens that only the config names."""
     template = "é{{ cls_token }}{{ sep_token is defined }}" + CONTENT

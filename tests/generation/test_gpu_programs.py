@@ -77,6 +77,7 @@ def test_half_precision_runs_prompts_by_cudnn_and_one_donated_loop(gpu, family):
     assert decode.count("tf.aliasing_output") + decode.count("jax.buffer_donor") == arrays
 
 
+@pytest.mark.slow
 def test_float32_calls_nothing_of_cudnn(gpu):
     prefill, decode, _ = lowered(BACKBONES["gpt2"]("float32"))
     assert calls(prefill) == calls(decode) == set()
@@ -84,6 +85,7 @@ def test_float32_calls_nothing_of_cudnn(gpu):
     assert decode - prefill == 2  # the scores of one query, in each block
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_beside_a_gpu(gpu, monkeypatch):
     """Nothing that calls cuDNN can be handed on to be compiled."""
     one = SimpleNamespace(platform="gpu", compute_capability="9.0")

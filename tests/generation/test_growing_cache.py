@@ -76,6 +76,7 @@ def test_rows_that_end_early_need_no_longer_cache(rng, from_16):
     assert lm.programs.compilations["decode"] == 1
 
 
+@pytest.mark.slow
 def test_a_chunk_may_end_anywhere(rng, from_16):
     lm = bs.CachedCausalLM(make_gpt2())
     lm.compile(sampler="greedy")

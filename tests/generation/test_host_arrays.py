@@ -60,6 +60,7 @@ def lms():
     return made
 
 
+@pytest.mark.slow
 def test_generation_and_engines_give_the_same(lms, rng):
     prompts = ragged(rng, [9, 5], 9)
     options = {"max_new_tokens": 6, "stop_token_ids": [3], "seed": [4, 5], "controls": {"mood": 2}}

@@ -125,6 +125,7 @@ def test_wrong_guesses_use_up_trust_and_time_gives_it_back():
     assert (wrong, waited) == ((16, 1) if calls.available() else (3, 17))
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("right", range(5))
 def test_a_guess_may_break_at_each_place(right):
     chosen = [1, 2, 3, 4, 5]
@@ -219,6 +220,7 @@ def test_no_more_positions_than_the_model_learned(rng):
     assert np.array_equal(lm.generate(inputs, stop_token_ids=None, lookup=8)["token_ids"], wanted)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_guessed_is_refused(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     lm.compile(sampler="greedy")

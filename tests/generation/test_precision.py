@@ -31,6 +31,7 @@ def test_it_is_asked_for_in_the_programs(monkeypatch, precision):
         assert all(("HIGHEST" in line) == (precision == "highest") for line in products)
 
 
+@pytest.mark.slow
 def test_check_asks_for_the_highest(monkeypatch):
     import jax
 

@@ -106,6 +106,7 @@ def test_parts_of_the_inputs(lm):
     assert complaints(calls) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True], ids=["generate", "stream"])
 def test_text(writer, streamed):
     write = (lambda **kwargs: next(writer.stream(**kwargs))) if streamed else writer.generate

@@ -21,6 +21,7 @@ def scored(task, ids, **kwargs):
     return np.asarray(task.score(ids["token_ids"], ids["padding_mask"], **kwargs))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("mode", ["logits", "loss"])
 def test_equals_keras_hub(family, backbone, upstream, ids, mode):
     """Several rows with padding, with the loss and with what a function sees and puts in."""
@@ -79,6 +80,7 @@ def test_blocks_count_in_the_edited_graph(backbone, ids):
     assert seen == [-1, *range(backbone.num_layers + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [pytest.param("generated", marks=pytest.mark.slow), "prompt"])
 def test_lengths_of_prompts_score_a_text_as_it_was_generated(tokens, rng):
     """The likeliest next tokens are those that greedy search chose, row by row."""

@@ -101,6 +101,7 @@ def test_four_bits_are_read_by_a_kernel_of_a_tpu(name, rng, monkeypatch):
     compare_new_tokens(monkeypatch, lm, rng, tpu_int4, "product", "tpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ROWS))
 def test_on_a_cpu_the_queries_of_a_prompt_attend_in_pieces(name, rng, monkeypatch):
     prompts = ragged(rng, [15, 6], 15)
@@ -180,6 +181,7 @@ def test_on_a_tpu_the_experts_run_that_any_of_several_rows_weighs(rng, monkeypat
     assert len(calls) >= lm.opened.owner.num_layers
 
 
+@pytest.mark.slow
 def test_without_a_mixture_one_row_and_two_have_the_same_program(rng):
     lm = make_lm("gpt2")
     have_made_for(lm, "tpu")
@@ -273,6 +275,7 @@ def test_a_tpu_has_the_kernels_of_wide_heads_laid_heads_first(rng):
     assert all(a is b for a, b in zip(lm.programs.weights(), values, strict=True))  # laid once
 
 
+@pytest.mark.slow
 def test_weights_that_were_laid_are_trained_saved_and_laid_again(rng, tmp_path):
     lm = make_wide_llama(128)
     prompts = ragged(rng, [11, 5], 11)
@@ -292,6 +295,7 @@ def test_weights_that_were_laid_are_trained_saved_and_laid_again(rng, tmp_path):
     np.testing.assert_array_equal(lm.generate(prompts, **OPTIONS)[0]["token_ids"], first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "tpu"])
 @pytest.mark.parametrize("change", ["lora", pytest.param("int8", marks=pytest.mark.slow)])
 def test_variables_may_come_and_go_after_a_text(rng, platform, change):
@@ -313,6 +317,7 @@ def test_variables_may_come_and_go_after_a_text(rng, platform, change):
     np.testing.assert_array_equal(fresh.generate(prompts, **OPTIONS)[0]["token_ids"], text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "head_dim"),
     [("tpu", 64), *(pytest.param(x, 128, marks=pytest.mark.slow) for x in ("gpu", "cpu"))],

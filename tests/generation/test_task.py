@@ -198,6 +198,7 @@ def _token_by_token(model, lm, inputs):
     return padded
 
 
+@pytest.mark.slow
 def test_an_input_that_a_user_adds_is_a_control(rng):
     """A plain graph with a strength of its own, used inside a nested part of it."""
     backbone = make_gpt2()
@@ -256,6 +257,7 @@ def test_weights_stay_where_keras_fails(backbone):
             np.testing.assert_array_equal(variable, value)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("change", ["int8", "lora"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_optimizer_of_other_variables_is_to_be_compiled_anew(rng, change):
@@ -280,6 +282,7 @@ class Interrupt(keras.callbacks.Callback):
     on_predict_batch_end = on_test_batch_end
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("way", ["evaluate", "predict"])
 def test_weights_stay_where_keras_is_interrupted(rng, way):
     backbone = make_gpt2()
@@ -293,6 +296,7 @@ def test_weights_stay_where_keras_is_interrupted(rng, way):
         np.testing.assert_array_equal(variable, value)
 
 
+@pytest.mark.slow
 def test_a_final_norm_that_is_scaled_makes_no_sparse_logits(rng):
     """Keras takes `x * 2.0` to be sparse. Warnings, which there were, are errors in tests."""
     backbone = make_gpt2(num_layers=1)

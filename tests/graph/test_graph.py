@@ -1154,6 +1154,7 @@ def recursion_limit(limit):
         sys.setrecursionlimit(before)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("clone", CLONES.values(), ids=list(CLONES))
 def test_chain_deeper_than_the_recursion_limit_is_cloned(clone):
     depth = 1500

@@ -88,6 +88,7 @@ def test_stages_give_what_the_model_gives_also_with_another_value_at_a_cut(model
         close(run(stages, {**base, number: value}, stage), wanted)
 
 
+@pytest.mark.slow
 def test_a_stage_takes_only_what_crosses_its_cut(model):
     """The second one: the cut tensor, the way around it, the branch, and the scalar."""
     stages = graph.Stages(model, {"y": model.output["y"]}, Cut)

@@ -81,6 +81,7 @@ def most_parts(request, monkeypatch):
     monkeypatch.setattr(gpu_attention, "_NUMBERS", 64 * 32)
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.usefixtures("most_parts")
 def test_attention_of_one_query(case):
     arrays, seen, scoring = case
@@ -90,6 +91,7 @@ def test_attention_of_one_query(case):
     assert (values == arrays[2]).all()
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.usefixtures("most_parts")
 def test_a_token_is_written_before_its_query_attends(case):
     """The keys and values behind the queries; no other slot changes."""
@@ -125,6 +127,7 @@ def test_a_slot_past_the_end_writes_within_the_cache(slot):
     assert written[0, 31 if slot > 0 else 0].all()
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("chosen", "experts", "inputs", "outputs", "dtype"),
     [
@@ -146,6 +149,7 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
     assert relative(received, wanted) <= 1e-5
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("pairs", ["outputs", "inputs", "turned"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group", "dtype"),

@@ -13,6 +13,7 @@ from backbone_surgery.opening.experts import among_largest, largest
 from tests.helpers import relative
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("each", "tokens", "inputs", "outputs", "dtype", "stored"),
     [

@@ -11,6 +11,7 @@ from tests.helpers import relative
 from tests.kernels.packing import pack
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("pairs", ["outputs", "inputs", "turned"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group"),

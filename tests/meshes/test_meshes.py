@@ -168,6 +168,7 @@ def open_with_mlp(block, hidden_states, padding_mask, positions):
     return bs.Site("mlp_output")(block.mlp.down(x))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("name", ["block_{}", "block({}", "block[{}]", "a.b+{}?"])
 def test_a_layout_fits_the_next_backbone_whatever_its_layers_are_called(monkeypatch, name):
     monkeypatch.setattr(family, "_families", dict(family._families))
@@ -196,6 +197,7 @@ class TwoDenseBackbone(keras_hub.models.Backbone):
         super().__init__(own.input, own.output, dtype=dtype, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_layout_of_a_preset_fits_the_next_one_that_is_made_of_it(monkeypatch, tmp_path):
     monkeypatch.setattr(family, "_families", dict(family._families))
     bs.register_family(bs.Family("two", TwoDense, open_with_mlp, "stream", "keep"))

@@ -112,6 +112,7 @@ def test_check_finds_a_family_that_leaves_something_out():
         bs.check(make_own(Gated))
 
 
+@pytest.mark.slow
 def test_layers_of_positions_are_a_list_or_have_no_last_one():
     class Sine(OwnBlock):
         pass
@@ -137,6 +138,7 @@ def with_positions(block, name):
     return keras.Model(backbone.input, x)
 
 
+@pytest.mark.slow
 def test_positions_that_a_family_does_not_list_are_told_of():
     class Learned(OwnBlock):
         pass
@@ -180,6 +182,7 @@ def test_generation_with_a_family_from_outside_equals_uncached(rng):
         assert np.array_equal(got[i, : length + 6], ids[0, : length + 6])
 
 
+@pytest.mark.slow
 def test_blocks_of_one_class_are_told_apart_by_their_activation():
     opt = keras_hub.models.OPTBackbone(50, 1, 2, 8, 16)
     assert type(opt.transformer_layers[0]) is GPT2.block
@@ -279,6 +282,7 @@ def of_heads(**settings):
 HEADS = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "scale": 0.3}
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(
     ("open_block", "words"),
     [

@@ -134,6 +134,7 @@ def test_another_config_gives_other_logits(key, value, tmp_path):
     assert relative(run_whole(case), case.arrays["logits"], case.mask) > 1000 * EXACT
 
 
+@pytest.mark.slow
 def test_folder_without_tokenizer_takes_and_gives_arrays(tmp_path):
     case = load(copy("hf_gpt2", tmp_path, without=TOKENIZER_FILES))
     assert case.lm.preprocessor is None

@@ -54,6 +54,7 @@ def make_arguments(rng, time, padding=0):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("time", "padding"), [(7, 3), *(pytest.param(n, n // 2, marks=slow) for n in (1, 64, 150))]
 )
@@ -182,6 +183,7 @@ def test_a_head_without_decay_forgets_all_but_its_token(backbone, rng):
     assert relative(hidden, wanted["hidden_states"]) <= 3e-5
 
 
+@pytest.mark.slow
 def test_the_state_is_made_for_each_token_only_where_it_is_asked_for(backbone):
     opened = bs.open_backbone(backbone)
     assert "blocks.0.state" in bs.sites(opened)

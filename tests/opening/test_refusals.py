@@ -91,6 +91,7 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.filterwarnings("ignore")  # of KerasHub, as it builds them
 @pytest.mark.parametrize(("make", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_architectures_that_are_not_opened(make, words):

@@ -43,6 +43,7 @@ def test_a_block_takes_two_sums(name):
     assert paper.collectives == {"all-reduce": 2 * backbone.num_layers + 3}
 
 
+@pytest.mark.slow
 def test_what_an_edit_brings_along_is_on_every_device_and_all_else_as_before():
     backbone, shared = ROWS["llama"].make(), {"mesh": {"model": 2}, "batch": 3, "length": 20}
     plain = bs.plan(backbone, **shared)
@@ -157,6 +158,7 @@ def test_it_is_a_table_wherever_it_is_shown():
     assert "<td>1,325,952</td>" in paper._repr_html_()
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -180,6 +182,7 @@ def test_what_goes_into_the_programs_is_what_is_on_paper(monkeypatch, settings, 
     assert held <= sizes <= held + rows * 4096  # tokens, masks and the random state
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("mesh", "heads", "asked"),
     [((1, 4), 6, 4), ((2, 2), 5, 4), ((4, 1), 6, 4), ((1, 2), 6, 0), ((1, 1), 6, 4)],
@@ -219,6 +222,7 @@ def test_weights_that_are_unpacked_at_each_token_are_named(no_collecting):
     assert "each token unpacks 100% of the int4 weights first" in str(plan)
 
 
+@pytest.mark.slow
 def test_one_chip_reads_four_bits_as_they_are_packed(no_collecting):
     sizes = {"hidden_dim": 256, "intermediate_dim": 256, "vocabulary_size": 256}
     backbone = ROWS["gpt2"].make(**sizes, dtype="bfloat16")
@@ -235,6 +239,7 @@ def test_one_chip_reads_four_bits_as_they_are_packed(no_collecting):
     assert (plan.unpacked, 0.1 < plan.unpacked_share < 0.5) == ("int4", True)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_looked_up_alone_is_read_as_it_is_packed(no_collecting):
     """Gemma 4's of each block, on every chip, for any number of rows."""
     sizes = {"hidden_dim": 256, "intermediate_dim": 256, "hidden_size_per_layer_input": 32}

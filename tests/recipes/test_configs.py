@@ -16,6 +16,7 @@ def gpt2():
     return make_gpt2()
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -52,6 +53,7 @@ class Measured(keras.layers.Layer):
         return 2 * x
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     "layer",
     [

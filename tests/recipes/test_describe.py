@@ -148,6 +148,7 @@ def nested(depth):
 RUNS_NOT = "expected a layer that runs in the edited graph"
 
 
+@pytest.mark.by_default(8)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -194,6 +195,7 @@ def test_what_has_no_description_is_refused_by_name(gpt2, tmp_path, make, words)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_field_that_a_recipe_lacks_has_its_default(gpt2, tmp_path):
     """A recipe of before `error`, and of layers before they normalised, is the splice it was."""
     edited = bs.operate(gpt2, CASES["autoencoder"]("gpt2", "float32"))
@@ -255,6 +257,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     "case",
     ["steering", "condition", "skip", "feature", "wrap", "reorder", "low_rank", "ablate", "insert"],

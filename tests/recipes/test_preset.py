@@ -57,6 +57,7 @@ def test_a_preset_holds_base_and_edit(name, case, dtype, tmp_path, monkeypatch):
     assert files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_base_whose_layers_have_dtypes_of_their_own(tmp_path):
     dtypes = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
     dtypes["token_embedding"] = keras.dtype_policies.DTypePolicy("bfloat16")
@@ -69,6 +70,7 @@ def test_a_base_whose_layers_have_dtypes_of_their_own(tmp_path):
     np.testing.assert_array_equal(outputs(loaded), outputs(edited))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("way", [1, -1])
 def test_a_recipe_of_a_quantised_model_and_of_its_folder(tmp_path, no_collecting, way):
     """The one is loaded onto the other; a folder of KerasHub does not say the quantizers."""
@@ -122,6 +124,7 @@ def test_a_preset_of_an_unedited_model_has_no_recipe(gpt2, tmp_path):
     assert bs.weights_digest(loaded) == bs.weights_digest(gpt2)
 
 
+@pytest.mark.slow
 def test_a_preset_says_what_a_config_leaves_out(tmp_path):
     """KerasHub's `LlamaBackbone.get_config` does not say that the head is tied."""
     backbone = ROWS["llama"].make(num_layers=1, tie_word_embeddings=True)

@@ -110,6 +110,7 @@ def test_an_edit_of_a_tuned_bundled_model_needs_no_backbone_when_it_is_saved_aga
     np.testing.assert_array_equal(outputs(loaded), outputs(bs.load_recipe(tmp_path / "r")))
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_bundled_model_needs_no_backbone(tmp_path):
     backbone = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone
     direction = np.random.default_rng(0).normal(0, 1, backbone.hidden_dim)
@@ -280,6 +281,7 @@ def plain(gpt2):
     return keras.Model(gpt2.input, bs.clone_layer_graph(gpt2.input, gpt2.output))
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     ("make", "words"),
     [

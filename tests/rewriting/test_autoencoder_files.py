@@ -47,6 +47,7 @@ def x(rng):
     return (3 * rng.normal(size=(2, 9, SIZE)) + 0.5).astype("float32")
 
 
+@pytest.mark.by_default(8)
 @pytest.mark.parametrize("normalize", ["none", "constant_norm_rescale", "layer_norm"])
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -154,6 +155,7 @@ def test_a_token_of_zeros_is_encoded(tmp_path, rng):
         assert np.abs(made).max() <= 1e-6
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_top_k_keeps_k_where_features_are_equal(k):
     rows = [[2, 2, 2, 2, 2, 2], [0, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0], [0, 0, 5, 0, 0, 0]]

@@ -60,6 +60,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] if "repeat" in x else []) for x in AGAIN]
 )

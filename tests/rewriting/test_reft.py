@@ -17,6 +17,7 @@ def batch(rng):
     return {"token_ids": ids[:, :-1], "padding_mask": np.ones((8, 9), "int32")}, ids[:, 1:]
 
 
+@pytest.mark.slow
 def test_it_begins_as_none(rng):
     backbone = make_gpt2()
     edited = bs.operate(backbone, [bs.Reft("tone", rank=3, at="blocks.*")])
@@ -82,6 +83,7 @@ def test_strengths_and_tokens_of_each_row(rng):
     assert (both[0] != unedited[0]).any()
 
 
+@pytest.mark.slow
 def test_another_graph_gets_what_was_learned(rng, tmp_path):
     backbone = make_gpt2()
     edited = bs.operate(backbone, [bs.Reft("tone", rank=3, at="blocks.*")])

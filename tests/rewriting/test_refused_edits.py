@@ -16,6 +16,7 @@ def backbone():
     return make_deep_gpt2()
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "later",
     [
@@ -46,6 +47,7 @@ def dense(units):
     return keras.layers.Dense(units, name="brought")
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("rewrites", "name"),
     [

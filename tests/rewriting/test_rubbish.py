@@ -138,6 +138,7 @@ def controlled(backbone, autoencoder):
     return bs.operate(backbone, rewrites)
 
 
+@pytest.mark.slow
 def test_every_control(controlled):
     """What is bound has the shape and dtype of the graph's inputs, and only finite values."""
     inputs = {t.name: t for t in controlled.inputs}

@@ -61,6 +61,7 @@ def test_blocks_that_borrow_keep_nothing(backbone, rng):
         bs.operate(backbone, [bs.Ablate("blocks.2.key")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rewrite", "order"),
     [

@@ -183,6 +183,7 @@ def test_ablated_features_leave_the_error(sae, rng):
     assert relative(got, np.broadcast_to(w["b_dec"], got.shape)) <= EXACT
 
 
+@pytest.mark.slow
 def test_one_feature_is_taken_out(sae, rng):
     """As the guide does it."""
     path, w = sae
@@ -202,6 +203,7 @@ def test_one_feature_is_taken_out(sae, rng):
     assert relative(got["blocks.1"], got["raw/blocks.1"] - features * w["W_dec"][7]) <= EXACT
 
 
+@pytest.mark.slow
 def test_heads_side_by_side(sae, rng):
     path, w = sae
     site = "blocks.1.head_outputs"
@@ -280,6 +282,7 @@ def test_errors(sae, tmp_path, rng):
     refused(r"arrays encoder.weight \[latents, size\]", where=save(folder, less))
 
 
+@pytest.mark.slow
 def test_layers_go_on_with_the_same_feature_alone(sae, rng):
     """What the model remembers needs no file, and is no other feature by a change of a number."""
     path, _ = sae

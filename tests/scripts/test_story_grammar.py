@@ -51,6 +51,7 @@ def test_fixed_attributes_are_kept():
         assert grammar.generate_story(Random(1), **fixed).attributes == fixed
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("attribute", grammar.ATTRIBUTES)
 def test_checker_agrees_on_whole_stories_and_on_both_halves(stories, attribute):
     for story in stories:
@@ -181,6 +182,7 @@ def test_vocabulary_is_a_few_hundred_words(stories):
     assert 150 < len(words) < 400
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("attribute", grammar.ATTRIBUTES)
 def test_contrast_pairs_differ_in_their_attribute_only(attribute):
     for first, second in grammar.contrast_pairs(attribute, Random(2), 100):

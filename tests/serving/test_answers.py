@@ -67,6 +67,7 @@ def test_captures_are_written_beside_the_loop_that_serves_others(stream):
     assert threading.main_thread() not in request.reads
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_of_the_engine_is_told_in_openais_shape(monkeypatch, stream):
     def fail(scheduler):

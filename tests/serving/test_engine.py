@@ -101,6 +101,7 @@ def test_captures_of_one_new_token_beside_others(lm, length):
         assert_as_alone(lm, asked, request)
 
 
+@pytest.mark.slow
 def test_a_listener_may_drive_the_engine(lm):
     """What it is called within goes on with weights after that."""
     engine = make_engine(lm)
@@ -219,6 +220,7 @@ def test_the_first_token_comes_before_the_first_chunk_has_run(lm):
     assert next(len(piece) for piece in request) == 1
 
 
+@pytest.mark.slow
 def test_what_nobody_wants_frees_its_row(lm):
     engine = make_engine(lm, rows=1)
     first = ask([1, 2], max_new_tokens=100).submit(engine)
@@ -236,6 +238,7 @@ def test_what_nobody_wants_frees_its_row(lm):
     assert engine.stats.running == engine.stats.waiting == 0
 
 
+@pytest.mark.slow
 def test_a_long_prompt_stalls_running_rows_for_one_chunk_of_it(lm):
     engine = make_engine(lm)
     running = ask([1, 2], max_new_tokens=80).submit(engine)

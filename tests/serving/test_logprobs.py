@@ -33,6 +33,7 @@ def logits_of(model, ids, strength):
     return hidden_states @ np.asarray(model.get_layer("token_embedding").embeddings).T
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_text_whatever_runs_beside_it(model, rng):
     lm = bs.CachedCausalLM(model)
     lm.compile(sampler="greedy")

@@ -274,6 +274,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
     assert "letters, digits and underscores" in answer.json()["error"]["message"]
 
 
+@pytest.mark.by_default(12)
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -333,6 +334,7 @@ def test_nothing_is_silently_ignored(server, body, words):
     assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_what_is_surely_too_long_is_not_tokenized(lm, server, monkeypatch):
     tokenizer = lm.preprocessor.tokenizer
     longest = max(tokenizer.get_vocabulary(), key=len).replace("\u0120", " ")
@@ -390,6 +392,7 @@ def test_json_by_another_header_is_told_which_one(server, kind):
     assert answer.json()["error"]["message"] == words
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "One day"]])
 def test_usage_counts_a_prompt_once(client, prompt):
     settings = {"prompt": prompt, "max_tokens": 0}
@@ -545,6 +548,7 @@ def test_a_chat_that_is_too_long_names_the_length_of_the_server(lm):
             client.chat.completions.create(model="tiny", messages=messages)
 
 
+@pytest.mark.slow
 def test_a_chat_of_parts_by_a_template_that_prints_the_content(lm):
     parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": "a time"}]
     with Server(lm, chat_template="{{ messages[0].content }}") as server, server.client() as client:

@@ -151,6 +151,7 @@ def test_a_vector_apart_from_others(rng):
             own.orthogonal_to(other)
 
 
+@pytest.mark.slow
 def test_an_empty_text_counts_as_a_random_one():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     (loss,) = Perplexity(lm, 1).losses(["Tom had a ball."], [""])

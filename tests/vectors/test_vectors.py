@@ -185,6 +185,7 @@ def test_a_second_vector_is_trained_by_the_programs_of_the_first(monkeypatch):
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_other_rewrites_are_measured_too(rng):
     backbone = make_deep_gpt2()
     push = rng.normal(size=32).astype("float32")
@@ -201,6 +202,7 @@ def test_other_rewrites_are_measured_too(rng):
         assert relative(off.directions[block], direction) <= 1e-5
 
 
+@pytest.mark.slow
 def test_other_sites(rng, tmp_path):
     backbone = make_deep_gpt2()
     lm = bs.CachedCausalLM(backbone)
@@ -340,6 +342,7 @@ def test_bad_training(trained):
             bs.ControlVector.train(lm, given, verbose=0, **options)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_beyond_float16_are_refused(method):
     backbone = make_deep_gpt2(dtype="float16")

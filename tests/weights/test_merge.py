@@ -57,6 +57,7 @@ def named(rewrites):
     return [bs.Steer(**{**s, "name": f"s{i}"}) for i, s in enumerate(settings)]
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("case", GPT2)
 def test_steering_of_gpt2(case):
     backbone = make_gpt2()
@@ -69,6 +70,7 @@ def test_steering_of_gpt2(case):
     assert bs.weights_digest(backbone) == before
 
 
+@pytest.mark.slow
 def test_directions_are_taken_out_of_gemma():
     backbone = make_gemma()
     edited = bs.operate(
@@ -144,6 +146,7 @@ def test_directions_that_are_not_finite_are_refused():
         bs.merge(edited)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     edited = bs.operate(make_gpt2(dtype="bfloat16"), [add("blocks.*")])
     merged = bs.merge(edited)
