@@ -1,7 +1,7 @@
 """Every family: opened, cached, edited and generating, against KerasHub's own layers and tasks.
 
-A family is a row of `tests/families.py`; a test here is a column. By default each family is opened,
-on its first shape, and some are cached and generate.
+A family is a row of `tests/families.py`; a test here is a column. By default some families are
+opened, cached and generate, on their first shapes.
 """
 
 import contextlib
@@ -71,6 +71,7 @@ def backbone_of(name, shape):
     return ROWS[name].make(**shape) if shape else unchanged(name)[0]
 
 
+@pytest.mark.by_default(11)
 @every_shape
 def test_opened_is_the_backbone(name, shape, rng):
     backbone = backbone_of(name, shape)

@@ -43,6 +43,7 @@ def test_bundled_names_come_before_paths_and_loading_never_writes(tmp_path, monk
     assert snapshot(tmp_path) == {p: b for p, b in before.items() if "tiny_gpt2" not in p.parts}
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("path", ["./tiny_gpt2", "tiny_gpt2/", Path("tiny_gpt2").absolute])
 def test_a_path_is_the_folder_and_not_the_bundled_model(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)

@@ -44,6 +44,7 @@ def test_compiled_programs_are_kept_where_nobody_else_writes(tmp_path):
     assert startup._PROGRAMS.items() <= os.environ.items()
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     startup.prepare_command_line(["backbone-surgery", "generate"])

@@ -35,6 +35,7 @@ def test_patch_grid(lm):
     assert not complaints(without_used(calls, *used))
 
 
+@pytest.mark.slow
 def test_logit_lens_and_attribution(lm):
     texts = {"lm": lambda: lm, "text": lambda: [1, 2], "at": lambda: "blocks.0"}
     lens = with_rubbish(bs.logit_lens, texts)

@@ -100,7 +100,7 @@ def test_else_the_layer_itself_is_called(rng, calls):
     assert not calls
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_kernels_whose_heads_come_first(rng, calls, heads, block):
@@ -137,7 +137,7 @@ def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     assert not calls
 
 
-@pytest.mark.by_default(6)
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("block", [32, 48, None])
 @pytest.mark.parametrize("kind", [keras.layers.Embedding, keras.layers.ReversibleEmbedding])
@@ -176,7 +176,7 @@ def test_a_table_with_lora_is_called_itself(rng):
     np.testing.assert_array_equal(looked_up(tokens), table(tokens))
 
 
-@pytest.mark.by_default(4)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("block", [32, None])

@@ -124,7 +124,7 @@ MIXING = {
 }
 
 
-@pytest.mark.by_default(6)
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -209,7 +209,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.by_default(5)
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_layer_that_works_on_each_token_alone_is_not(gpt2, name):
     bs.rewire(edited(gpt2, RIGHT[name]()))

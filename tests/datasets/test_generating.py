@@ -226,6 +226,7 @@ def write_lines(path, rows):
     return path
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -36,7 +36,7 @@ def holds(outer, inner):
     )
 
 
-@pytest.mark.by_default(8)
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("rankdir", ["TB", "LR"])
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))

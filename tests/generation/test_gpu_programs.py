@@ -119,6 +119,7 @@ def test_a_gpu_of_nvidia_runs_the_loop_as_one_graph(monkeypatch):
     assert programs._compiler_options("decode", on("cuda 13000")) == {}
 
 
+@pytest.mark.slow
 def test_the_loop_alone_is_compiled_with_them(monkeypatch):
     """A compiler that does not know an option refuses it."""
     lm = bs.CachedCausalLM(BACKBONES["gpt2"]("float32"))

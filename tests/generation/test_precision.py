@@ -10,6 +10,7 @@ from tests.helpers import make_gpt2
 INPUTS = {"token_ids": np.array([[1, 2, 3]]), "padding_mask": np.ones((1, 3), bool)}
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("precision", [None, "highest"])
 def test_it_is_asked_for_in_the_programs(monkeypatch, precision):
     import jax

@@ -73,6 +73,7 @@ LENGTH = {**OPTIONS, "max_length": constant(5)}
 del LENGTH["max_new_tokens"]
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("options", [OPTIONS, LENGTH], ids=["new tokens", "length"])
 def test_generate(lm, options):
     inputs = {"inputs": lambda: {"token_ids": IDS, "padding_mask": MASK}}
@@ -310,6 +311,7 @@ def test_a_cache_of_another_dtype(lm):
         lm.call_with_cache(IDS, cache, 0)
 
 
+@pytest.mark.slow
 def test_positions_that_were_not_learned(lm):
     cache = bs.new_cache(lm.backbone_with_cache, 2, 80)
     with pytest.raises(bs.SurgeryError, match="at slot 62: expected at most 64 positions"):

@@ -60,7 +60,7 @@ def test_arrays_give_texts_where_there_is_a_preprocessor(lm):
     assert lm.generate(inputs, max_new_tokens=4) == lm.generate(PROMPTS, max_new_tokens=4)
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("strip_prompt", [False, True])
 @pytest.mark.parametrize("stop", [None, ["."], ["and", " the"]], ids=str)
 def test_stream_joins_to_what_generate_returns(lm, strip_prompt, stop):

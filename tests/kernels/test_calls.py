@@ -55,6 +55,7 @@ def test_products(everywhere, monkeypatch, rng, name, rows, dtype, parts):
     close(run(x, y), x, y, axes)
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("rows", [20, 45])
 @pytest.mark.parametrize("name", ["columns", "a matrix as it is turned"])
 def test_products_of_many_rows(everywhere, monkeypatch, rng, name, rows):

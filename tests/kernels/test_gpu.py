@@ -91,7 +91,7 @@ def test_attention_of_one_query(case):
     assert (values == arrays[2]).all()
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(1)
 @pytest.mark.usefixtures("most_parts")
 def test_a_token_is_written_before_its_query_attends(case):
     """The keys and values behind the queries; no other slot changes."""

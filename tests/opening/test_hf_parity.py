@@ -84,6 +84,7 @@ def test_greedy_of_a_ragged_batch(case, lm):
     assert new == case.greedy
 
 
+@pytest.mark.slow
 def test_greedy_of_each_prompt_alone(case, lm):
     for prompt, expected in zip(case.prompts, case.greedy, strict=True):
         assert generate(lm, [prompt], case.new_tokens) == [expected]

@@ -17,7 +17,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.usefixtures("no_collecting")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

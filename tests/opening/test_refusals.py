@@ -25,6 +25,7 @@ def test_blocks_of_gemma_that_are_refused(name, options, words):
         bs.open_backbone(backbone)
 
 
+@pytest.mark.slow
 def test_a_drafter_is_refused():
     """KerasHub's task for drafters says so of the attention of each block."""
     backbone = ROWS["gemma4"].make(num_layers=1)

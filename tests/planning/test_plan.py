@@ -249,6 +249,7 @@ def test_a_table_that_is_looked_up_alone_is_read_as_it_is_packed(no_collecting):
     assert bs.plan(backbone, device="h100", batch=80).unpacked_share < 1
 
 
+@pytest.mark.slow
 def test_weights_get_no_values_while_programs_are_traced(monkeypatch):
     planning = sys.modules["backbone_surgery.planning.plan"]
     traced = {}

@@ -52,6 +52,7 @@ def test_zeroed_heads_are_missing_from_the_output(gpt2, rng):
     assert relative(chunks, got["hidden_states"]) <= EXACT
 
 
+@pytest.mark.slow
 def test_masks_are_controls_for_each_row(gpt2, rng):
     inputs = tokens(rng, rows=3)
     edited = bs.operate(gpt2, [bs.Ablate("blocks.0:2.head_outputs", heads=[0])])

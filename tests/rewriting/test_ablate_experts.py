@@ -63,6 +63,7 @@ def test_experts_are_ablated_row_by_row(name, site, rng):
     assert relative(chunks, wanted) <= 5e-6
 
 
+@pytest.mark.slow
 def test_another_expert_takes_the_place_of_one_that_is_never_chosen(rng):
     backbone = ROWS["mixtral"].make()
     capture = bs.Capture("blocks.*.router", "blocks.*.expert_weights")

@@ -60,7 +60,7 @@ AGAIN = {
 }
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] if "repeat" in x else []) for x in AGAIN]
 )
@@ -108,6 +108,7 @@ def test_each_use_of_a_repeated_block_is_a_site_of_its_own(gpt2, rng):
     assert relative(run_chunks(bs.rewire(edited), inputs, [4, 1, 4])[0], wanted) <= EXACT
 
 
+@pytest.mark.slow
 def test_what_was_done_inside_a_block_goes_with_it(rng):
     backbone = make_deep_gpt2()
     steer = bs.Steer("mood", {0: np.ones(32)}, strength=3.0)

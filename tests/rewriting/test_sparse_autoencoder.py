@@ -129,6 +129,7 @@ def test_splices_of_every_activation_generate_as_they_run(tmp_path, rng):
 # With the error kept.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["topk", pytest.param("gated", marks=pytest.mark.slow)])
 def test_with_the_error_only_an_edit_of_features_acts(architecture, tmp_path, rng):
     """x + amount · (decode(edited) - decode(features)), with the normalisation undone."""

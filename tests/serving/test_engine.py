@@ -112,6 +112,7 @@ def test_a_listener_may_drive_the_engine(lm):
     assert not engine._scheduler.programs.weights
 
 
+@pytest.mark.slow
 def test_a_listener_that_raises_is_logged_and_harms_nobody(lm, caplog):
     calls = []
 
@@ -252,6 +253,7 @@ def test_a_long_prompt_stalls_running_rows_for_one_chunk_of_it(lm):
     assert (np.diff(lengths) > 0).all()
 
 
+@pytest.mark.slow
 def test_first_come_first_served(lm):
     engine = make_engine(lm, rows=1)
     requests = [ask([i + 1], max_new_tokens=3).submit(engine) for i in range(5)]

@@ -68,6 +68,7 @@ def test_they_are_those_of_the_text_whatever_runs_beside_it(model, rng):
             np.testing.assert_allclose(row[ids], best, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_small_vocabulary_is_shown_whole():
     import keras_hub
 

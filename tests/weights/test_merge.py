@@ -57,7 +57,7 @@ def named(rewrites):
     return [bs.Steer(**{**s, "name": f"s{i}"}) for i, s in enumerate(settings)]
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("case", GPT2)
 def test_steering_of_gpt2(case):
     backbone = make_gpt2()
