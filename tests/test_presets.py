@@ -179,7 +179,7 @@ def test_weights_are_not_made_up_before_they_are_read(name, initializer, monkeyp
     assert not all(made)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_a_folder_of_a_quantised_model(tmp_path, mode, no_collecting):
     """As KerasHub's task loads it, which reads the dtypes of its layers by itself."""

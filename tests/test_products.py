@@ -25,7 +25,7 @@ DIMENSIONS = {
 }
 
 
-@pytest.mark.by_default(12)
+@pytest.mark.by_default(6)
 @pytest.mark.parametrize("name", DIMENSIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float32"])
 def test_products_are_those_of_wide_numbers(name, dtype, rng):

@@ -30,7 +30,7 @@ def inputs_of(model, **changes):
 INDICES = [int, np.int64, np.array, jnp.int32]
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", INDICES)
 def test_the_last_slot_that_has_room_is_taken(model, kind):
     last = LENGTH - TIME

@@ -268,7 +268,7 @@ def test_weights_that_are_an_input_may_be_any():
     assert choice_of(keras.Input((3, 8)), "float32") is None
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_gives_weight_to_more_experts_has_all_of_them_run(rng, edit):
     rewrite, chosen_by = EDITS[edit]

@@ -58,7 +58,7 @@ def test_a_tpu_never_has_experts_last():
     assert orders_of_experts(96, "gpu") == []
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_other_chips_have_them_as_they_come(platform):
     assert to_lay(256, platform) == to_lay(192, platform) == {}

@@ -68,7 +68,7 @@ def make(case, rng, block=32, dtype="bfloat16"):
     return layer, rng.normal(size=shape).astype("float32")
 
 
-@pytest.mark.by_default(4)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("block", [32, 128, None])
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_the_layer(rng, calls, case, block):
@@ -128,7 +128,7 @@ def test_without_groups_heads_first_are_run_by_the_layer(rng, calls):
     assert not calls
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 32), (2, 1, 4, 32)])
 def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     layer, x = make(shape, rng)
@@ -137,7 +137,7 @@ def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     assert not calls
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("block", [32, 48, None])
 @pytest.mark.parametrize("kind", [keras.layers.Embedding, keras.layers.ReversibleEmbedding])
@@ -176,7 +176,7 @@ def test_a_table_with_lora_is_called_itself(rng):
     np.testing.assert_array_equal(looked_up(tokens), table(tokens))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("block", [32, None])

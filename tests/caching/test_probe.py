@@ -124,7 +124,7 @@ MIXING = {
 }
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -248,6 +248,7 @@ def pattern_edit(layer):
     return [bs.Insert("blocks.0.attention_pattern", layer)]
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -156,6 +156,7 @@ def test_gradients_of_the_embeddings(backbone, ids):
     assert float(difference) == pytest.approx(float((gradient * step).sum()), rel=1e-2)
 
 
+@pytest.mark.by_default(10)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -201,6 +202,7 @@ def test_a_function_may_return_an_array(backbone, ids):
     assert relative(scored(lm, ids, **put), expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_graph_without_the_embeddings_is_refused(backbone):
     opened = bs.open_backbone(backbone)
     opened.__dict__["family"] = replace(opened.family, embeddings="gone")

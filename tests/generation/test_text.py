@@ -60,7 +60,7 @@ def test_arrays_give_texts_where_there_is_a_preprocessor(lm):
     assert lm.generate(inputs, max_new_tokens=4) == lm.generate(PROMPTS, max_new_tokens=4)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strip_prompt", [False, True])
 @pytest.mark.parametrize("stop", [None, ["."], ["and", " the"]], ids=str)
 def test_stream_joins_to_what_generate_returns(lm, strip_prompt, stop):
@@ -89,7 +89,7 @@ def test_an_array_of_no_axes_is_one_string(one):
     assert lm.generate(one.reshape(1), max_new_tokens=1) == [wanted]
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [PROMPTS[0], PROMPTS], ids=["one", "two"])
 def test_the_first_token_is_shown_before_the_next_are_compiled(inputs):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")

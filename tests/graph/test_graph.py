@@ -388,6 +388,7 @@ def built(build):
     return inputs, outputs, data, source
 
 
+@pytest.mark.by_default(13)
 @pytest.mark.parametrize("build", ZOO.values(), ids=list(ZOO))
 def test_plain_clones_are_bit_equal_over_the_same_variables(build):
     inputs, outputs, data, source = built(build)

@@ -22,7 +22,7 @@ MEASURES = {
 }
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURES)
 def test_measuring_does_not_take_the_weights_away(name):
     lm = bs.CachedCausalLM(make_gpt2())

@@ -182,7 +182,7 @@ def test_what_goes_into_the_programs_is_what_is_on_paper(monkeypatch, settings, 
     assert held <= sizes <= held + rows * 4096  # tokens, masks and the random state
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "heads", "asked"),
     [((1, 4), 6, 4), ((2, 2), 5, 4), ((4, 1), 6, 4), ((1, 2), 6, 0), ((1, 1), 6, 4)],

@@ -70,7 +70,7 @@ def test_a_base_whose_layers_have_dtypes_of_their_own(tmp_path):
     np.testing.assert_array_equal(outputs(loaded), outputs(edited))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [1, -1])
 def test_a_recipe_of_a_quantised_model_and_of_its_folder(tmp_path, no_collecting, way):
     """The one is loaded onto the other; a folder of KerasHub does not say the quantizers."""

@@ -170,6 +170,7 @@ class Scale(layers.Layer):
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     ("hold", "path", "residuals"),
     [

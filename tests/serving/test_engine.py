@@ -164,6 +164,7 @@ def test_a_thread_of_its_own_serves_many_threads(lm):
         assert_as_alone(lm, one, request)
 
 
+@pytest.mark.slow
 def test_leaving_finishes_what_was_asked_for_and_an_error_cancels_it(lm):
     with make_engine(lm) as engine:
         request = ask([1, 2, 3], max_new_tokens=20).submit(engine)
@@ -273,6 +274,7 @@ def test_the_queue_is_bounded(lm):
     ask([1], max_new_tokens=1).submit(engine)
 
 
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_fail_one_request_alone(lm):
     engine = make_engine(lm)
     bad = ask([1, 2, 3], max_new_tokens=9, controls={"mood": 3e38}).submit(engine)

@@ -244,7 +244,7 @@ def test_directions_apart_from_others(lm):
         assert abs(cosine) <= 1e-5 * np.linalg.norm(others.directions[block])
 
 
-@pytest.mark.by_default(6)
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

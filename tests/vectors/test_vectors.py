@@ -342,7 +342,7 @@ def test_bad_training(trained):
             bs.ControlVector.train(lm, given, verbose=0, **options)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_beyond_float16_are_refused(method):
     backbone = make_deep_gpt2(dtype="float16")

@@ -318,7 +318,7 @@ def test_keras_fails_half_way_after_an_insertion_and_this_does_not(family, tmp_p
     same(arrays(backbone), arrays(source))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("filed", "own"),
     [(None, "int8"), ("int8", None), pytest.param("int8", "int4", marks=pytest.mark.slow)],
@@ -388,6 +388,7 @@ def test_a_file_without_names_is_refused(tmp_path):
     same(arrays(backbone), before)
 
 
+@pytest.mark.by_default(2)
 def test_checkpoints_survive_every_edit(backbone, other, edit, tmp_path):
     """One saved before an edit loads after it, and one saved after it into the original."""
     original, edited_file = (str(tmp_path / f"{n}.weights.h5") for n in ("original", "edited"))
@@ -618,6 +619,7 @@ def test_only_copies_the_selected_blocks(backbone, other):
         np.testing.assert_array_equal(value, (wanted if new else before)[path], err_msg=path)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("only", "parts"),
     [
