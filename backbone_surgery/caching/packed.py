@@ -17,8 +17,8 @@ from backbone_surgery.opening.int4 import widened_rows
 class PackedProjection(StandIn):
     """Compute what a layer quantised to int4 computes, which stays the owner of the weights.
 
-    XLA unpacks the kernel to memory first, at each token. What is not a program of a GPU or a TPU,
-    or has many tokens, calls the layer itself. On a mesh each device runs its share.
+    XLA unpacks the kernel to memory first, at each token. Where no kernel takes it, such as with
+    many tokens, the layer itself is called. On a mesh each device runs its share.
 
     Args:
         layer: the layer, built. Once it has LoRA, or is quantised in another way, it is called.

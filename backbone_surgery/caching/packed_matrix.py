@@ -14,7 +14,7 @@ from backbone_surgery.caching.projection import (
     is_quantised,
     works_by_token,
 )
-from backbone_surgery.kernels import gpu_int4, tpu_int4
+from backbone_surgery.kernels import cpu_int4, gpu_int4, tpu_int4
 from backbone_surgery.kernels.packed import Packed
 from backbone_surgery.opening.int4 import policy_of
 
@@ -74,7 +74,7 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
 
 
 def _kernels() -> Any:
-    return tpu_int4 if target.program_of() == "tpu" else gpu_int4
+    return {"cpu": cpu_int4, "tpu": tpu_int4}.get(target.program_of() or "gpu", gpu_int4)
 
 
 def product(x: Any, packed: Packed) -> Any:

@@ -140,6 +140,25 @@ class Builder:
         bits = ir.Constant(whole, [16] * self.width)  # bfloat16 is the upper half of float32
         return self.ir.bitcast(self.ir.shl(self.ir.zext(narrow, whole), bits), self.vector)
 
+    def load_pairs(self, pointer: Any, *place: Any) -> list[Any]:
+        """Read a vector of bytes of two numbers each: the first ones, and the second; 8 too large.
+
+        A number of four bits with a sign, whose first bit is turned over, is one from 0 to 15.
+        """
+        kind, whole = ir.VectorType(BYTE, self.width), ir.VectorType(INT32, self.width)
+        where = self.ir.bitcast(self.at(pointer, *place), kind.as_pointer())
+        signs, last, four = (ir.Constant(whole, [n] * self.width) for n in (0x88, 15, 4))
+        both = self.ir.xor(self.ir.zext(self.ir.load(where, align=1), whole), signs)
+        halves = self.ir.and_(both, last), self.ir.lshr(both, four)
+        return [self.ir.sitofp(half, self.vector) for half in halves]
+
+    def interleaved(self, x: Any, y: Any) -> list[Any]:
+        """Return two vectors of the numbers of x and of y in turn."""
+        kind, width = ir.VectorType(INT32, self.width), self.width
+        order = [i + n for i in range(width) for n in (0, width)]
+        masks = [ir.Constant(kind, order[i : i + width]) for i in (0, width)]
+        return [self.ir.shuffle_vector(x, y, mask) for mask in masks]
+
     def store(self, vector: Any, pointer: Any, *place: Any) -> None:
         """Write a vector of floats."""
         where = self.ir.bitcast(self.at(pointer, *place), self.vector.as_pointer())
@@ -154,6 +173,15 @@ class Builder:
     def scalar(self, pointer: Any, *place: Any) -> Any:
         """Read one float, as a vector of it."""
         return self.splat(self.ir.load(self.at(pointer, *place)))
+
+    def number_as_float(self, dtype: str, pointer: Any, *place: Any) -> Any:
+        """Read one number that is stored as `dtype`."""
+        number = self.ir.load(self.at(pointer, *place))
+        if dtype == "float32":
+            return number
+        if dtype == "int8":
+            return self.ir.sitofp(number, FLOAT)
+        return self.ir.bitcast(self.ir.shl(self.ir.zext(number, INT32), INT32(16)), FLOAT)
 
     def add_product(self, x: Any, y: Any, total: Any) -> Any:
         """Return x · y + total, of vectors."""

@@ -50,11 +50,16 @@ def available() -> bool:
     return floats_of_vector() > 0
 
 
-def _parts() -> int:
+def count_parts() -> int:
     """Return into how many parts to cut a call: one for each core."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _MOST_PARTS)
     return min(os.cpu_count() or 1, _MOST_PARTS)
+
+
+def worth_one(numbers: int) -> bool:
+    """Tell whether a matrix of so many numbers is worth a kernel, where they are in use."""
+    return _in_use.get() and numbers > _LEAST and available()
 
 
 def _takes(x: Any, y: Any) -> bool:
@@ -120,7 +125,7 @@ def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
 
     from backbone_surgery.kernels.targets import columns_target
 
-    parts = _parts()
+    parts = count_parts()
     whole = batch >= parts  # each part then has matrices of its own; else a piece of each
     shape = (1 if whole else parts, batch, rows, columns)
     call = jax.ffi.ffi_call(
@@ -145,7 +150,7 @@ def _dots(x: Any, y: Any) -> Any | None:
 
     shape = jax.ShapeDtypeStruct((len(x), len(y)), np.float32)
     return jax.ffi.ffi_call(dots_target(y.dtype.name, len(x)), shape)(
-        x, y, parts=np.int64(_parts())
+        x, y, parts=np.int64(count_parts())
     )
 
 
@@ -184,7 +189,7 @@ def mix(shares: Any, value: Any, first: Any, stop: Any) -> Any:
 
     _, heads, queries, _ = shares.shape
     target = mix_target(value.dtype.name, heads, queries, value.shape[3])
-    shape = (_parts(), *shares.shape[:3], value.shape[3])
+    shape = (count_parts(), *shares.shape[:3], value.shape[3])
     return added_up(_over_slots(target, shape, shares, value, first, stop)).astype(value.dtype)
 
 
@@ -197,4 +202,4 @@ def _over_slots(target: str, shape: Any, x: Any, cache: Any, first: Any, stop: A
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, np.float32))
     # In the shape that the loop carries it in, or XLA would write new slots to a copy.
     packed = cache.reshape([n for n in cache.shape if n > 1])
-    return call(x.astype(np.float32), packed, bounds, parts=np.int64(_parts()))
+    return call(x.astype(np.float32), packed, bounds, parts=np.int64(count_parts()))

@@ -65,10 +65,10 @@ class Frame:
         """Into how many parts the call is cut: its only attribute."""
         return self.word(self.follow(self.words, _ATTRIBUTES, 0, _VALUE), 0)
 
-    def arguments(self, dtype: str) -> list[Any]:
-        """Return the addresses of the first argument, of the second, of a dtype, and the result."""
-        first, second = self.data(_ARGUMENTS, 0), self.data(_ARGUMENTS, 1, dtype)
-        return [first, second, self.data(_RESULTS, 0)]
+    def arguments(self, *dtypes: str, results: int = 1) -> list[Any]:
+        """Return the addresses of the first argument, of others, of some dtypes, and of results."""
+        given = [self.data(_ARGUMENTS, i, x) for i, x in enumerate(("float32", *dtypes))]
+        return [*given, *(self.data(_RESULTS, i) for i in range(results))]
 
     def bounds(self) -> list[Any]:
         """Return the two numbers of the third argument, int32[2]."""

@@ -4,8 +4,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from backbone_surgery.kernels import attention, products
-from backbone_surgery.kernels.builder import INT, Builder
+from backbone_surgery.kernels import attention, packed_products, products
+from backbone_surgery.kernels.builder import INT, LINE, Builder
 from backbone_surgery.kernels.handler import Body, Frame
 from backbone_surgery.kernels.processor import register
 
@@ -127,6 +127,43 @@ def mix_target(dtype: str, heads: int, queries: int, size: int) -> str:
         return body
 
     return register(f"mix_{dtype}_{heads}_{queries}_{size}", write)
+
+
+def packed_target(pairs: str, scale: str, zero: str, rows: int) -> str:
+    """Register x by a matrix of four bits, to [rows, outputs], and room for as many sums.
+
+    Its arguments are x, its sums over groups, the matrix, the scales and the zero points; see
+    `packed_products`.
+
+    Args:
+        pairs: see `Packed`.
+        scale: dtype of the scales; `zero` that of the zero points.
+        zero: see `scale`.
+        rows: of x.
+    """
+    of_rows = pairs == "turned"
+
+    def write(module: ir.Module, width: int) -> Body:
+        if of_rows:
+            most = _ROWS[width] // 2
+            kernel = packed_products.write_dots(module, width, scale, zero, rows, most)
+        else:
+            of_matrix = pairs, scale, zero, rows, _GROUPS[width]
+            kernel = packed_products.write_columns(module, width, *of_matrix)
+
+        def body(b: Builder, frame: Frame, part: Any) -> None:
+            data = frame.arguments("float32", "int8", scale, zero, results=1 if of_rows else 2)
+            count, depth = (frame.dimension(2, axis) for axis in (0, 1))
+            if not of_rows:
+                count, depth = depth, count
+            groups = frame.dimension(1, 1)
+            own = _share(b, count, part, frame.parts, 2 if of_rows else LINE)
+            size = b.ir.sdiv(depth, groups)
+            b.ir.call(module.globals[kernel], [*data, *own, size, groups, count])
+
+        return body
+
+    return register(f"packed_{pairs}_{scale}_{zero}_{rows}", write)
 
 
 def _share(b: Builder, total: Any, part: Any, parts: Any, multiple: int = 1) -> tuple[Any, Any]:

@@ -49,7 +49,7 @@ def close(received, x, y, axes):
 @pytest.mark.parametrize("name", SHAPES)
 def test_products(everywhere, monkeypatch, rng, name, rows, dtype, parts):
     own, matrix, axes = SHAPES[name]
-    monkeypatch.setattr(calls, "_parts", lambda: parts)
+    monkeypatch.setattr(calls, "count_parts", lambda: parts)
     x, y = (jnp.asarray(9 * rng.standard_normal(s), dtype) for s in ((rows, *own), matrix))
     run = jax.jit(lambda x, y: calls.product(x, y, (((axes[0],), (axes[1],)), ((), ()))))
     close(run(x, y), x, y, axes)
@@ -60,7 +60,7 @@ def test_products(everywhere, monkeypatch, rng, name, rows, dtype, parts):
 @pytest.mark.parametrize("name", ["columns", "a matrix as it is turned"])
 def test_products_of_many_rows(everywhere, monkeypatch, rng, name, rows):
     own, matrix, axes = SHAPES[name]
-    monkeypatch.setattr(calls, "_parts", lambda: 2)
+    monkeypatch.setattr(calls, "count_parts", lambda: 2)
     x, y = (jnp.asarray(rng.standard_normal(s), "float32") for s in ((rows, *own), matrix))
     run = jax.jit(lambda x, y: calls.product(x, y, (((axes[0],), (axes[1],)), ((), ()))))
     close(run(x, y), x, y, axes)
@@ -124,7 +124,7 @@ def test_small_matrices_are_left_to_xla(rng):
 def test_attention_reads_the_slots_that_are_seen(
     everywhere, monkeypatch, rng, batch, heads, queries, size, slots, first, stop, dtype, parts
 ):
-    monkeypatch.setattr(calls, "_parts", lambda: parts)
+    monkeypatch.setattr(calls, "count_parts", lambda: parts)
     rows, cache = (batch, heads, queries, size), (batch, slots, heads, size)
     shapes = (rows, cache, (*rows[:3], slots))
     query, key, shares = (jnp.asarray(rng.standard_normal(s), dtype) for s in shapes)
@@ -146,7 +146,7 @@ def test_attention_reads_the_slots_that_are_seen(
 def test_many_calls_from_several_threads(monkeypatch, rng):
     """Threads that come late, or to a call that is over, do no harm."""
     monkeypatch.setattr(calls, "_LEAST", 0)
-    monkeypatch.setattr(calls, "_parts", lambda: 7)
+    monkeypatch.setattr(calls, "count_parts", lambda: 7)
     y = jnp.asarray(rng.standard_normal((64, 48)), "float32")
 
     @jax.jit
