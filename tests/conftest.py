@@ -47,7 +47,7 @@ HARNESS = ("test_families.py", "test_family_table.py")
 
 def pytest_addoption(parser):
     """Add the option by which CI runs a part of the slow tests."""
-    parser.addoption("--sixteenth", help="run a sixteenth of the tests; this text says which")
+    parser.addoption("--part", help="run one in 32 of the tests; this text says which")
 
 
 def pytest_configure(config):
@@ -127,9 +127,9 @@ def pytest_collection_modifyitems(config, items):
         if item.path.name not in HARNESS and any(other.search(name) for name in names):
             item.add_marker(pytest.mark.slow)
     mark_all_but_some(items)
-    sixteenth = config.getoption("sixteenth")
-    if sixteenth is not None:
-        items[:] = [x for x in items if crc32(f"{sixteenth} {x.nodeid}".encode()) % 16 == 0]
+    part = config.getoption("part")
+    if part is not None:
+        items[:] = [x for x in items if crc32(f"{part} {x.nodeid}".encode()) % 32 == 0]
 
 
 def mark_all_but_some(items):

@@ -73,6 +73,7 @@ def assert_equal(names, backbone, rng, folder, chunked):
                 assert relative(value, captures[path]) <= EXACT, path
 
 
+@pytest.mark.by_default(1)
 def test_numpy_models_are_the_backbones(backbone, rng):
     inputs = tokens(rng, 2, 12)
     got = backbone.predict_on_batch(inputs)

@@ -71,7 +71,7 @@ def backbone_of(name, shape):
     return ROWS[name].make(**shape) if shape else unchanged(name)[0]
 
 
-@pytest.mark.by_default(11)
+@pytest.mark.by_default(8)
 @every_shape
 def test_opened_is_the_backbone(name, shape, rng):
     backbone = backbone_of(name, shape)
@@ -94,6 +94,7 @@ def test_cached_is_opened(name, shape):
     assert max(bs.check(opened).errors.values()) <= 3e-5
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in BY_DEFAULT[:-1] else [slow]) for n in ROWS]
 )

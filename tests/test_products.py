@@ -97,7 +97,7 @@ KERNEL = 4 * 256 * 1024
 """Bytes of the largest kernel of a block, in float32."""
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_weight_is_widened_in_memory(dtype, rows, no_collecting):

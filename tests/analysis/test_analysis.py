@@ -75,6 +75,7 @@ def test_edits_before_and_after_a_cut_stay_with_their_controls(rng):
         assert not np.allclose(got.values, bs.patch_grid(lm, other, LONG, 7, at=at).values)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_are_compiled_once(plain):
     """Of as many programs for each start: what is before the first site, a block, and the end."""
     with mock.patch.object(jax.stages.Lowered, "compile", autospec=True) as compiled:

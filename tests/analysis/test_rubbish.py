@@ -45,7 +45,7 @@ def test_logit_lens_and_attribution(lm):
     assert not complaints(without_used(attribution, *used))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "words"),
     [

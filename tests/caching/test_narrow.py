@@ -32,7 +32,7 @@ def make(case, rng, quantise=True, **options):
     return layer, rng.normal(size=shape).astype("float32")
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("case", [TO_HEADS, FROM_HEADS, TO_SPLIT, PLAIN, PLAIN[2], BY_VECTOR])
 @pytest.mark.parametrize(
     "dtype",

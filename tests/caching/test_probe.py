@@ -162,7 +162,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_plain_operations_in_the_graph_are_refused_too(gpt2, name):
     with pytest.raises(bs.SurgeryError, match=r"rewire at '\w+' .*what depends on other"):
@@ -299,6 +299,7 @@ def test_what_fails_on_random_input_is_refused_with_the_reason(gpt2):
         bs.rewire(edited(gpt2, nowhere))
 
 
+@pytest.mark.slow
 def test_trust_is_by_layer_or_name_and_never_a_no_op(gpt2):
     layer = Function(lambda x: x + x[:, -1:], name="mine")
     model = edited(gpt2, layer)

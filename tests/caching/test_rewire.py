@@ -191,6 +191,7 @@ def test_new_cache(backbone):
         bs.new_cache(backbone, 2, 4)
 
 
+@pytest.mark.slow
 def test_a_block_used_twice_gets_two_caches(family, rng):
     backbone = FAMILIES[family]()
 

@@ -300,6 +300,7 @@ WRONG = {
 }
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize("words", WRONG)
 def test_wrong_methods_are_refused_when_rewired(words):
     edited = bs.operate(make_deep_gpt2(), [bs.Insert("blocks.0", stateful(**WRONG[words]))])

@@ -185,7 +185,7 @@ def test_a_folder_with_an_edit_takes_no_other(edited_folder):
         load(str(edited_folder), recipe=edited_folder / "recipe")
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_recipe", [False, True])
 def test_a_vector_takes_no_name_of_the_edit(edited_folder, is_recipe):
     model, recipe = str(edited_folder), None

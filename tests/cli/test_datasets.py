@@ -101,6 +101,7 @@ def test_harvest_writes_activations(run, lines, tmp_path):
     assert table.column_names == ["row", "position", "token_id", "blocks.1", "blocks.3"]
 
 
+@pytest.mark.by_default(5)
 @pytest.mark.parametrize(
     ("command", "options", "words"),
     [

@@ -32,7 +32,7 @@ def harvest(lm, inputs, out):
     return bs.harvest(lm, inputs, out, shard_rows=4, **HARVEST)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "inputs"),
     [(generate, "lines"), (generate, "as_parquet"), (harvest, "lines")],

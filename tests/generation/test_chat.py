@@ -69,6 +69,7 @@ def load(config, tmp_path, files=()):
 # Equality with `transformers`
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["folder"])
 def test_text_and_tokens_are_those_of_transformers(models, case):
     lm = models[case["folder"]]

@@ -142,6 +142,7 @@ def test_a_row_depends_on_its_own_seed_alone(gpt2, rng, sampler):
     assert np.array_equal(same[2], batch[1])
 
 
+@pytest.mark.slow
 def test_without_a_seed_every_call_and_row_draws_differently(gpt2, rng):
     gpt2.compile(sampler=keras_hub.samplers.RandomSampler(seed=11))
     inputs = ragged(rng, (4, 4), 4)
@@ -238,6 +239,7 @@ def test_a_stream_that_is_left_leaves_nothing_behind(gpt2, rng):
     assert np.array_equal(gpt2.generate(inputs, **options)["token_ids"], before)
 
 
+@pytest.mark.slow
 def test_four_threads_give_what_one_gives(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     lm.compile(sampler=make_sampler("top_p"))

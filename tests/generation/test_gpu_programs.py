@@ -65,6 +65,7 @@ def calls(text):
     return set(re.findall(r"custom_call @([\w$.]+)", text)) - {"LayoutConstraint"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BACKBONES)
 def test_half_precision_runs_prompts_by_cudnn_and_one_donated_loop(gpu, family):
     """And in the loop one kernel in each block, which reads the cache as it lies."""

@@ -56,6 +56,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 TWICE = st.lists(st.integers(0, 3), min_size=1, max_size=11).map(lambda text: 2 * text)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(TEXTS | TWICE, st.integers(0, 3), st.integers(1, 6))
 def test_guesses_are_those_of_plain_python(text, padding, count):
@@ -125,7 +126,7 @@ def test_wrong_guesses_use_up_trust_and_time_gives_it_back():
     assert (wrong, waited) == ((16, 1) if calls.available() else (3, 17))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("right", range(5))
 def test_a_guess_may_break_at_each_place(right):
     chosen = [1, 2, 3, 4, 5]

@@ -212,7 +212,7 @@ def strategy_of(name):
     return make_strategy(SAMPLERS[name]())
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("vocabulary", [7, 50257])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_row_without_a_choice_gets_no_token(name, vocabulary, rng):
@@ -249,7 +249,7 @@ def broken():
     return bs.CachedCausalLM(backbone)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["greedy", *(pytest.param(x, marks=pytest.mark.slow) for x in DRAWING), "beam"],

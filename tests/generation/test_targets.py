@@ -141,6 +141,7 @@ def test_int8(name, rng, no_collecting):
     compare(lm, "gpu", ragged(rng, [11, 5], 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler", ["greedy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("top_k", "beam"))]
 )

@@ -388,7 +388,7 @@ def built(build):
     return inputs, outputs, data, source
 
 
-@pytest.mark.by_default(13)
+@pytest.mark.by_default(8)
 @pytest.mark.parametrize("build", ZOO.values(), ids=list(ZOO))
 def test_plain_clones_are_bit_equal_over_the_same_variables(build):
     inputs, outputs, data, source = built(build)
@@ -405,6 +405,7 @@ def test_plain_clones_are_bit_equal_over_the_same_variables(build):
     assert facts(source, data) == before
 
 
+@pytest.mark.by_default(8)
 @pytest.mark.parametrize("build", ZOO.values(), ids=list(ZOO))
 def test_rewrite_that_lifts_and_emits_everywhere_leaves_the_source_alone(build):
     inputs, outputs, data, source = built(build)

@@ -41,7 +41,7 @@ def close(received, x, y, axes):
     np.testing.assert_allclose(received, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.by_default(20)
+@pytest.mark.by_default(10)
 @pytest.mark.parametrize(
     ("dtype", "parts"), [("float32", 1), ("float32", 8), ("bfloat16", 2), ("int8", 2)]
 )
@@ -110,7 +110,7 @@ def test_small_matrices_are_left_to_xla(rng):
     assert calls.product(jnp.ones((2, 64)), jnp.ones((64, 48)), (((1,), (0,)), ((), ()))) is None
 
 
-@pytest.mark.by_default(4)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("float32", 3), ("bfloat16", 2)])
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "size", "slots", "first", "stop"),

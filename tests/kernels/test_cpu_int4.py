@@ -70,6 +70,7 @@ def test_small_matrices_and_other_programs_have_none(rng):
             assert cpu_int4.takes(4, packed, "bfloat16")
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_texts_are_those_of_what_is_unpacked(monkeypatch, rng, rows):
     lm = bs.CachedCausalLM(make_gpt2())

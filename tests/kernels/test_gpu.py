@@ -81,7 +81,7 @@ def most_parts(request, monkeypatch):
     monkeypatch.setattr(gpu_attention, "_NUMBERS", 64 * 32)
 
 
-@pytest.mark.by_default(4)
+@pytest.mark.by_default(2)
 @pytest.mark.usefixtures("most_parts")
 def test_attention_of_one_query(case):
     arrays, seen, scoring = case
@@ -149,7 +149,7 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
     assert relative(received, wanted) <= 1e-5
 
 
-@pytest.mark.by_default(4)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("pairs", ["outputs", "inputs", "turned"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group", "dtype"),

@@ -72,6 +72,7 @@ def run_token_by_token(case):
     return np.stack([np.roll(row, n, axis=0) for row, n in zip(logits, lengths, strict=True)])
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("run", [run_whole, run_token_by_token])
 def test_logits_of_a_ragged_batch(case, run):
     logits, expected = run(case), case.arrays["logits"]

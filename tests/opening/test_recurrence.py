@@ -73,6 +73,7 @@ def test_the_delta_rule_in_chunks_is_that_of_each_token(time, padding, rng):
     assert relative(state["state"], by_hand(*arguments.values())[1][:, -1]) <= EXACT
 
 
+@pytest.mark.slow
 def test_padding_leaves_the_state_bit_equal(rng):
     arguments = make_arguments(rng, 9)
     arguments["padding_mask"][:] = 0

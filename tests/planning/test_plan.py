@@ -158,7 +158,7 @@ def test_it_is_a_table_wherever_it_is_shown():
     assert "<td>1,325,952</td>" in paper._repr_html_()
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [

@@ -47,7 +47,7 @@ def x(rng):
     return (3 * rng.normal(size=(2, 9, SIZE)) + 0.5).astype("float32")
 
 
-@pytest.mark.by_default(8)
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize("normalize", ["none", "constant_norm_rescale", "layer_norm"])
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

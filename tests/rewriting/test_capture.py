@@ -141,6 +141,7 @@ def test_captures_of_rows_that_stop_at_different_times_and_in_parts(lm, rng):
     assert_captures_of(lm.backbone, rows, captures, ["blocks.1", "blocks.1.attention_pattern"])
 
 
+@pytest.mark.slow
 def test_captures_of_a_prompt_alone(lm, rng):
     lm.compile(sampler="greedy")
     inputs = ragged(rng, (4, 16), 16)

@@ -98,6 +98,7 @@ def test_another_graph_gets_what_was_learned(rng, tmp_path):
     np.testing.assert_array_equal(run(loaded, inputs), wanted)
 
 
+@pytest.mark.by_default(4)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -55,7 +55,7 @@ def steered():
     return backbone, lm, model_by_hand(backbone), start
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokens",
     [

@@ -76,6 +76,7 @@ def test_warm_equals_cold_with_state_that_has_no_slots():
     jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
+@pytest.mark.slow
 def test_whole_chunks_are_reused_but_for_the_last_token(engine):
     assert reused(engine) == 0
     assert reused(engine) == 48

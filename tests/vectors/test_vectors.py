@@ -84,6 +84,7 @@ def test_methods_follow_their_definitions(trained):
             assert np.linalg.norm(got[method]) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_same_result_for_any_batch_size_and_again(trained):
     lm, pairs, _, vectors = trained
     again = bs.ControlVector.train(lm, pairs, "pca_diff", verbose=0)
@@ -170,6 +171,7 @@ def test_the_last_block_runs_for_measured_tokens_alone_after_attention(trained):
     assert sorted(kinds) == ["InputLayer", "SelfAttention"]
 
 
+@pytest.mark.slow
 def test_a_second_vector_is_trained_by_the_programs_of_the_first(monkeypatch):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     pairs = [("a good day", "a bad day"), ("a happy cat", "a sad cat")]

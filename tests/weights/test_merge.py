@@ -87,6 +87,7 @@ def test_directions_are_taken_out_of_gemma():
     assert np.abs(np.array(merged.transformer_layers[1].ffw_linear.kernel) @ unit).max() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_lora_is_folded_as_kerashub_does_on_saving(family, tmp_path):
     backbone = with_lora(FAMILIES[family]())

@@ -241,6 +241,7 @@ def test_after_an_edit_weights_land_in_the_owner(backbone, other, edit):
     same({p: np.array(variable_paths(edited)[p]) for p in extra}, values)
 
 
+@pytest.mark.by_default(2)
 def test_from_an_edited_model_into_the_backbone(backbone, other, edit):
     edited = bs.operate(backbone, [edit(backbone)])
     if edit is inserting:
