@@ -58,7 +58,8 @@ def _gpu() -> Any | None:
         return None
 
 
-def _is_interpreted() -> bool:
+def is_interpreted() -> bool:
+    """Tell whether kernels are not compiled but interpreted, since there is no GPU."""
     return _gpu() is None and not target.is_planned()
 
 
@@ -79,6 +80,8 @@ def call(
     made: Sequence[tuple[Any, Any]],
     grid: tuple[int, ...],
     aliases: Mapping[int, int] | None = None,
+    warps: int = 4,
+    stages: int = 2,
     **settings: Any,
 ) -> list[Any]:
     """Run a kernel once for each point of a grid.
@@ -89,6 +92,8 @@ def call(
         made: shapes and dtypes of what it makes, and the `pallas.BlockSpec` of each.
         grid: of the programs that run.
         aliases: by operand that is changed in place which of what is made it is.
+        warps: of 32 threads each, in a program.
+        stages: of the pipeline in which loops read; with 1 they read into registers at once.
         **settings: of the kernel.
     """
     from jax.experimental import pallas
@@ -103,8 +108,8 @@ def call(
         out_specs=out_specs,
         out_shape=shapes,
         input_output_aliases=dict(aliases or {}),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=_is_interpreted(),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=is_interpreted(),
         name=kernel.__name__.lstrip("_"),
     )(*arrays)
 
@@ -130,6 +135,28 @@ def dot(x: Any, y: Any) -> Any:
     from jax.experimental.pallas import triton
 
     return triton.dot(x, y)
+
+
+def assembly(code: str, x: Any, dtype: Any, at_once: int) -> Any:
+    """Change the elements of an array inside a kernel by instructions of NVIDIA's PTX.
+
+    Args:
+        code: of which `$0` and on are the registers of what is made, and the last one that of
+            `at_once` elements. A register has 32 bits.
+        x: the array.
+        dtype: of what is made.
+        at_once: how many elements the code takes.
+    """
+    import jax
+    from jax.experimental.pallas import triton
+
+    made = jax.ShapeDtypeStruct(x.shape, dtype)
+    registers = at_once * made.dtype.itemsize // 4
+    constraints = ",".join(["=r"] * registers + ["r"])
+    (y,) = triton.elementwise_inline_asm(
+        code, args=[x], constraints=constraints, pack=at_once, result_shape_dtypes=[made]
+    )
+    return y
 
 
 def parts_of(works: int, wanted: int, most: int) -> int:

@@ -15,10 +15,16 @@ from backbone_surgery.kernels.calls import added_up
 from backbone_surgery.kernels.packed import Packed
 
 _OUTPUTS = 128
-"""That a program computes."""
+"""That a program computes, or twice as many of few rows."""
 
-_PROGRAMS, _MOST_PARTS = 800, 8
-"""Programs that keep a GPU busy, and parts of the inputs."""
+_OF_WARP = 32
+"""Outputs."""
+
+_WARPS = 132 * 16
+"""That an H100 runs at once, of these programs: more of them would have to wait for the others."""
+
+_MOST_SUMS = 512
+"""Rows of sums that are added up: of more, they take longer than they save."""
 
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 """Fewer are filled up; for more, unpacking once costs less than to do so in each program."""
@@ -32,8 +38,24 @@ _LEAST_AT_A_TIME = 16
 _STEPS = {"outputs": (1, 2), "inputs": (2, 1), "turned": (2, 1)}
 """How many inputs, and how many outputs, the two numbers of a byte belong to."""
 
+_STAGES = {"outputs": 1, "inputs": 1, "turned": 3}
+"""Of reading. Bytes that wait in shared memory would be taken out of it one by one, and not as
+pairs, unless the inputs of an output lie next to each other."""
+
+_FEW_ROWS = 16
+
 _ONE = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
 """The bits of a number whose last four bits are worth one each, and this number."""
+
+_HALVES = """{{
+.reg .b32 n;
+shr.u32 n, $2, {shift};
+lop3.b32 n, n, 0x0F0F0F0F, 0x08080808, 0x6A;
+prmt.b32 $0, n, {byte}, 0x4140;
+prmt.b32 $1, n, {byte}, 0x4342;
+}}"""
+"""Makes the numbers of one half of four bytes: their bits, of which the first is turned over, with
+the first byte of `_ONE` before each."""
 
 
 def takes(rows: int, packed: Packed, dtype: Any) -> bool:
@@ -49,6 +71,12 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
         and _at_a_time(packed) >= _LEAST_AT_A_TIME
         and gpu.available()
     )
+
+
+def _width(rows: int, packed: Packed) -> int:
+    """Return how many outputs a program computes."""
+    is_wide = packed.pairs == "outputs" and packed.heads == 1 and rows <= _FEW_ROWS
+    return 2 * _OUTPUTS if is_wide else _OUTPUTS
 
 
 def _has_whole_heads(packed: Packed) -> bool:
@@ -75,6 +103,7 @@ class _Sizes(NamedTuple):
         heads: see `Packed`.
         head_dim: see `Packed`.
         columns: see `Packed`.
+        width: outputs that a program computes.
     """
 
     rows: int
@@ -87,22 +116,33 @@ class _Sizes(NamedTuple):
     heads: int
     head_dim: int
     columns: int
+    width: int
 
     @property
     def is_turned(self) -> bool:
         """Whether the inputs of an output lie next to each other."""
         return self.pairs == "turned"
 
-    def place(self, step: Any, output: Any) -> tuple[Any, Any, Any]:
-        """Return which inputs a step is for as they are packed, the first output, and the group.
+    @property
+    def has_rows_first(self) -> bool:
+        """Whether the rows are the first factor.
 
-        Of several heads a row holds some inputs of one, those outputs of each that are its own.
+        Where the outputs lie next to each other the matrix is, turned, since a GPU can take that
+        one out of registers; but not with many rows.
+        """
+        return self.is_turned or self.rows > _FEW_ROWS
+
+    def place(self, step: Any, block: Any) -> tuple[Any, Any, Any]:
+        """Return which inputs a step is for as they are packed, which outputs, and the group.
+
+        All are counted in blocks. Of several heads a row holds some inputs of one, those outputs of
+        each that are its own.
         """
         if self.heads == 1:
-            return step, output, step
-        rows, size = self.times // self.heads, self.head_dim
-        row = output // size * rows + step % rows
-        return row, step // rows * size + output % size, row * self.size // self.group
+            return step, block, step
+        rows, blocks = self.times // self.heads, self.head_dim // self.width
+        row = block // blocks * rows + step % rows
+        return row, step // rows * blocks + block % blocks, row * self.size // self.group
 
     def order(self, of_inputs: Any, of_outputs: Any) -> tuple[Any, Any]:
         """Return sizes or indices in the order of the axes of the matrix."""
@@ -111,10 +151,9 @@ class _Sizes(NamedTuple):
     def across(self, of_rows: Any, of_outputs: Any) -> tuple[Any, Any]:
         """Have what is known of rows and of outputs spread over sums.
 
-        Where the outputs lie next to each other the matrix is the first factor, turned, since a GPU
-        can take that one out of registers. So sums are [outputs, rows] then, else [rows, outputs].
+        These are [rows, outputs], or [outputs, rows] where the matrix is the first factor.
         """
-        if self.is_turned:
+        if self.has_rows_first:
             return of_rows[:, None], of_outputs[None]
         return of_rows[None], of_outputs[:, None]
 
@@ -134,17 +173,18 @@ def product(x: Any, packed: Packed) -> Any:
 
     rows, size = len(x), _at_a_time(packed)
     times = packed.inputs // size
-    columns = -(-packed.outputs // _OUTPUTS)
-    wanted = gpu.parts_of(columns, _PROGRAMS, min(times, _MOST_PARTS))
-    steps = -(-times // wanted)
+    width = _width(rows, packed)
+    columns, warps = -(-packed.outputs // width), width // _OF_WARP
+    filled = max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), columns * width
+    parts = min(_WARPS // warps // columns, _MOST_SUMS // filled[0], times)
+    steps = -(-times // max(parts, 1))
     of_matrix = packed.group, packed.heads, packed.head_dim, packed.columns
-    sizes = _Sizes(rows, packed.outputs, packed.pairs, size, times, steps, *of_matrix)
-    filled = max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), columns * _OUTPUTS
-    # In the order in which steps take them.
-    x = x.reshape(rows, -1, packed.heads).swapaxes(1, 2).reshape(rows, packed.inputs)
-    of_x = x.astype("float32").reshape(rows, times, size).sum(axis=2)
-    operands = [(x, (filled[0], packed.inputs)), (of_x, (filled[0], times))]
-    operands += _of_matrix(packed, sizes)
+    sizes = _Sizes(rows, packed.outputs, packed.pairs, size, times, steps, *of_matrix, width)
+    # In the order in which steps take them, first those of the first numbers of bytes.
+    x = x.reshape(rows, -1, packed.heads).swapaxes(1, 2)
+    x = x.reshape(rows, times, -1, _STEPS[packed.pairs][0]).swapaxes(2, 3)
+    operands = [(x.reshape(rows, -1), (filled[0], packed.inputs))]
+    operands += [(_added_up_rounded(x), (filled[0], times)), *_of_matrix(packed, sizes)]
     parts = -(-times // steps)
     made = jax.ShapeDtypeStruct((parts, rows, packed.outputs), "float32")
     (sums,) = gpu.call(
@@ -152,15 +192,31 @@ def product(x: Any, packed: Packed) -> Any:
         [(array, pl.BlockSpec(shape, lambda n, j: (0, 0))) for array, shape in operands],
         [(made, pl.BlockSpec((None, *filled), lambda n, j: (j, 0, 0)))],
         (columns, parts),
+        warps=warps,
+        stages=_STAGES[packed.pairs],
         sizes=sizes,
     )
     return added_up(sums)
 
 
+def _added_up_rounded(x: Any) -> Any:
+    """Return the sums of the inputs that a product takes at a time, float32[rows, times].
+
+    XLA would add up what they were before they were rounded, unless it is told to round: it takes
+    two conversions, there and back, for none. A sum counts more than a hundred times, see
+    `_numbers`, so that made products wrong by a third.
+    """
+    import jax
+
+    kept = jax.numpy.finfo(x.dtype)
+    rounded = jax.lax.reduce_precision(x.astype("float32"), kept.nexp, kept.nmant)
+    return rounded.sum(axis=(2, 3))
+
+
 def _of_matrix(packed: Packed, sizes: _Sizes) -> list[tuple[Any, tuple[int, int]]]:
     """Return the arrays of a matrix, and which sizes a program is to take them for."""
     rows = packed.inputs if packed.heads == 1 else packed.rows
-    columns = -(-sizes.columns // _OUTPUTS) * _OUTPUTS
+    columns = -(-sizes.columns // sizes.width) * sizes.width
     inputs, outputs = _STEPS[packed.pairs]
     operands = [(packed.numbers, sizes.order(rows // inputs, columns // outputs))]
     if packed.scale is not None:
@@ -179,38 +235,48 @@ def _product_of_packed(
 
     *of_groups, sums_ref = refs
     in_step, out_step = _STEPS[sizes.pairs]
-    start, first = pl.program_id(0) * _OUTPUTS, pl.program_id(1) * sizes.steps
-    row, width = jnp.arange(len(sums_ref)), _OUTPUTS // out_step
-    inputs = jnp.arange(sizes.size // in_step) * in_step
-    columns = [start + i + jnp.arange(width) * out_step for i in range(out_step)]
+    block, first = pl.program_id(0), pl.program_id(1) * sizes.steps
+    row, width = jnp.arange(len(sums_ref)), sizes.width // out_step
+    inputs = jnp.arange(sizes.size // in_step)
+    columns = [i + jnp.arange(width) * out_step for i in range(out_step)]
     mask = None
-    if sizes.outputs % _OUTPUTS:
-        there = sizes.order(jnp.full_like(inputs, True, bool), columns[0] < sizes.outputs)
+    if sizes.outputs % sizes.width:
+        is_own = block * sizes.width + columns[0] < sizes.outputs
+        there = sizes.order(jnp.full_like(inputs, True, bool), is_own)
         mask = there[0][:, None] & there[1][None]
 
     def add(i: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         step = first + i
-        place, output, group = sizes.place(step, start)
-        here = pl.ds(place * len(inputs), len(inputs)), pl.ds(output // out_step, width)
+        place, lies, group = sizes.place(step, block)
+        here = pl.ds(place * len(inputs), len(inputs)), pl.ds(lies * width, width)
         numbers = _numbers(gpu.load(bytes_ref.at[sizes.order(*here)], mask), x_ref.dtype)
-        own = [(step * sizes.size + i + inputs)[None] for i in range(in_step)]
+        own = [(step * sizes.size + i * len(inputs) + inputs)[None] for i in range(in_step)]
         xs = [gpu.load(x_ref.at[row[:, None], at], (row < sizes.rows)[:, None]) for at in own]
         of_x = gpu.load(of_x_ref.at[row, jnp.full_like(row, step)], row < sizes.rows)
+        # A product waits, so what is needed after it is read before it.
+        places = (lies * sizes.width + column for column in columns)
+        kept = [_of_group(of_groups, group, place, sizes) for place in places]
         new = []
-        for j, (total, column) in enumerate(zip(totals, columns, strict=True)):
-            factors = [(x, numbers[j * in_step + i].T) for i, x in enumerate(xs)]
-            found = sum(gpu.dot(x, y) if sizes.is_turned else gpu.dot(y, x.T) for x, y in factors)
-            scale, zero = _of_group(of_groups, group, column - start + output, sizes)
+        for j, (total, (scale, zero)) in enumerate(zip(totals, kept, strict=True)):
+            own_numbers = numbers[j * in_step : (j + 1) * in_step]
+            found = sum(_dot(x, y, sizes) for x, y in zip(xs, own_numbers, strict=True))
             sum_of_x, zero = sizes.across(of_x, zero + (_ONE[x_ref.dtype.name][1] + 8.0))
             new.append(total + (found - sum_of_x * zero) * sizes.across(row, scale)[1])
         return tuple(new)
 
-    shape = (len(row), width) if sizes.is_turned else (width, len(row))
+    shape = (len(row), width) if sizes.has_rows_first else (width, len(row))
     totals = tuple(jnp.zeros(shape, "float32") for _ in columns)
     totals = jax.lax.fori_loop(0, jnp.minimum(sizes.steps, sizes.times - first), add, totals)
     for column, total in zip(columns, totals, strict=True):
-        at = sizes.across(row, column)
+        at = sizes.across(row, block * sizes.width + column)
         gpu.store(sums_ref.at[at], total, (at[0] < sizes.rows) & (at[1] < sizes.outputs))
+
+
+def _dot(x: Any, y: Any, sizes: _Sizes) -> Any:
+    """Multiply rows by a block of the matrix, which lies as it is packed."""
+    if sizes.is_turned:
+        return gpu.dot(x, y.T)
+    return gpu.dot(x, y) if sizes.has_rows_first else gpu.dot(y.T, x.T)
 
 
 def _of_group(refs: list[Any], g: Any, column: Any, sizes: _Sizes) -> tuple[Any, Any]:
@@ -229,12 +295,17 @@ def _numbers(pairs: Any, dtype: Any) -> list[Any]:
 
     The four bits of a number, of which the first is turned over, become the last of a float whose
     other bits are given. So they make a number from 0 to 15, 8 more than they stood for, on top of
-    `_ONE`.
+    `_ONE`. A GPU does that for two numbers at once, the interpreter of kernels for each.
     """
     import jax
     import jax.numpy as jnp
 
-    wide, (bits, _) = pairs.astype("int16"), _ONE[dtype.name]
+    bits, _ = _ONE[dtype.name]
+    if not gpu.is_interpreted():
+        byte = f"0x{(bits >> 8) * 0x01010101:08X}"
+        codes = [_HALVES.format(shift=n, byte=byte) for n in (0, 4)]
+        return [gpu.assembly(code, pairs, dtype, 4) for code in codes]
+    wide = pairs.astype("int16")
     shifted = [jax.lax.shift_right_logical(wide, jnp.int16(n)) for n in (0, 4)]
     numbers = [(x & jnp.int16(15)) ^ jnp.int16(8) | jnp.int16(bits) for x in shifted]
     return [jax.lax.bitcast_convert_type(x, dtype) for x in numbers]

@@ -29,7 +29,7 @@ BACKBONES = {
 @pytest.fixture
 def gpu(monkeypatch):
     """Let JAX lower for an Ampere GPU with cuDNN, which runs kernels."""
-    monkeypatch.setattr(kernels, "_is_interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "is_interpreted", lambda: False)
     monkeypatch.setattr(kernels, "available", lambda: target.program_of() == "gpu")
     cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)

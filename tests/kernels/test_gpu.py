@@ -154,7 +154,7 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group", "dtype"),
     [
-        (8, 512, 256, 128, "bfloat16"),
+        (8, 512, 300, 128, "bfloat16"),
         (3, 192, 101, 64, "bfloat16"),
         (20, 128, 130, 32, "float16"),
         (2, 256, 64, None, "bfloat16"),
@@ -168,6 +168,18 @@ def test_products_of_four_bits(rng, pairs, rows, inputs, outputs, group, dtype):
         received = jax.jit(lambda x: gpu_int4.product(x, packed))(x)
     assert received.dtype == "float32"
     assert relative(received, np.asarray(x, "float64") @ matrix) <= 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", (8, 7)), ("float16", (5, 10))])
+def test_products_of_four_bits_add_up_what_was_rounded(rng, dtype, kept):
+    """Which a compiler for a GPU does not, unless it is told; one for a CPU does."""
+    packed, _ = pack(rng, "outputs", 64, 32, 32, dtype)
+    with target.made_for("gpu"):
+        made = jax.make_jaxpr(lambda x: gpu_int4.product(x, packed))(jnp.ones((8, 64), dtype))
+    steps = {step.primitive.name: step for step in made.eqns}
+    rounding, adding = steps["reduce_precision"], steps["reduce_sum"]
+    assert adding.invars == rounding.outvars
+    assert (rounding.params["exponent_bits"], rounding.params["mantissa_bits"]) == kept
 
 
 def test_what_products_of_four_bits_are_for(rng):
