@@ -74,7 +74,8 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
 
 
 def _kernels() -> Any:
-    return {"cpu": cpu_int4, "tpu": tpu_int4}.get(target.program_of() or "gpu", gpu_int4)
+    of_platform = {"cpu": cpu_int4, "gpu": gpu_int4, "tpu": tpu_int4}
+    return of_platform[target.program_of() or "cpu"]
 
 
 def product(x: Any, packed: Packed) -> Any:

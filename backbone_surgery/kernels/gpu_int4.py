@@ -23,8 +23,8 @@ _OF_WARP = 32
 _WARPS = 132 * 16
 """That an H100 runs at once, of these programs: more of them would have to wait for the others."""
 
-_MOST_SUMS = 512
-"""Rows of sums that are added up: of more, they take longer than they save."""
+_FEW_PARTS = 8
+"""Of the inputs. Of more parts the sums may be half as many bytes as the matrix."""
 
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 """Fewer are filled up; for more, unpacking once costs less than to do so in each program."""
@@ -158,6 +158,17 @@ class _Sizes(NamedTuple):
         return of_rows[None], of_outputs[:, None]
 
 
+def _sizes_of(rows: int, packed: Packed) -> _Sizes:
+    """Share out a product among programs."""
+    size, width = _at_a_time(packed), _width(rows, packed)
+    times, columns = packed.inputs // size, -(-packed.outputs // width)
+    most = max(packed.inputs // (32 * rows), _FEW_PARTS)  # sums are written and read, in float32
+    parts = max(min(_WARPS * _OF_WARP // width // columns, most, times), 1)
+    of_matrix = packed.group, packed.heads, packed.head_dim, packed.columns
+    of_all = rows, packed.outputs, packed.pairs, size, times, -(-times // parts)
+    return _Sizes(*of_all, *of_matrix, width)
+
+
 def product(x: Any, packed: Packed) -> Any:
     """Multiply rows by a packed matrix.
 
@@ -171,28 +182,22 @@ def product(x: Any, packed: Packed) -> Any:
     import jax
     from jax.experimental import pallas as pl
 
-    rows, size = len(x), _at_a_time(packed)
-    times = packed.inputs // size
-    width = _width(rows, packed)
-    columns, warps = -(-packed.outputs // width), width // _OF_WARP
+    sizes = _sizes_of(len(x), packed)
+    rows, times, width = sizes.rows, sizes.times, sizes.width
+    columns, parts = -(-packed.outputs // width), -(-times // sizes.steps)
     filled = max(_LEAST_ROWS, 1 << (rows - 1).bit_length()), columns * width
-    parts = min(_WARPS // warps // columns, _MOST_SUMS // filled[0], times)
-    steps = -(-times // max(parts, 1))
-    of_matrix = packed.group, packed.heads, packed.head_dim, packed.columns
-    sizes = _Sizes(rows, packed.outputs, packed.pairs, size, times, steps, *of_matrix, width)
     # In the order in which steps take them, first those of the first numbers of bytes.
     x = x.reshape(rows, -1, packed.heads).swapaxes(1, 2)
     x = x.reshape(rows, times, -1, _STEPS[packed.pairs][0]).swapaxes(2, 3)
     operands = [(x.reshape(rows, -1), (filled[0], packed.inputs))]
     operands += [(_added_up_rounded(x), (filled[0], times)), *_of_matrix(packed, sizes)]
-    parts = -(-times // steps)
     made = jax.ShapeDtypeStruct((parts, rows, packed.outputs), "float32")
     (sums,) = gpu.call(
         _product_of_packed,
         [(array, pl.BlockSpec(shape, lambda n, j: (0, 0))) for array, shape in operands],
         [(made, pl.BlockSpec((None, *filled), lambda n, j: (j, 0, 0)))],
         (columns, parts),
-        warps=warps,
+        warps=width // _OF_WARP,
         stages=_STAGES[packed.pairs],
         sizes=sizes,
     )
@@ -239,11 +244,7 @@ def _product_of_packed(
     row, width = jnp.arange(len(sums_ref)), sizes.width // out_step
     inputs = jnp.arange(sizes.size // in_step)
     columns = [i + jnp.arange(width) * out_step for i in range(out_step)]
-    mask = None
-    if sizes.outputs % sizes.width:
-        is_own = block * sizes.width + columns[0] < sizes.outputs
-        there = sizes.order(jnp.full_like(inputs, True, bool), is_own)
-        mask = there[0][:, None] & there[1][None]
+    mask = _mask(inputs, block * sizes.width + columns[0], sizes)
 
     def add(i: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
         step = first + i
@@ -270,6 +271,16 @@ def _product_of_packed(
     for column, total in zip(columns, totals, strict=True):
         at = sizes.across(row, block * sizes.width + column)
         gpu.store(sums_ref.at[at], total, (at[0] < sizes.rows) & (at[1] < sizes.outputs))
+
+
+def _mask(inputs: Any, column: Any, sizes: _Sizes) -> Any:
+    """Tell which bytes of a block are of outputs that there are; `None` for all."""
+    import jax.numpy as jnp
+
+    if not sizes.outputs % sizes.width:
+        return None
+    there = sizes.order(jnp.full_like(inputs, True, bool), column < sizes.outputs)
+    return there[0][:, None] & there[1][None]
 
 
 def _dot(x: Any, y: Any, sizes: _Sizes) -> Any:

@@ -5,8 +5,9 @@ are mended by what zero is, and scaled.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -36,69 +37,100 @@ def write_columns(
         depth: rows of w to take at once; `size` divides by it.
     """
     b = Builder(module, "columns", _arguments(scale, zero, 5, POINTER), width)
-    x, of_x, w, scales, zeros, y, sums, first, stop, size, groups, count = b.function.args
-    each, per = (2, 1) if pairs == "outputs" else (1, 2)  # outputs, and inputs, of a byte
+    *arrays, first, stop, size, groups, count = b.function.args
+    each = 2 if pairs == "outputs" else 1
+    known = (scale, zero), first, stop, groups, count, m, each, depth
+    c = _Columns._make([b, *arrays, *known])
+    with b.loop(0, m) as row:
+        own = b.product(row, count, each)
+        c.clear(c.y, b.sum(own, b.product(first, each)), b.sum(own, b.product(stop, each)))
+    with b.loop(0, groups) as group:
+        c.clear(c.sums, b.product(first, m * each), b.product(stop, m * each))
+        with b.loop(0, size, depth) as i, c.blocks() as (start, end, place):
+            k = b.sum(b.product(group, size), i)
+            for row in range(depth):
+                b.prefetch(c.w, b.product(b.sum(k, depth + row), count), start)
+            with b.loop(start, end, width) as j:
+                c.multiply(k, j, place)
+        with c.blocks() as (start, end, place), b.loop(0, m) as row, b.loop(start, end, width) as j:
+            c.finish(group, row, j, place)
+    b.ir.ret_void()
+    return "columns"
 
-    def clear(pointer: Any, start: Any, end: Any) -> None:
-        with b.loop(start, end, width) as j:
-            b.store(b.zeros, pointer, j)
+
+class _Columns(NamedTuple):
+    """Writes what `write_columns` consists of, whose arguments these are.
+
+    Attributes:
+        dtypes: of scales and zeros.
+        each: outputs of a byte; of a byte with one output there are two inputs.
+    """
+
+    b: Builder
+    x: Any
+    of_x: Any
+    w: Any
+    scales: Any
+    zeros: Any
+    y: Any
+    sums: Any
+    dtypes: tuple[str, str]
+    first: Any
+    stop: Any
+    groups: Any
+    count: Any
+    m: int
+    each: int
+    depth: int
+
+    def clear(self, pointer: Any, start: Any, end: Any) -> None:
+        """Write zeros."""
+        with self.b.loop(start, end, self.b.width) as j:
+            self.b.store(self.b.zeros, pointer, j)
 
     @contextlib.contextmanager
-    def blocks() -> Iterator[tuple[Any, Any, Callable[..., Any]]]:
+    def blocks(self) -> Iterator[tuple[Any, Any, Callable[..., Any]]]:
         """Go over the columns; yields where some begin and end, and where their sums lie."""
-        with b.loop(first, stop, LINE) as start:
-            end = b.least(b.sum(start, LINE), stop)
+        b, each = self.b, self.each
+        with b.loop(self.first, self.stop, LINE) as start:
+            end = b.least(b.sum(start, LINE), self.stop)
             length = b.ir.sub(end, start)
 
             def place(row: Any, j: Any, half: int) -> Any:
                 own = b.product(b.sum(b.product(row, each), half), length)
-                return b.sum(b.product(start, m * each), own, b.ir.sub(j, start))
+                return b.sum(b.product(start, self.m * each), own, b.ir.sub(j, start))
 
             yield start, end, place
 
-    def multiply(k: Any, j: Any, place: Callable[..., Any]) -> None:
-        loaded = [b.load_pairs(w, b.product(b.sum(k, i), count), j) for i in range(depth)]
-        with b.loop(0, m) as row:
-            places = [place(row, j, half) for half in range(each)]
-            totals = [b.load(sums, at) for at in places]
-            for i in range(depth):
-                for n in range(per):
-                    at = b.sum(b.product(b.sum(b.product(b.sum(k, i), per), n), m), row)
-                    factor = b.scalar(x, at)
-                    numbers = loaded[i] if each == 2 else loaded[i][n : n + 1]
-                    totals = [
-                        b.add_product(factor, v, s) for v, s in zip(numbers, totals, strict=True)
-                    ]
+    def multiply(self, k: Any, j: Any, place: Callable[..., Any]) -> None:
+        """Multiply all rows by some rows of w, from k on."""
+        b, per, taken = self.b, 3 - self.each, range(self.depth)
+        loaded = [b.load_pairs(self.w, b.product(b.sum(k, i), self.count), j) for i in taken]
+        with b.loop(0, self.m) as row:
+            places = [place(row, j, half) for half in range(self.each)]
+            totals = [b.load(self.sums, at) for at in places]
+            for i, n in itertools.product(taken, range(per)):
+                at = b.sum(b.product(b.sum(b.product(b.sum(k, i), per), n), self.m), row)
+                factor = b.scalar(self.x, at)
+                numbers = loaded[i] if per == 1 else loaded[i][n : n + 1]
+                both = zip(numbers, totals, strict=True)
+                totals = [b.add_product(factor, v, s) for v, s in both]
             for total, at in zip(totals, places, strict=True):
-                b.store(total, sums, at)
+                b.store(total, self.sums, at)
 
-    def finish(group: Any, row: Any, j: Any, place: Callable[..., Any]) -> None:
-        of_group = b.ir.fneg(b.scalar(of_x, b.product(row, groups), group))
-        found = [b.load(sums, place(row, j, half)) for half in range(each)]
-        outputs = b.product(count, each)
-        for n, vector in enumerate(b.interleaved(*found) if each == 2 else found):
-            output = b.sum(b.product(j, each), n * width)
+    def finish(self, group: Any, row: Any, j: Any, place: Callable[..., Any]) -> None:
+        """Mend the sums of a group by what zero is, scale them, and add them to a row."""
+        b, (scale, zero) = self.b, self.dtypes
+        of_group = b.ir.fneg(b.scalar(self.of_x, b.product(row, self.groups), group))
+        found = [b.load(self.sums, place(row, j, half)) for half in range(self.each)]
+        outputs = b.product(self.count, self.each)
+        for n, vector in enumerate(b.interleaved(*found) if self.each == 2 else found):
+            output = b.sum(b.product(j, self.each), n * b.width)
             at, own = b.sum(b.product(group, outputs), output), b.product(row, outputs)
-            zero_point = b.ir.fadd(b.load_as_floats(zero, zeros, at), b.splat(_TOO_LARGE))
+            zero_point = b.ir.fadd(b.load_as_floats(zero, self.zeros, at), b.splat(_TOO_LARGE))
             mended = b.add_product(of_group, zero_point, vector)
-            factor, before = b.load_as_floats(scale, scales, at), b.load(y, own, output)
-            b.store(b.add_product(mended, factor, before), y, own, output)
-
-    with b.loop(0, m) as row:
-        own = b.product(row, count, each)
-        clear(y, b.sum(own, b.product(first, each)), b.sum(own, b.product(stop, each)))
-    with b.loop(0, groups) as group:
-        clear(sums, b.product(first, m * each), b.product(stop, m * each))
-        with b.loop(0, size, depth) as i, blocks() as (start, end, place):
-            k = b.sum(b.product(group, size), i)
-            for row in range(depth):
-                b.prefetch(w, b.product(b.sum(k, depth + row), count), start)
-            with b.loop(start, end, width) as j:
-                multiply(k, j, place)
-        with blocks() as (start, end, place), b.loop(0, m) as row, b.loop(start, end, width) as j:
-            finish(group, row, j, place)
-    b.ir.ret_void()
-    return "columns"
+            factor, before = b.load_as_floats(scale, self.scales, at), b.load(self.y, own, output)
+            b.store(b.add_product(mended, factor, before), self.y, own, output)
 
 
 def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, most: int) -> str:
@@ -118,48 +150,72 @@ def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, mos
         most: rows of x to multiply at a time, by two rows of w.
     """
     b = Builder(module, "dots", _arguments(scale, zero, 5), width)
-    x, of_x, w, scales, zeros, y, first, stop, size, groups, count = b.function.args
-    inner = b.product(groups, size)
+    *arrays, first, stop, size, groups, count = b.function.args
+    d = _Dots._make([b, *arrays, (scale, zero), size, groups, count])
     turns = [range(i, min(i + most, m)) for i in range(0, m, most)]
+    pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
+    for start, end, at_once in ((first, pairs, 2), (pairs, stop, 1)):
+        with b.loop(start, end, at_once) as v:
+            for rows in turns:
+                d.multiply([(i, r) for i in rows for r in range(at_once)], v)
+    b.ir.ret_void()
+    return "dots"
 
-    def sums_of(rows: range, v: Any, at_once: int, start: Any) -> list[Any]:
-        """Multiply by a group of some rows of w; sums of each row of x by each of w."""
-        places = [(i, r) for i in rows for r in range(at_once)]
-        with b.carrying(0, size, width, [b.zeros] * 2 * len(places)) as (j, now, following):
-            at = b.sum(start, j)
-            taken = [b.load_pairs(w, b.product(b.sum(v, r), inner), at) for r in range(at_once)]
-            own = {i: [b.load(x, b.product(2 * i + h, inner), at) for h in (0, 1)] for i in rows}
-            for n, (i, r) in enumerate(places):
-                for h in (0, 1):
-                    following.append(b.add_product(own[i][h], taken[r][h], now[2 * n + h]))
-        return [b.ir.fadd(*now[2 * n : 2 * n + 2]) for n in range(len(places))]
 
-    def write(rows: range, v: Any, at_once: int) -> None:
-        places = [(i, r) for i in rows for r in range(at_once)]
+class _Dots(NamedTuple):
+    """Writes what `write_dots` consists of, whose arguments these are; `dtypes` as in `_Columns`.
+
+    Places are pairs: a row of x, and how far a row of w is from the first one that is taken.
+    """
+
+    b: Builder
+    x: Any
+    of_x: Any
+    w: Any
+    scales: Any
+    zeros: Any
+    y: Any
+    dtypes: tuple[str, str]
+    size: Any
+    groups: Any
+    count: Any
+
+    def multiply(self, places: list[tuple[int, int]], v: Any) -> None:
+        """Multiply rows of x by whole rows of w, from v on."""
+        b, (scale, zero) = self.b, self.dtypes
         begin = [b.zeros] * len(places) + [ir.Constant(FLOAT, 0.0)] * len(places)
-        with b.carrying(0, groups, 1, begin) as (group, now, following):
-            found = sums_of(rows, v, at_once, b.product(group, size))
+        with b.carrying(0, self.groups, 1, begin) as (group, now, following):
+            found = self._of_group(places, v, group)
             scaled, mended = [], []
             for n, (i, r) in enumerate(places):
-                at = b.sum(b.product(b.sum(v, r), groups), group)
-                own = b.number_as_float(scale, scales, at)
+                at = b.sum(b.product(b.sum(v, r), self.groups), group)
+                own = b.number_as_float(scale, self.scales, at)
                 scaled.append(b.add_product(b.splat(own), found[n], now[n]))
-                of_group = b.ir.load(b.at(of_x, b.product(i, groups), group))
-                more = b.ir.fadd(b.number_as_float(zero, zeros, at), _TOO_LARGE)
+                of_group = b.ir.load(b.at(self.of_x, b.product(i, self.groups), group))
+                more = b.ir.fadd(b.number_as_float(zero, self.zeros, at), _TOO_LARGE)
                 lost = b.ir.fmul(b.ir.fmul(own, more), of_group)
                 mended.append(b.ir.fadd(now[len(places) + n], lost))
             following.extend([*scaled, *mended])
         for n, (i, r) in enumerate(places):
             total = b.ir.fsub(b.total(now[n]), now[len(places) + n])
-            b.ir.store(total, b.at(y, b.product(i, count), v, r))
+            b.ir.store(total, b.at(self.y, b.product(i, self.count), v, r))
 
-    pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
-    for start, end, at_once in ((first, pairs, 2), (pairs, stop, 1)):
-        with b.loop(start, end, at_once) as v:
-            for rows in turns:
-                write(rows, v, at_once)
-    b.ir.ret_void()
-    return "dots"
+    def _of_group(self, places: list[tuple[int, int]], v: Any, group: Any) -> list[Any]:
+        """Multiply by a group of some rows of w; returns sums for each place."""
+        b, inner = self.b, self.b.product(self.groups, self.size)
+        start = b.product(group, self.size)
+        rows, taken_rows = ({place[n] for place in places} for n in (0, 1))
+        with b.carrying(0, self.size, b.width, [b.zeros] * 2 * len(places)) as turn:
+            j, now, following = turn
+            at = b.sum(start, j)
+            taken = {r: b.load_pairs(self.w, b.product(b.sum(v, r), inner), at) for r in taken_rows}
+            own = {
+                i: [b.load(self.x, b.product(2 * i + h, inner), at) for h in (0, 1)] for i in rows
+            }
+            for n, (i, r) in enumerate(places):
+                for h in (0, 1):
+                    following.append(b.add_product(own[i][h], taken[r][h], now[2 * n + h]))
+        return [b.ir.fadd(*now[2 * n : 2 * n + 2]) for n in range(len(places))]
 
 
 def _arguments(scale: str, zero: str, numbers: int, *more: Any) -> list[Any]:
