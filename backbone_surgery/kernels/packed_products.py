@@ -37,10 +37,9 @@ def write_columns(
         depth: rows of w to take at once; `size` divides by it.
     """
     b = Builder(module, "columns", _arguments(scale, zero, 5, POINTER), width)
-    *arrays, first, stop, size, groups, count = b.function.args
-    each = 2 if pairs == "outputs" else 1
-    known = (scale, zero), first, stop, groups, count, m, each, depth
-    c = _Columns._make([b, *arrays, *known])
+    x, of_x, w, scales, zeros, y, sums, first, stop, size, groups, count = b.function.args
+    each, dtypes, ends = 2 if pairs == "outputs" else 1, (scale, zero), (first, stop)
+    c = _Columns(b, x, of_x, w, scales, zeros, y, sums, dtypes, ends, groups, count, m, each, depth)
     with b.loop(0, m) as row:
         own = b.product(row, count, each)
         c.clear(c.y, b.sum(own, b.product(first, each)), b.sum(own, b.product(stop, each)))
@@ -63,6 +62,7 @@ class _Columns(NamedTuple):
 
     Attributes:
         dtypes: of scales and zeros.
+        ends: the first byte of each row of w, and the one after the last.
         each: outputs of a byte; of a byte with one output there are two inputs.
     """
 
@@ -75,8 +75,7 @@ class _Columns(NamedTuple):
     y: Any
     sums: Any
     dtypes: tuple[str, str]
-    first: Any
-    stop: Any
+    ends: tuple[Any, Any]
     groups: Any
     count: Any
     m: int
@@ -92,8 +91,8 @@ class _Columns(NamedTuple):
     def blocks(self) -> Iterator[tuple[Any, Any, Callable[..., Any]]]:
         """Go over the columns; yields where some begin and end, and where their sums lie."""
         b, each = self.b, self.each
-        with b.loop(self.first, self.stop, LINE) as start:
-            end = b.least(b.sum(start, LINE), self.stop)
+        with b.loop(*self.ends, LINE) as start:
+            end = b.least(b.sum(start, LINE), self.ends[1])
             length = b.ir.sub(end, start)
 
             def place(row: Any, j: Any, half: int) -> Any:
@@ -150,8 +149,8 @@ def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, mos
         most: rows of x to multiply at a time, by two rows of w.
     """
     b = Builder(module, "dots", _arguments(scale, zero, 5), width)
-    *arrays, first, stop, size, groups, count = b.function.args
-    d = _Dots._make([b, *arrays, (scale, zero), size, groups, count])
+    x, of_x, w, scales, zeros, y, first, stop, size, groups, count = b.function.args
+    d = _Dots(b, x, of_x, w, scales, zeros, y, (scale, zero), size, groups, count)
     turns = [range(i, min(i + most, m)) for i in range(0, m, most)]
     pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
     for start, end, at_once in ((first, pairs, 2), (pairs, stop, 1)):
