@@ -44,6 +44,10 @@ class Attribution:
     sites: list[str]
     tokens: list[str]
 
+    def __repr__(self) -> str:
+        size = f"{len(self.sites)} sites x {len(self.tokens)} tokens"
+        return f"Attribution({size}; metric {self.metric:.4g})"
+
 
 def attribution(
     lm: CachedCausalLM,

@@ -46,6 +46,9 @@ class LogitLens:
     sites: list[str]
     tokens: list[str]
 
+    def __repr__(self) -> str:
+        return f"LogitLens({len(self.sites)} sites x {len(self.tokens)} tokens)"
+
 
 def logit_lens(
     lm: CachedCausalLM,

@@ -41,6 +41,10 @@ class PatchGrid:
     sites: list[str]
     tokens: list[str]
 
+    def __repr__(self) -> str:
+        size = f"{len(self.sites)} sites x {len(self.tokens)} tokens"
+        return f"PatchGrid({size}; clean {self.clean:.4g}, corrupted {self.corrupted:.4g})"
+
     @property
     def recovered(self) -> np.ndarray:
         """How much of the difference each patch restores: 0 is the corrupted text, 1 the clean.

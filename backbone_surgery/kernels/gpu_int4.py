@@ -23,8 +23,9 @@ _OF_WARP = 32
 _WARPS = 132 * 16
 """That an H100 runs at once, of these programs: more of them would have to wait for the others."""
 
-_FEW_PARTS = 8
-"""Of the inputs. Of more parts the sums may be half as many bytes as the matrix."""
+_FEW_PARTS, _MOST_PARTS = 8, 32
+"""Of the inputs. There are more than few only while their sums, written and read in float32, are
+at most half as many bytes as the matrix."""
 
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 """Fewer are filled up; for more, unpacking once costs less than to do so in each program."""
@@ -62,7 +63,7 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     """Tell whether `product` is for so many rows of this dtype."""
     group, heads = packed.group, packed.heads
     return (
-        rows <= _MOST_ROWS
+        0 < rows <= _MOST_ROWS
         and keras.backend.standardize_dtype(dtype) in _ONE
         and _LEAST_INPUTS <= group <= _MOST_INPUTS
         and group & (group - 1) == 0
@@ -127,8 +128,8 @@ class _Sizes(NamedTuple):
     def has_rows_first(self) -> bool:
         """Whether the rows are the first factor.
 
-        Where the outputs lie next to each other the matrix is, turned, since a GPU can take that
-        one out of registers; but not with many rows.
+        Else the turned matrix is: of few rows, where its outputs lie next to each other. A GPU can
+        take the first factor out of registers.
         """
         return self.is_turned or self.rows > _FEW_ROWS
 
@@ -162,8 +163,8 @@ def _sizes_of(rows: int, packed: Packed) -> _Sizes:
     """Share out a product among programs."""
     size, width = _at_a_time(packed), _width(rows, packed)
     times, columns = packed.inputs // size, -(-packed.outputs // width)
-    most = max(packed.inputs // (32 * rows), _FEW_PARTS)  # sums are written and read, in float32
-    parts = max(min(_WARPS * _OF_WARP // width // columns, most, times), 1)
+    most = min(max(packed.inputs // (32 * rows), _FEW_PARTS), _MOST_PARTS, times)
+    parts = max(min(_WARPS * _OF_WARP // width // columns, most), 1)
     of_matrix = packed.group, packed.heads, packed.head_dim, packed.columns
     of_all = rows, packed.outputs, packed.pairs, size, times, -(-times // parts)
     return _Sizes(*of_all, *of_matrix, width)
@@ -205,17 +206,23 @@ def product(x: Any, packed: Packed) -> Any:
 
 
 def _added_up_rounded(x: Any) -> Any:
-    """Return the sums of the inputs that a product takes at a time, float32[rows, times].
+    """Add up the inputs that a product takes at a time.
 
     XLA would add up what they were before they were rounded, unless it is told to round: it takes
-    two conversions, there and back, for none. A sum counts more than a hundred times, see
-    `_numbers`, so that made products wrong by a third.
+    two conversions, there and back, for none. A sum counts 136 times in bfloat16, see `_numbers`,
+    so products within a model were wrong by a third.
+
+    Args:
+        x: float[rows, times, 1 or 2, n], of n bytes.
+
+    Returns:
+        float32[rows, times].
     """
     import jax
 
-    kept = jax.numpy.finfo(x.dtype)
-    rounded = jax.lax.reduce_precision(x.astype("float32"), kept.nexp, kept.nmant)
-    return rounded.sum(axis=(2, 3))
+    # The exponents of float32: with fewer, numbers near zero would be zero.
+    kept = jax.numpy.finfo("float32").nexp, jax.numpy.finfo(x.dtype).nmant
+    return jax.lax.reduce_precision(x.astype("float32"), *kept).sum(axis=(2, 3))
 
 
 def _of_matrix(packed: Packed, sizes: _Sizes) -> list[tuple[Any, tuple[int, int]]]:
@@ -255,8 +262,7 @@ def _product_of_packed(
         xs = [gpu.load(x_ref.at[row[:, None], at], (row < sizes.rows)[:, None]) for at in own]
         of_x = gpu.load(of_x_ref.at[row, jnp.full_like(row, step)], row < sizes.rows)
         # A product waits, so what is needed after it is read before it.
-        places = (lies * sizes.width + column for column in columns)
-        kept = [_of_group(of_groups, group, place, sizes) for place in places]
+        kept = [_of_group(of_groups, group, lies * sizes.width + i, sizes) for i in columns]
         new = []
         for j, (total, (scale, zero)) in enumerate(zip(totals, kept, strict=True)):
             own_numbers = numbers[j * in_step : (j + 1) * in_step]
@@ -265,8 +271,8 @@ def _product_of_packed(
             new.append(total + (found - sum_of_x * zero) * sizes.across(row, scale)[1])
         return tuple(new)
 
-    shape = (len(row), width) if sizes.has_rows_first else (width, len(row))
-    totals = tuple(jnp.zeros(shape, "float32") for _ in columns)
+    zeros = jnp.zeros((len(row), width) if sizes.has_rows_first else (width, len(row)), "float32")
+    totals = (zeros,) * out_step
     totals = jax.lax.fori_loop(0, jnp.minimum(sizes.steps, sizes.times - first), add, totals)
     for column, total in zip(columns, totals, strict=True):
         at = sizes.across(row, block * sizes.width + column)
@@ -302,7 +308,7 @@ def _of_group(refs: list[Any], g: Any, column: Any, sizes: _Sizes) -> tuple[Any,
 
 
 def _numbers(pairs: Any, dtype: Any) -> list[Any]:
-    """Return the first and the second number of each byte, as floats that are too large by some.
+    """Return the first and the second number of int8[a, b], as floats[a, b] too large by some.
 
     The four bits of a number, of which the first is turned over, become the last of a float whose
     other bits are given. So they make a number from 0 to 15, 8 more than they stood for, on top of

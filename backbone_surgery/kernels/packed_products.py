@@ -58,9 +58,12 @@ def write_columns(
 
 
 class _Columns(NamedTuple):
-    """Writes what `write_columns` consists of, whose arguments these are.
+    """Writes what `write_columns` consists of.
 
-    Attributes:
+    Below k is a row of w, j a byte of it, and `place` what `blocks` yields: it tells where the sum
+    for a row of x, a byte, and one of its outputs lies.
+
+    Attributes are the arguments of the function that is written, those of `write_columns`, and:
         dtypes: of scales and zeros.
         ends: the first byte of each row of w, and the one after the last.
         each: outputs of a byte; of a byte with one output there are two inputs.
@@ -150,7 +153,8 @@ def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, mos
     """
     b = Builder(module, "dots", _arguments(scale, zero, 5), width)
     x, of_x, w, scales, zeros, y, first, stop, size, groups, count = b.function.args
-    d = _Dots(b, x, of_x, w, scales, zeros, y, (scale, zero), size, groups, count)
+    inner = b.product(groups, size)
+    d = _Dots(b, x, of_x, w, scales, zeros, y, (scale, zero), size, groups, count, inner)
     turns = [range(i, min(i + most, m)) for i in range(0, m, most)]
     pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
     for start, end, at_once in ((first, pairs, 2), (pairs, stop, 1)):
@@ -162,9 +166,10 @@ def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, mos
 
 
 class _Dots(NamedTuple):
-    """Writes what `write_dots` consists of, whose arguments these are; `dtypes` as in `_Columns`.
+    """Writes what `write_dots` consists of; its attributes are as in `_Columns`.
 
-    Places are pairs: a row of x, and how far a row of w is from the first one that is taken.
+    Below v is a row of w. Places are pairs: a row of x, and how far a row of w is from the first
+    one that is taken.
     """
 
     b: Builder
@@ -178,6 +183,7 @@ class _Dots(NamedTuple):
     size: Any
     groups: Any
     count: Any
+    inner: Any
 
     def multiply(self, places: list[tuple[int, int]], v: Any) -> None:
         """Multiply rows of x by whole rows of w, from v on."""
@@ -201,9 +207,8 @@ class _Dots(NamedTuple):
 
     def _of_group(self, places: list[tuple[int, int]], v: Any, group: Any) -> list[Any]:
         """Multiply by a group of some rows of w; returns sums for each place."""
-        b, inner = self.b, self.b.product(self.groups, self.size)
-        start = b.product(group, self.size)
-        rows, taken_rows = ({place[n] for place in places} for n in (0, 1))
+        b, inner, start = self.b, self.inner, self.b.product(group, self.size)
+        rows, taken_rows = (dict.fromkeys(place[n] for place in places) for n in (0, 1))
         with b.carrying(0, self.size, b.width, [b.zeros] * 2 * len(places)) as turn:
             j, now, following = turn
             at = b.sum(start, j)

@@ -232,6 +232,11 @@ def test_figures(tmp_path):
     _, captures = lm.generate(prompt, **options)
     grid = bs.patch_grid(lm, CLEAN, CORRUPTED, 7)
     lens = bs.logit_lens(lm, CLEAN)
+    attribution = bs.attribution(lm, CLEAN, 7)
+    ends = f"; clean {grid.clean:.4g}, corrupted {grid.corrupted:.4g})"
+    assert repr(grid) == f"PatchGrid(2 sites x 5 tokens{ends}"
+    assert repr(lens) == "LogitLens(2 sites x 5 tokens)"
+    assert repr(attribution) == f"Attribution(2 sites x 5 tokens; metric {attribution.metric:.4g})"
     blocks = ["blocks.0", "blocks.1"]
     clean, corrupted = [str(i) for i in CLEAN], [str(i) for i in CORRUPTED]
     seen = [str(i) for i in captures.token_ids[0]]
@@ -240,7 +245,7 @@ def test_figures(tmp_path):
     pattern = bs.plot_attention(captures, "blocks.0.attention_pattern", head=1)
     for name, ax, rows, across in (
         ("grid", bs.plot_grid(grid), blocks, corrupted),
-        ("attribution", bs.plot_grid(bs.attribution(lm, CLEAN, 7)), blocks, clean),
+        ("attribution", bs.plot_grid(attribution), blocks, clean),
         ("lens", bs.plot_lens(lens), blocks, clean),
         ("attention", pattern, seen, seen),
     ):

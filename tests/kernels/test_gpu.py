@@ -12,6 +12,7 @@ from backbone_surgery import target
 from backbone_surgery.kernels import gpu, gpu_attention, gpu_int4
 from backbone_surgery.kernels.gpu_attention import Scoring, Seen, attend_one
 from backbone_surgery.kernels.gpu_experts import product_of_chosen
+from backbone_surgery.kernels.packed import Packed
 from tests.helpers import relative
 from tests.kernels.packing import pack
 
@@ -158,6 +159,7 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
         (3, 192, 101, 64, "bfloat16"),
         (20, 128, 130, 32, "float16"),
         (2, 256, 64, None, "bfloat16"),
+        (8, 1152, 256, 32, "bfloat16"),
     ],
 )
 def test_products_of_four_bits(rng, pairs, rows, inputs, outputs, group, dtype):
@@ -170,7 +172,7 @@ def test_products_of_four_bits(rng, pairs, rows, inputs, outputs, group, dtype):
     assert relative(received, np.asarray(x, "float64") @ matrix) <= 1e-4
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", (8, 7)), ("float16", (5, 10))])
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", (8, 7)), ("float16", (8, 10))])
 def test_products_of_four_bits_add_up_what_was_rounded(rng, dtype, kept):
     """Which a compiler for a GPU does not, unless it is told; one for a CPU does."""
     packed, _ = pack(rng, "outputs", 64, 32, 32, dtype)
@@ -182,12 +184,38 @@ def test_products_of_four_bits_add_up_what_was_rounded(rng, dtype, kept):
     assert (rounding.params["exponent_bits"], rounding.params["mantissa_bits"]) == kept
 
 
+def test_products_of_four_bits_by_small_inputs(rng):
+    """Some of which float16 keeps by fewer bits; none is left out of the sums."""
+    packed, matrix = pack(rng, "outputs", 128, 64, 32, "float16")
+    x = jnp.asarray(rng.normal(size=(8, 128)) * 3e-5, "float16")
+    with target.made_for("gpu"):
+        received = jax.jit(lambda x: gpu_int4.product(x, packed))(x)
+    assert relative(received, np.asarray(x, "float64") @ matrix) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "wanted"),
+    [
+        (8, 4096, 14336, (256, 32, 8)),  # a wave of 264 programs
+        (8, 4096, 1024, (256, 32, 2)),  # as many sums as half of the matrix
+        (2, 16384, 256, (256, 128, 4)),  # 32 parts
+        (64, 768, 3072, (128, 6, 1)),
+        (8, 4096, 128256, (256, 32, 32)),
+    ],
+)
+def test_how_products_of_four_bits_are_shared_out(rows, inputs, outputs, wanted):
+    packed = Packed(np.empty((inputs, outputs // 2), "int8"), "outputs", inputs, outputs, 128)
+    sizes = gpu_int4._sizes_of(rows, packed)
+    assert (sizes.width, sizes.times, sizes.steps) == wanted
+
+
 def test_what_products_of_four_bits_are_for(rng):
     packed, _ = pack(rng, "outputs", 256, 64, 64, "bfloat16")
     assert not gpu_int4.takes(8, packed, "bfloat16")  # no program of a GPU
     with target.made_for("gpu"):
         assert gpu_int4.takes(64, packed, "float16")
         assert not gpu_int4.takes(65, packed, "bfloat16")
+        assert not gpu_int4.takes(0, packed, "bfloat16")
         assert not gpu_int4.takes(8, packed, "float32")
         for group in (16, 48, 100, 512):
             assert not gpu_int4.takes(8, packed._replace(group=group), "bfloat16")
