@@ -143,7 +143,7 @@ def assembly(code: str, x: Any, dtype: Any, at_once: int) -> Any:
     Args:
         code: of which `$0` and on are the registers of what is made, and the last one that of
             `at_once` elements. A register has 32 bits.
-        x: the array. So many of its elements have 32 bits.
+        x: the array, of which `at_once` elements have 32 bits.
         dtype: of what is made.
         at_once: how many elements the code takes.
     """

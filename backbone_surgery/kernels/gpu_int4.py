@@ -15,13 +15,13 @@ from backbone_surgery.kernels.calls import added_up
 from backbone_surgery.kernels.packed import Packed
 
 _OUTPUTS = 128
-"""That a program computes, or twice as many of few rows."""
+"""That a program computes; of few rows it computes twice as many."""
 
 _OF_WARP = 32
-"""Outputs."""
+"""Outputs that 32 threads compute."""
 
 _WARPS = 132 * 16
-"""That an H100 runs at once, of these programs: more of them would have to wait for the others."""
+"""Of 32 threads, which an H100 runs at once of these programs: more would wait for the others."""
 
 _FEW_PARTS, _MOST_PARTS = 8, 32
 """Of the inputs. There are more than few only while their sums, written and read in float32, are
@@ -44,6 +44,7 @@ _STAGES = {"outputs": 1, "inputs": 1, "turned": 3}
 pairs, unless the inputs of an output lie next to each other."""
 
 _FEW_ROWS = 16
+"""Of up to so many the matrix may be the first factor."""
 
 _ONE = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
 """The bits of a number whose last four bits are worth one each, and this number."""

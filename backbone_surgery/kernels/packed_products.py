@@ -16,6 +16,19 @@ from backbone_surgery.kernels.builder import BYTES, FLOAT, INT, LINE, POINTER, S
 _TOO_LARGE = ir.Constant(FLOAT, 8.0)
 
 
+class _Arrays(NamedTuple):
+    """What the functions that are written multiply, and the dtypes of scales and zero points."""
+
+    scale: str
+    zero: str
+    x: Any
+    of_x: Any
+    w: Any
+    scales: Any
+    zeros: Any
+    y: Any
+
+
 def write_columns(
     module: ir.Module, width: int, pairs: str, scale: str, zero: str, m: int, depth: int
 ) -> str:
@@ -37,18 +50,18 @@ def write_columns(
         depth: rows of w to take at once; `size` divides by it.
     """
     b = Builder(module, "columns", _arguments(scale, zero, 5, POINTER), width)
-    x, of_x, w, scales, zeros, y, sums, first, stop, size, groups, count = b.function.args
-    each, dtypes, ends = 2 if pairs == "outputs" else 1, (scale, zero), (first, stop)
-    c = _Columns(b, x, of_x, w, scales, zeros, y, sums, dtypes, ends, groups, count, m, each, depth)
+    *arrays, sums, first, stop, size, groups, count = b.function.args
+    own, each = _Arrays(scale, zero, *arrays), 2 if pairs == "outputs" else 1
+    c = _Columns(b, own, sums, (first, stop), groups, count, m, each, depth)
     with b.loop(0, m) as row:
-        own = b.product(row, count, each)
-        c.clear(c.y, b.sum(own, b.product(first, each)), b.sum(own, b.product(stop, each)))
+        at = b.product(row, count, each)
+        c.clear(own.y, b.sum(at, b.product(first, each)), b.sum(at, b.product(stop, each)))
     with b.loop(0, groups) as group:
         c.clear(c.sums, b.product(first, m * each), b.product(stop, m * each))
         with b.loop(0, size, depth) as i, c.blocks() as (start, end, place):
             k = b.sum(b.product(group, size), i)
             for row in range(depth):
-                b.prefetch(c.w, b.product(b.sum(k, depth + row), count), start)
+                b.prefetch(own.w, b.product(b.sum(k, depth + row), count), start)
             with b.loop(start, end, width) as j:
                 c.multiply(k, j, place)
         with c.blocks() as (start, end, place), b.loop(0, m) as row, b.loop(start, end, width) as j:
@@ -64,20 +77,13 @@ class _Columns(NamedTuple):
     for a row of x, a byte, and one of its outputs lies.
 
     Attributes are the arguments of the function that is written, those of `write_columns`, and:
-        dtypes: of scales and zeros.
         ends: the first byte of each row of w, and the one after the last.
         each: outputs of a byte; of a byte with one output there are two inputs.
     """
 
     b: Builder
-    x: Any
-    of_x: Any
-    w: Any
-    scales: Any
-    zeros: Any
-    y: Any
+    arrays: _Arrays
     sums: Any
-    dtypes: tuple[str, str]
     ends: tuple[Any, Any]
     groups: Any
     count: Any
@@ -107,13 +113,13 @@ class _Columns(NamedTuple):
     def multiply(self, k: Any, j: Any, place: Callable[..., Any]) -> None:
         """Multiply all rows by some rows of w, from k on."""
         b, per, taken = self.b, 3 - self.each, range(self.depth)
-        loaded = [b.load_pairs(self.w, b.product(b.sum(k, i), self.count), j) for i in taken]
+        loaded = [b.load_pairs(self.arrays.w, b.product(b.sum(k, i), self.count), j) for i in taken]
         with b.loop(0, self.m) as row:
             places = [place(row, j, half) for half in range(self.each)]
             totals = [b.load(self.sums, at) for at in places]
             for i, n in itertools.product(taken, range(per)):
                 at = b.sum(b.product(b.sum(b.product(b.sum(k, i), per), n), self.m), row)
-                factor = b.scalar(self.x, at)
+                factor = b.scalar(self.arrays.x, at)
                 numbers = loaded[i] if per == 1 else loaded[i][n : n + 1]
                 both = zip(numbers, totals, strict=True)
                 totals = [b.add_product(factor, v, s) for v, s in both]
@@ -122,17 +128,22 @@ class _Columns(NamedTuple):
 
     def finish(self, group: Any, row: Any, j: Any, place: Callable[..., Any]) -> None:
         """Mend the sums of a group by what zero is, scale them, and add them to a row."""
-        b, (scale, zero) = self.b, self.dtypes
-        of_group = b.ir.fneg(b.scalar(self.of_x, b.product(row, self.groups), group))
+        b, arrays = self.b, self.arrays
+        of_group = b.ir.fneg(b.scalar(arrays.of_x, b.product(row, self.groups), group))
         found = [b.load(self.sums, place(row, j, half)) for half in range(self.each)]
         outputs = b.product(self.count, self.each)
         for n, vector in enumerate(b.interleaved(*found) if self.each == 2 else found):
             output = b.sum(b.product(j, self.each), n * b.width)
             at, own = b.sum(b.product(group, outputs), output), b.product(row, outputs)
-            zero_point = b.ir.fadd(b.load_as_floats(zero, self.zeros, at), b.splat(_TOO_LARGE))
+            zero_point = b.ir.fadd(
+                b.load_as_floats(arrays.zero, arrays.zeros, at), b.splat(_TOO_LARGE)
+            )
             mended = b.add_product(of_group, zero_point, vector)
-            factor, before = b.load_as_floats(scale, self.scales, at), b.load(self.y, own, output)
-            b.store(b.add_product(mended, factor, before), self.y, own, output)
+            factor, before = (
+                b.load_as_floats(arrays.scale, arrays.scales, at),
+                b.load(arrays.y, own, output),
+            )
+            b.store(b.add_product(mended, factor, before), arrays.y, own, output)
 
 
 def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, most: int) -> str:
@@ -152,9 +163,9 @@ def write_dots(module: ir.Module, width: int, scale: str, zero: str, m: int, mos
         most: rows of x to multiply at a time, by two rows of w.
     """
     b = Builder(module, "dots", _arguments(scale, zero, 5), width)
-    x, of_x, w, scales, zeros, y, first, stop, size, groups, count = b.function.args
-    inner = b.product(groups, size)
-    d = _Dots(b, x, of_x, w, scales, zeros, y, (scale, zero), size, groups, count, inner)
+    *arrays, first, stop, size, groups, count = b.function.args
+    own, inner = _Arrays(scale, zero, *arrays), b.product(groups, size)
+    d = _Dots(b, own, size, groups, count, inner)
     turns = [range(i, min(i + most, m)) for i in range(0, m, most)]
     pairs = b.ir.sub(stop, b.ir.srem(b.ir.sub(stop, first), INT(2)))
     for start, end, at_once in ((first, pairs, 2), (pairs, stop, 1)):
@@ -173,13 +184,7 @@ class _Dots(NamedTuple):
     """
 
     b: Builder
-    x: Any
-    of_x: Any
-    w: Any
-    scales: Any
-    zeros: Any
-    y: Any
-    dtypes: tuple[str, str]
+    arrays: _Arrays
     size: Any
     groups: Any
     count: Any
@@ -187,23 +192,23 @@ class _Dots(NamedTuple):
 
     def multiply(self, places: list[tuple[int, int]], v: Any) -> None:
         """Multiply rows of x by whole rows of w, from v on."""
-        b, (scale, zero) = self.b, self.dtypes
+        b, arrays = self.b, self.arrays
         begin = [b.zeros] * len(places) + [ir.Constant(FLOAT, 0.0)] * len(places)
         with b.carrying(0, self.groups, 1, begin) as (group, now, following):
             found = self._of_group(places, v, group)
             scaled, mended = [], []
             for n, (i, r) in enumerate(places):
                 at = b.sum(b.product(b.sum(v, r), self.groups), group)
-                own = b.number_as_float(scale, self.scales, at)
+                own = b.number_as_float(arrays.scale, arrays.scales, at)
                 scaled.append(b.add_product(b.splat(own), found[n], now[n]))
-                of_group = b.ir.load(b.at(self.of_x, b.product(i, self.groups), group))
-                more = b.ir.fadd(b.number_as_float(zero, self.zeros, at), _TOO_LARGE)
+                of_group = b.ir.load(b.at(arrays.of_x, b.product(i, self.groups), group))
+                more = b.ir.fadd(b.number_as_float(arrays.zero, arrays.zeros, at), _TOO_LARGE)
                 lost = b.ir.fmul(b.ir.fmul(own, more), of_group)
                 mended.append(b.ir.fadd(now[len(places) + n], lost))
             following.extend([*scaled, *mended])
         for n, (i, r) in enumerate(places):
             total = b.ir.fsub(b.total(now[n]), now[len(places) + n])
-            b.ir.store(total, b.at(self.y, b.product(i, self.count), v, r))
+            b.ir.store(total, b.at(arrays.y, b.product(i, self.count), v, r))
 
     def _of_group(self, places: list[tuple[int, int]], v: Any, group: Any) -> list[Any]:
         """Multiply by a group of some rows of w; returns sums for each place."""
@@ -212,9 +217,13 @@ class _Dots(NamedTuple):
         with b.carrying(0, self.size, b.width, [b.zeros] * 2 * len(places)) as turn:
             j, now, following = turn
             at = b.sum(start, j)
-            taken = {r: b.load_pairs(self.w, b.product(b.sum(v, r), inner), at) for r in taken_rows}
+            taken = {
+                r: b.load_pairs(self.arrays.w, b.product(b.sum(v, r), inner), at)
+                for r in taken_rows
+            }
             own = {
-                i: [b.load(self.x, b.product(2 * i + h, inner), at) for h in (0, 1)] for i in rows
+                i: [b.load(self.arrays.x, b.product(2 * i + h, inner), at) for h in (0, 1)]
+                for i in rows
             }
             for n, (i, r) in enumerate(places):
                 for h in (0, 1):

@@ -204,8 +204,7 @@ def test_products_of_four_bits_by_small_inputs(rng):
     ],
 )
 def test_how_products_of_four_bits_are_shared_out(rows, inputs, outputs, wanted):
-    packed = Packed(np.empty((inputs, outputs // 2), "int8"), "outputs", inputs, outputs, 128)
-    sizes = gpu_int4._sizes_of(rows, packed)
+    sizes = gpu_int4._sizes_of(rows, Packed(None, "outputs", inputs, outputs, 128))
     assert (sizes.width, sizes.times, sizes.steps) == wanted
 
 
