@@ -118,6 +118,10 @@ class Builder:
         """Return the smaller of two integers."""
         return self.ir.select(self.ir.icmp_signed("<", x, y), x, y)
 
+    def most(self, x: Any, y: Any) -> Any:
+        """Return the larger of two integers."""
+        return self.ir.select(self.ir.icmp_signed(">", x, y), x, y)
+
     def at(self, pointer: Any, *place: Any) -> Any:
         """Return the address of an element."""
         return self.ir.gep(pointer, [self.sum(*place)])

@@ -1,5 +1,6 @@
 """Products with weights of four bits on a CPU, as they are packed; see `packed_products`."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,28 @@ _SCALES, _ZEROS = ("float32", "bfloat16"), ("float32", "bfloat16", "int8")
 _MULTIPLES = {"outputs": (8, 32), "inputs": (16, 16), "turned": (32, 1)}
 """What the inputs of a group and the outputs divide by, to fill vectors of any processor."""
 
+_OF_HEAD = 128
+"""What the outputs of a head divide by: the numbers in a line of the cache."""
+
 
 def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     """Tell whether `product` is for so many rows, of any dtype."""
     of_group, of_outputs = _MULTIPLES[packed.pairs]
     return (
         rows <= _MOST_ROWS
-        and packed.heads == 1
         and packed.inputs % packed.group == 0
-        and packed.group % of_group == 0
+        and _at_a_time(packed) % of_group == 0
         and packed.outputs % of_outputs == 0
+        and (packed.heads == 1 or packed.head_dim % _OF_HEAD == packed.inputs % packed.heads == 0)
         and _has_known_groups(packed)
         and target.program_of() == "cpu"
         and calls.worth_one(packed.inputs * packed.outputs)
     )
+
+
+def _at_a_time(packed: Packed) -> int:
+    """Return how many inputs are multiplied before their sum is scaled: of one group and head."""
+    return math.gcd(packed.group, packed.inputs // packed.heads)
 
 
 def _has_known_groups(packed: Packed) -> bool:
@@ -54,18 +63,27 @@ def product(x: Any, packed: Packed) -> Any:
 
     from backbone_surgery.kernels.targets import packed_target
 
-    rows, pairs = len(x), packed.pairs
-    size = packed.inputs if packed.scale is None else packed.group
+    rows, pairs, heads = len(x), packed.pairs, packed.heads
+    size = packed.inputs if packed.scale is None else _at_a_time(packed)
     scale, zero = packed.scale, packed.zero
     if scale is None:
         shape = (packed.outputs, 1) if pairs == "turned" else (1, packed.outputs)
         scale, zero = jnp.ones(shape, "float32"), jnp.zeros(shape, "int8")
-    x = x.astype("float32")
-    of_x = x.reshape(rows, -1, size).sum(axis=2)
-    # The first input of each pair, then the second; else the rows next to each other.
-    x = x.reshape(rows, -1, 2).swapaxes(1, 2) if pairs == "turned" else x.T
-    made = jax.ShapeDtypeStruct((rows, packed.outputs), "float32")
+    # Of several heads a row of the matrix has inputs of its own for each `head_dim` outputs.
+    x = x.astype("float32").reshape(rows, -1, heads)
+    of_x = x.reshape(rows, -1, size, heads).sum(axis=2).transpose(2, 0, 1)
+    arrays = of_x, packed.numbers, scale, zero
     name = packed_target(pairs, scale.dtype.name, zero.dtype.name, rows)
-    call = jax.ffi.ffi_call(name, [made] if pairs == "turned" else [made, made])
-    y, *_ = call(x, of_x, packed.numbers, scale, zero, parts=np.int64(calls.count_parts()))
-    return y
+    parts = np.int64(calls.count_parts())
+    if pairs == "turned":  # the first input of each pair, then the second
+        x = x.reshape(rows, -1, 2).swapaxes(1, 2)
+        made = jax.ShapeDtypeStruct((rows, packed.outputs), "float32")
+        return jax.ffi.ffi_call(name, made)(x, *arrays, parts=parts)
+    matrices = packed.outputs // packed.head_dim
+    sums = jax.ShapeDtypeStruct((rows, packed.columns), "float32")
+    made = jax.ShapeDtypeStruct((matrices, *sums.shape), "float32")
+    y, _ = jax.ffi.ffi_call(name, [made, sums])(x.transpose(2, 1, 0), *arrays, parts=parts)
+    if heads == 1:
+        return y[0]
+    y = calls.added_up(y.reshape(matrices, rows, heads, -1).transpose(2, 1, 0, 3))
+    return y.reshape(rows, packed.outputs)

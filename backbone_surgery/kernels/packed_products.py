@@ -34,11 +34,13 @@ def write_columns(
 ) -> str:
     """Write a product by some columns of a matrix whose outputs lie next to each other.
 
-    `columns(x, of_x, w, scale, zero, y, sums, first, stop, size, groups, count)` takes the bytes
-    from `first` to `stop` of each row of w, [groups * size, count]. x is float32[inputs, m]; of_x
-    float32[m, groups], its sums; scale and zero [groups, outputs]; y float32[m, outputs]. sums is
-    room for as many as y, where those of some columns lie next to each other. `first` and `stop`
-    divide by the width.
+    `columns(x, of_x, w, scale, zero, y, sums, first, stop, size, groups, count, head, before,
+    shared)` takes the bytes from `first` to `stop` of each row of w, [groups * size, count]. Each
+    `head` bytes of a row have inputs of their own. x is float32[count / head, inputs, m]; of_x
+    float32[count / head, m, groups], its sums; y float32[m, outputs]. scale and zero have rows of
+    as many as y, of which the one of a group is `(before + group) / shared`. sums is room for as
+    many as y, where those of some columns lie next to each other. `first` and `stop` divide by the
+    width, and `head`, unless it is `count`, by `LINE`.
 
     Args:
         module: to add it to.
@@ -49,23 +51,28 @@ def write_columns(
         m: rows of x.
         depth: rows of w to take at once; `size` divides by it.
     """
-    b = Builder(module, "columns", _arguments(scale, zero, 5, POINTER), width)
-    *arrays, sums, first, stop, size, groups, count = b.function.args
+    b = Builder(module, "columns", _arguments(scale, zero, 8, POINTER), width)
+    *arrays, sums, first, stop, size, groups, count, head, before, shared = b.function.args
     own, each = _Arrays(scale, zero, *arrays), 2 if pairs == "outputs" else 1
-    c = _Columns(b, own, sums, (first, stop), groups, count, m, each, depth)
+    heads = b.ir.sdiv(first, head), b.ir.sdiv(b.sum(stop, head, -1), head)
+    inputs = b.product(groups, size, 3 - each)
+    c = _Columns(b, own, sums, (first, stop), heads, head, inputs, count, m, each, depth)
     with b.loop(0, m) as row:
         at = b.product(row, count, each)
         c.clear(own.y, b.sum(at, b.product(first, each)), b.sum(at, b.product(stop, each)))
     with b.loop(0, groups) as group:
         c.clear(c.sums, b.product(first, m * each), b.product(stop, m * each))
-        with b.loop(0, size, depth) as i, c.blocks() as (start, end, place):
+        with b.loop(0, size, depth) as i, c.blocks() as (h, start, end, place):
             k = b.sum(b.product(group, size), i)
             for row in range(depth):
                 b.prefetch(own.w, b.product(b.sum(k, depth + row), count), start)
             with b.loop(start, end, width) as j:
-                c.multiply(k, j, place)
-        with c.blocks() as (start, end, place), b.loop(0, m) as row, b.loop(start, end, width) as j:
-            c.finish(group, row, j, place)
+                c.multiply(h, k, j, place)
+        scaled = b.ir.sdiv(b.sum(before, group), shared)
+        with c.blocks() as (h, start, end, place), b.loop(0, m) as row:
+            of_group = b.scalar(own.of_x, b.product(b.sum(b.product(h, m), row), groups), group)
+            with b.loop(start, end, width) as j:
+                c.finish(of_group, scaled, row, j, place)
     b.ir.ret_void()
     return "columns"
 
@@ -73,11 +80,13 @@ def write_columns(
 class _Columns(NamedTuple):
     """Writes what `write_columns` consists of.
 
-    Below k is a row of w, j a byte of it, and `place` what `blocks` yields: it tells where the sum
-    for a row of x, a byte, and one of its outputs lies.
+    Below k is a row of w, j a byte of it, h the head that it is of, and `place` what `blocks`
+    yields: it tells where the sum for a row of x, a byte, and one of its outputs lies.
 
     Attributes are the arguments of the function that is written, those of `write_columns`, and:
         ends: the first byte of each row of w, and the one after the last.
+        heads: the head of the first byte, and the one after that of the last.
+        inputs: of a head.
         each: outputs of a byte; of a byte with one output there are two inputs.
     """
 
@@ -85,7 +94,9 @@ class _Columns(NamedTuple):
     arrays: _Arrays
     sums: Any
     ends: tuple[Any, Any]
-    groups: Any
+    heads: tuple[Any, Any]
+    head: Any
+    inputs: Any
     count: Any
     m: int
     each: int
@@ -97,48 +108,61 @@ class _Columns(NamedTuple):
             self.b.store(self.b.zeros, pointer, j)
 
     @contextlib.contextmanager
-    def blocks(self) -> Iterator[tuple[Any, Any, Callable[..., Any]]]:
-        """Go over the columns; yields where some begin and end, and where their sums lie."""
-        b, each = self.b, self.each
-        with b.loop(*self.ends, LINE) as start:
-            end = b.least(b.sum(start, LINE), self.ends[1])
-            length = b.ir.sub(end, start)
+    def blocks(self) -> Iterator[tuple[Any, Any, Any, Callable[..., Any]]]:
+        """Go over the columns of each head; yields it, where some begin and end, and `place`."""
+        b, each, (first, stop) = self.b, self.each, self.ends
+        with b.loop(*self.heads) as h:
+            begin = b.most(first, b.product(h, self.head))
+            with b.loop(begin, b.least(stop, b.product(b.sum(h, 1), self.head)), LINE) as start:
+                end = b.least(b.sum(start, LINE), stop)
+                length = b.ir.sub(end, start)
 
-            def place(row: Any, j: Any, half: int) -> Any:
-                own = b.product(b.sum(b.product(row, each), half), length)
-                return b.sum(b.product(start, self.m * each), own, b.ir.sub(j, start))
+                def place(row: Any, j: Any, half: int) -> Any:
+                    own = b.product(b.sum(b.product(row, each), half), length)
+                    return b.sum(b.product(start, self.m * each), own, b.ir.sub(j, start))
 
-            yield start, end, place
+                yield h, start, end, place
 
-    def multiply(self, k: Any, j: Any, place: Callable[..., Any]) -> None:
+    def multiply(self, h: Any, k: Any, j: Any, place: Callable[..., Any]) -> None:
         """Multiply all rows by some rows of w, from k on."""
         b, per, taken = self.b, 3 - self.each, range(self.depth)
         loaded = [b.load_pairs(self.arrays.w, b.product(b.sum(k, i), self.count), j) for i in taken]
+        x = b.at(self.arrays.x, b.product(h, self.inputs, self.m))
         with b.loop(0, self.m) as row:
             places = [place(row, j, half) for half in range(self.each)]
             totals = [b.load(self.sums, at) for at in places]
             for i, n in itertools.product(taken, range(per)):
-                at = b.sum(b.product(b.sum(b.product(b.sum(k, i), per), n), self.m), row)
-                factor = b.scalar(self.arrays.x, at)
+                at = b.product(b.sum(b.product(b.sum(k, i), per), n), self.m)
+                factor = b.scalar(x, at, row)
                 numbers = loaded[i] if per == 1 else loaded[i][n : n + 1]
                 both = zip(numbers, totals, strict=True)
                 totals = [b.add_product(factor, v, s) for v, s in both]
             for total, at in zip(totals, places, strict=True):
                 b.store(total, self.sums, at)
 
-    def finish(self, group: Any, row: Any, j: Any, place: Callable[..., Any]) -> None:
-        """Mend the sums of a group by what zero is, scale them, and add them to a row."""
+    def finish(
+        self, of_group: Any, scaled: Any, row: Any, j: Any, place: Callable[..., Any]
+    ) -> None:
+        """Mend the sums of a group by what zero is, scale them, and add them to a row.
+
+        Args:
+            of_group: the sum of its inputs.
+            scaled: which scales and zero points are its own.
+            row: of x.
+            j: see `_Columns`.
+            place: see `_Columns`.
+        """
         b, arrays = self.b, self.arrays
-        of_group = b.ir.fneg(b.scalar(arrays.of_x, b.product(row, self.groups), group))
+        lost = b.ir.fneg(of_group)
         found = [b.load(self.sums, place(row, j, half)) for half in range(self.each)]
         outputs = b.product(self.count, self.each)
         for n, vector in enumerate(b.interleaved(*found) if self.each == 2 else found):
             output = b.sum(b.product(j, self.each), n * b.width)
-            at, own = b.sum(b.product(group, outputs), output), b.product(row, outputs)
+            at, own = b.sum(b.product(scaled, outputs), output), b.product(row, outputs)
             zero_point = b.ir.fadd(
                 b.load_as_floats(arrays.zero, arrays.zeros, at), b.splat(_TOO_LARGE)
             )
-            mended = b.add_product(of_group, zero_point, vector)
+            mended = b.add_product(lost, zero_point, vector)
             factor, before = (
                 b.load_as_floats(arrays.scale, arrays.scales, at),
                 b.load(arrays.y, own, output),

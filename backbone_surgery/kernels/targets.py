@@ -130,10 +130,11 @@ def mix_target(dtype: str, heads: int, queries: int, size: int) -> str:
 
 
 def packed_target(pairs: str, scale: str, zero: str, rows: int) -> str:
-    """Register x by a matrix of four bits, to [rows, outputs], and room for as many sums.
+    """Register x by matrices of four bits, and room for sums of one.
 
     Its arguments are x, its sums over groups, the matrix, the scales and the zero points; see
-    `packed_products`.
+    `packed_products`. A matrix that is "turned" gives [rows, outputs], and needs no such room. Of
+    others several may follow each other, of as many rows each, and give [matrices, rows, outputs].
 
     Args:
         pairs: see `Packed`.
@@ -153,17 +154,35 @@ def packed_target(pairs: str, scale: str, zero: str, rows: int) -> str:
 
         def body(b: Builder, frame: Frame, part: Any) -> None:
             data = frame.arguments("float32", "int8", scale, zero, results=1 if of_rows else 2)
-            count, depth = (frame.dimension(2, axis) for axis in (0, 1))
-            if not of_rows:
-                count, depth = depth, count
-            groups = frame.dimension(1, 1)
-            own = _share(b, count, part, frame.parts, 2 if of_rows else LINE)
-            size = b.ir.sdiv(depth, groups)
-            b.ir.call(module.globals[kernel], [*data, *own, size, groups, count])
+            groups = frame.dimension(1, 2)
+            if of_rows:
+                count, depth = (frame.dimension(2, axis) for axis in (0, 1))
+                own = _share(b, count, part, frame.parts, 2)
+                size = b.ir.sdiv(depth, groups)
+                b.ir.call(module.globals[kernel], [*data, *own, size, groups, count])
+            else:
+                _write_matrices(b, frame, part, module.globals[kernel], data, groups, rows)
 
         return body
 
     return register(f"packed_{pairs}_{scale}_{zero}_{rows}", write)
+
+
+def _write_matrices(
+    b: Builder, frame: Frame, part: Any, kernel: Any, data: list[Any], groups: Any, rows: int
+) -> None:
+    """Multiply by some columns of all matrices of four bits that follow each other."""
+    x, of_x, w, scale, zero, y, sums = data
+    matrices, outputs = (frame.dimension(0, axis, of_result=True) for axis in (0, 2))
+    depth, count = (frame.dimension(2, axis) for axis in (0, 1))
+    depth, head = b.ir.sdiv(depth, matrices), b.ir.sdiv(count, frame.dimension(0, 0))
+    shared = b.ir.sdiv(b.product(groups, matrices), frame.dimension(3, 0))
+    own = _share(b, count, part, frame.parts, LINE)
+    with b.loop(0, matrices) as i:
+        of_matrix = x, of_x, b.at(w, b.product(i, depth, count)), scale, zero
+        out = b.at(y, b.product(i, rows, outputs)), sums
+        sizes = b.ir.sdiv(depth, groups), groups, count, head, b.product(i, groups), shared
+        b.ir.call(kernel, [*of_matrix, *out, *own, *sizes])
 
 
 def _share(b: Builder, total: Any, part: Any, parts: Any, multiple: int = 1) -> tuple[Any, Any]:
