@@ -18,7 +18,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.kernels import gpu_attention, gpu_int4, tpu_int4
 from backbone_surgery.weights.paths import variable_paths
 from tests.helpers import relative
-from tests.meshes.on_devices import make_divisible, on, prompts
+from tests.meshes.on_devices import OPTIONS, make_divisible, on, prompts
 from tests.meshes.on_layouts import greedy, ids
 
 
@@ -50,6 +50,9 @@ def check_int4():
             np.testing.assert_array_equal(ids(lm, 3), wanted, err_msg=name)
         assert calls.called
         check_shares(lm.backbone, block)
+        engine = bs.Engine(lm, rows=4, length=48, prefill_chunk=8, chunk_size=4)
+        for text, row in zip(engine.generate(prompts(3), **OPTIONS), wanted, strict=True):
+            np.testing.assert_array_equal(text, row[: len(text)], err_msg=name)
 
 
 def check_shares(backbone, block):
