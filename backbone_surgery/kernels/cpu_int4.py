@@ -10,7 +10,7 @@ from backbone_surgery.kernels import calls
 from backbone_surgery.kernels.packed import Packed
 
 _MOST_ROWS = 4
-"""With more rows XLA's products with what it unpacks take no longer. See docs/performance.md."""
+"""With more rows XLA's products with what it unpacks take as long. See docs/performance.md."""
 
 _SCALES, _ZEROS = ("float32", "bfloat16"), ("float32", "bfloat16", "int8")
 
@@ -26,10 +26,9 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
     of_group, of_outputs = _MULTIPLES[packed.pairs]
     return (
         rows <= _MOST_ROWS
-        and packed.inputs % packed.group == 0
         and _at_a_time(packed) % of_group == 0
         and packed.outputs % of_outputs == 0
-        and (packed.heads == 1 or packed.head_dim % _OF_HEAD == packed.inputs % packed.heads == 0)
+        and (packed.heads == 1 or _has_known_heads(packed))
         and _has_known_groups(packed)
         and target.program_of() == "cpu"
         and calls.worth_one(packed.inputs * packed.outputs)
@@ -38,14 +37,20 @@ def takes(rows: int, packed: Packed, dtype: Any) -> bool:
 
 def _at_a_time(packed: Packed) -> int:
     """Return how many inputs are multiplied before their sum is scaled: of one group and head."""
-    return math.gcd(packed.group, packed.inputs // packed.heads)
+    inputs = packed.inputs // packed.heads
+    return inputs if packed.scale is None else math.gcd(packed.group, inputs)
+
+
+def _has_known_heads(packed: Packed) -> bool:
+    is_even = packed.head_dim % _OF_HEAD == packed.inputs % packed.heads == 0
+    return is_even and packed.pairs == "outputs" and packed.scale is not None
 
 
 def _has_known_groups(packed: Packed) -> bool:
     if packed.scale is None:
         return True
     scale, zero = (str(x.dtype) for x in (packed.scale, packed.zero))
-    return scale in _SCALES and zero in _ZEROS
+    return packed.inputs % packed.group == 0 and scale in _SCALES and zero in _ZEROS
 
 
 def product(x: Any, packed: Packed) -> Any:
@@ -64,14 +69,13 @@ def product(x: Any, packed: Packed) -> Any:
     from backbone_surgery.kernels.targets import packed_target
 
     rows, pairs, heads = len(x), packed.pairs, packed.heads
-    size = packed.inputs if packed.scale is None else _at_a_time(packed)
     scale, zero = packed.scale, packed.zero
     if scale is None:
         shape = (packed.outputs, 1) if pairs == "turned" else (1, packed.outputs)
         scale, zero = jnp.ones(shape, "float32"), jnp.zeros(shape, "int8")
-    # Of several heads a row of the matrix has inputs of its own for each `head_dim` outputs.
+    # A row of a matrix with heads is multiplied by other inputs after each `head_dim` outputs.
     x = x.astype("float32").reshape(rows, -1, heads)
-    of_x = x.reshape(rows, -1, size, heads).sum(axis=2).transpose(2, 0, 1)
+    of_x = x.reshape(rows, -1, _at_a_time(packed), heads).sum(axis=2).transpose(2, 0, 1)
     arrays = of_x, packed.numbers, scale, zero
     name = packed_target(pairs, scale.dtype.name, zero.dtype.name, rows)
     parts = np.int64(calls.count_parts())

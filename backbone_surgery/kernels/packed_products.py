@@ -34,13 +34,14 @@ def write_columns(
 ) -> str:
     """Write a product by some columns of a matrix whose outputs lie next to each other.
 
-    `columns(x, of_x, w, scale, zero, y, sums, first, stop, size, groups, count, head, before,
+    `columns(x, of_x, w, scale, zero, y, sums, first, stop, size, groups, count, stretch, before,
     shared)` takes the bytes from `first` to `stop` of each row of w, [groups * size, count]. Each
-    `head` bytes of a row have inputs of their own. x is float32[count / head, inputs, m]; of_x
-    float32[count / head, m, groups], its sums; y float32[m, outputs]. scale and zero have rows of
-    as many as y, of which the one of a group is `(before + group) / shared`. sums is room for as
-    many as y, where those of some columns lie next to each other. `first` and `stop` divide by the
-    width, and `head`, unless it is `count`, by `LINE`.
+    stretch of a row, of `stretch` bytes, has inputs of its own. x is float32[stretches, inputs, m];
+    of_x float32[stretches, m, groups], its sums; y float32[m, outputs]. `shared` groups have a
+    scale and a zero point for each output, counted from `before` groups ahead of the first: scale
+    and zero are [all groups / shared, outputs]. sums is room for as many as y, where those of some
+    columns lie next to each other. `first` and `stop` divide by the width, and `stretch`, unless it
+    is `count`, by `LINE`.
 
     Args:
         module: to add it to.
@@ -52,25 +53,25 @@ def write_columns(
         depth: rows of w to take at once; `size` divides by it.
     """
     b = Builder(module, "columns", _arguments(scale, zero, 8, POINTER), width)
-    *arrays, sums, first, stop, size, groups, count, head, before, shared = b.function.args
+    *arrays, sums, first, stop, size, groups, count, stretch, before, shared = b.function.args
     own, each = _Arrays(scale, zero, *arrays), 2 if pairs == "outputs" else 1
-    heads = b.ir.sdiv(first, head), b.ir.sdiv(b.sum(stop, head, -1), head)
+    stretches = b.ir.sdiv(first, stretch), b.ir.sdiv(b.sum(stop, stretch, -1), stretch)
     inputs = b.product(groups, size, 3 - each)
-    c = _Columns(b, own, sums, (first, stop), heads, head, inputs, count, m, each, depth)
+    c = _Columns(b, own, sums, (first, stop), stretches, stretch, inputs, count, m, each, depth)
     with b.loop(0, m) as row:
         at = b.product(row, count, each)
         c.clear(own.y, b.sum(at, b.product(first, each)), b.sum(at, b.product(stop, each)))
     with b.loop(0, groups) as group:
         c.clear(c.sums, b.product(first, m * each), b.product(stop, m * each))
-        with b.loop(0, size, depth) as i, c.blocks() as (h, start, end, place):
+        with b.loop(0, size, depth) as i, c.blocks() as (s, start, end, place):
             k = b.sum(b.product(group, size), i)
             for row in range(depth):
                 b.prefetch(own.w, b.product(b.sum(k, depth + row), count), start)
             with b.loop(start, end, width) as j:
-                c.multiply(h, k, j, place)
+                c.multiply(s, k, j, place)
         scaled = b.ir.sdiv(b.sum(before, group), shared)
-        with c.blocks() as (h, start, end, place), b.loop(0, m) as row:
-            of_group = b.scalar(own.of_x, b.product(b.sum(b.product(h, m), row), groups), group)
+        with c.blocks() as (s, start, end, place), b.loop(0, m) as row:
+            of_group = b.scalar(own.of_x, b.product(b.sum(b.product(s, m), row), groups), group)
             with b.loop(start, end, width) as j:
                 c.finish(of_group, scaled, row, j, place)
     b.ir.ret_void()
@@ -80,13 +81,13 @@ def write_columns(
 class _Columns(NamedTuple):
     """Writes what `write_columns` consists of.
 
-    Below k is a row of w, j a byte of it, h the head that it is of, and `place` what `blocks`
+    Below k is a row of w, j a byte of it, s the stretch that it is of, and `place` what `blocks`
     yields: it tells where the sum for a row of x, a byte, and one of its outputs lies.
 
     Attributes are the arguments of the function that is written, those of `write_columns`, and:
         ends: the first byte of each row of w, and the one after the last.
-        heads: the head of the first byte, and the one after that of the last.
-        inputs: of a head.
+        stretches: that of the first byte, and the one after that of the last.
+        inputs: of a stretch.
         each: outputs of a byte; of a byte with one output there are two inputs.
     """
 
@@ -94,8 +95,8 @@ class _Columns(NamedTuple):
     arrays: _Arrays
     sums: Any
     ends: tuple[Any, Any]
-    heads: tuple[Any, Any]
-    head: Any
+    stretches: tuple[Any, Any]
+    stretch: Any
     inputs: Any
     count: Any
     m: int
@@ -109,11 +110,11 @@ class _Columns(NamedTuple):
 
     @contextlib.contextmanager
     def blocks(self) -> Iterator[tuple[Any, Any, Any, Callable[..., Any]]]:
-        """Go over the columns of each head; yields it, where some begin and end, and `place`."""
+        """Go over each stretch; yields it, where some of its columns begin and end, and `place`."""
         b, each, (first, stop) = self.b, self.each, self.ends
-        with b.loop(*self.heads) as h:
-            begin = b.most(first, b.product(h, self.head))
-            with b.loop(begin, b.least(stop, b.product(b.sum(h, 1), self.head)), LINE) as start:
+        with b.loop(*self.stretches) as s:
+            begin = b.most(first, b.product(s, self.stretch))
+            with b.loop(begin, b.least(stop, b.product(b.sum(s, 1), self.stretch)), LINE) as start:
                 end = b.least(b.sum(start, LINE), stop)
                 length = b.ir.sub(end, start)
 
@@ -121,13 +122,13 @@ class _Columns(NamedTuple):
                     own = b.product(b.sum(b.product(row, each), half), length)
                     return b.sum(b.product(start, self.m * each), own, b.ir.sub(j, start))
 
-                yield h, start, end, place
+                yield s, start, end, place
 
-    def multiply(self, h: Any, k: Any, j: Any, place: Callable[..., Any]) -> None:
+    def multiply(self, s: Any, k: Any, j: Any, place: Callable[..., Any]) -> None:
         """Multiply all rows by some rows of w, from k on."""
         b, per, taken = self.b, 3 - self.each, range(self.depth)
         loaded = [b.load_pairs(self.arrays.w, b.product(b.sum(k, i), self.count), j) for i in taken]
-        x = b.at(self.arrays.x, b.product(h, self.inputs, self.m))
+        x = b.at(self.arrays.x, b.product(s, self.inputs, self.m))
         with b.loop(0, self.m) as row:
             places = [place(row, j, half) for half in range(self.each)]
             totals = [b.load(self.sums, at) for at in places]

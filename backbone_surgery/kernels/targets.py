@@ -175,13 +175,13 @@ def _write_matrices(
     x, of_x, w, scale, zero, y, sums = data
     matrices, outputs = (frame.dimension(0, axis, of_result=True) for axis in (0, 2))
     depth, count = (frame.dimension(2, axis) for axis in (0, 1))
-    depth, head = b.ir.sdiv(depth, matrices), b.ir.sdiv(count, frame.dimension(0, 0))
+    depth, stretch = b.ir.sdiv(depth, matrices), b.ir.sdiv(count, frame.dimension(0, 0))
     shared = b.ir.sdiv(b.product(groups, matrices), frame.dimension(3, 0))
     own = _share(b, count, part, frame.parts, LINE)
     with b.loop(0, matrices) as i:
         of_matrix = x, of_x, b.at(w, b.product(i, depth, count)), scale, zero
         out = b.at(y, b.product(i, rows, outputs)), sums
-        sizes = b.ir.sdiv(depth, groups), groups, count, head, b.product(i, groups), shared
+        sizes = b.ir.sdiv(depth, groups), groups, count, stretch, b.product(i, groups), shared
         b.ir.call(kernel, [*of_matrix, *out, *own, *sizes])
 
 

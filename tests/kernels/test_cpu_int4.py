@@ -77,6 +77,12 @@ def test_what_they_are_for(everywhere, rng):
     wide, _ = pack(rng, "outputs", 96, 512, 32, "bfloat16")
     for heads, taken in ((2, True), (4, True), (6, False), (8, False), (5, False)):
         assert cpu_int4.takes(4, wide._replace(heads=heads), "bfloat16") == taken, heads
+    assert not cpu_int4.takes(4, wide._replace(heads=2, scale=None, zero=None), "bfloat16")
+    below, _ = pack(rng, "inputs", 128, 512, 32, "bfloat16")
+    assert cpu_int4.takes(4, below, "bfloat16")
+    assert not cpu_int4.takes(4, below._replace(heads=2), "bfloat16")
+    whole, _ = pack(rng, "outputs", 160, 160, None, "bfloat16")
+    assert cpu_int4.takes(4, whole._replace(group=128), "bfloat16")
     halves = packed._replace(scale=packed.scale.astype("float16"))
     assert not cpu_int4.takes(4, halves, "bfloat16")
     with target.made_for("gpu"):
