@@ -124,9 +124,9 @@ def _read_prompts(prompts: Sequence[str]) -> list[str]:
     listed: list[str] = []
     for prompt in prompts:
         is_file = prompt.endswith(".txt")
-        lines = read_text(Path(prompt), "sweep").splitlines() if is_file else [prompt]
-        found = [line for line in lines if line.strip()]
-        if is_file and not found:
+        lines = read_text(Path(prompt), "sweep").split("\n") if is_file else [prompt]
+        found = [line for line in lines if line.strip()] if is_file else lines
+        if not found:
             raise SurgeryError(
                 f"sweep at '{prompt}': expected a prompt on each line. Received a file without "
                 "any. Add some, or leave it out."

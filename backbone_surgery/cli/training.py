@@ -62,7 +62,7 @@ def train_vector(
 def _read_pairs(path: Path) -> list[tuple[str, str]]:
     """Read contrast pairs from a file of JSON lines."""
     pairs = []
-    for number, line in enumerate(read_text(path, "train-vector").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "train-vector").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,7 +231,12 @@ def _lines(file: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
 def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
     """Read the object that a line holds."""
     try:
-        value = json.loads(line.rstrip(), parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(
+            line.rstrip(),
+            parse_constant=_refuse,
+            parse_float=_finite,
+            object_pairs_hook=_without_repeats,
+        )
         if not isinstance(value, dict):
             raise ValueError(f"a value of type {type(value).__name__}")
     except (ValueError, RecursionError) as error:
@@ -240,6 +246,15 @@ def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
             f"{shown(line.rstrip())} ({reason}). Correct the line, or leave it out."
         ) from error
     return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; of two values of one name the first would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {shown(name)} {times} times")
+    return made
 
 
 def _finite(text: str) -> float:

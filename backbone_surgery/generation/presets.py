@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation import chat
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.quantizing import check_saves
@@ -38,13 +38,27 @@ def load_edited(
             f"from_preset at '{preset}': expected `load_weights=True`, since the folder holds "
             "an edit of these very weights. Received False. Load the base with KerasHub."
         )
-    if recipe is not None and kwargs.get("dtype") is None:
-        kwargs["dtype"] = dtypes_of_layers(preset) or read_document(recipe)["base"]["dtype"]
+    if recipe is not None:
+        own = dtypes_of_layers(preset) or read_document(recipe)["base"]["dtype"]
+        kwargs["dtype"] = _same_dtype(preset, own, kwargs.get("dtype"))
     backbone, preprocessor = load_preset(preset, load_weights, **kwargs)
     if recipe is not None:
         backbone = load_recipe(recipe, backbone)
     chat.load_chat(preprocessor, preset_path(preset))
     return backbone, preprocessor
+
+
+def _same_dtype(preset: str, own: Any, wanted: Any) -> Any:
+    """Return the dtype that an edit was made in; refuse another one that is asked for."""
+    if wanted is None:
+        return own
+    if isinstance(own, str) and getattr(wanted, "name", wanted) != own:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected {own}, the dtype that its edit was made in. "
+            f"Received dtype {shown(wanted)}. Leave `dtype` out, or load the base by "
+            "`keras_hub.models.Backbone.from_preset`, and edit that."
+        )
+    return wanted
 
 
 class Presets:

@@ -83,7 +83,7 @@ def score(
         if prompt_lengths is None:
             lengths = np.asarray(mask, "int32").sum(axis=1)
         else:
-            lengths = _read_lengths(prompt_lengths, *ids.shape)
+            lengths = _read_lengths(prompt_lengths, np.asarray(mask, "int32").sum(axis=1))
         values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
     with setting({_intercept: layer_intercept_fn}):
         hidden_states = model({**values, "token_ids": ids, "padding_mask": mask})
@@ -170,13 +170,14 @@ def _read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
     return ids
 
 
-def _read_lengths(value: Any, batch: int, time: int) -> np.ndarray:
-    """Read how many tokens of each row are its prompt: int32[batch]."""
-    lengths = read_int32(value, 0, time)
-    if lengths is None or lengths.shape not in ((), (batch,)):
+def _read_lengths(value: Any, tokens: np.ndarray) -> np.ndarray:
+    """Read how many tokens of each row, which has `tokens`, are its prompt: int32[batch]."""
+    lengths, batch = read_int32(value, 0), len(tokens)
+    if lengths is None or lengths.shape not in ((), (batch,)) or (lengths > tokens).any():
         raise SurgeryError(
-            f"score at 'prompt_lengths': expected an int from 0 to {time}, or int[{batch}], one "
-            f"for each row. Received {shown(value)}. Pass how many tokens the prompts have."
+            f"score at 'prompt_lengths': expected an int, or int[{batch}], one for each row, of at "
+            f"most as many tokens as the rows have: {shown(tokens.tolist())}. Received "
+            f"{shown(value)}. Pass how many tokens the prompts have."
         )
     return np.broadcast_to(lengths, batch)
 

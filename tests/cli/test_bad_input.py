@@ -49,7 +49,6 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*SWEEP, "--words", "a", "--plot", "missing/x.png"], "a folder that exists"),
         ([*SWEEP, "--words", "a", "--plot", "x"], "ends in one of .png"),
         ([*SWEEP, "--batch-size", "0"], "--batch-size"),
-        (["sweep", "", "--vector", "mood"], "at least one prompt"),
         (
             ["sweep", "missing.txt", "--vector", "mood"],
             "'missing.txt': expected a text file in UTF-8. Received none",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.cli import steering
 from backbone_surgery.cli.loading import load
 from tests.cli.conftest import PROMPT
 
@@ -120,6 +121,13 @@ def test_sweep_counts_words_and_plots(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "4 texts" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_takes_empty_prompts_and_whole_lines(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("One\u2028prompt\x0chere\r\n\nanother\n".encode())
+    wanted = ["One\u2028prompt\x0chere", "another", ""]
+    assert steering._read_prompts([str(prompts), ""]) == wanted
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def test_damaged_files_are_refused(lm, tmp_path):
         (b"[" * 100_000, "recursion"),
         (b'{"prompt": [1], "x": [1e400]}', "1e400, which is no finite number"),
         (b'{"prompt": [1], "x": -1e999}', "-1e999, which is no finite number"),
+        (b'{"prompt": [1], "x": {"y": 1, "y": 2}}', "the name 'y' 2 times"),
         (b'{"prompt": [1], "x": NaN}', "NaN, which is no finite number"),
         (b'{"prompt": [1], "x": -Infinity}', "-Infinity, which is no finite number"),
     ],

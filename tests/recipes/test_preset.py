@@ -88,8 +88,10 @@ def test_a_recipe_of_a_quantised_model_and_of_its_folder(tmp_path, no_collecting
 def test_what_a_preset_is_loaded_with_must_fit_its_edit(preset):
     with pytest.raises(bs.SurgeryError, match="expected `load_weights=True`"):
         bs.CachedCausalLM.from_preset(str(preset), load_weights=False)
-    with pytest.raises(bs.RecipeError, match=r"with dtype float32\. Received bfloat16"):
+    with pytest.raises(bs.SurgeryError, match=r"expected float32, the dtype .* dtype 'bfloat16'"):
         bs.CachedCausalLM.from_preset(str(preset), dtype="bfloat16")
+    policy = keras.DTypePolicy("float32")
+    assert bs.CachedCausalLM.from_preset(str(preset), dtype=policy).opened.rewrites
 
 
 @pytest.mark.slow
