@@ -83,7 +83,7 @@ def score(
         if prompt_lengths is None:
             lengths = np.asarray(mask, "int32").sum(axis=1)
         else:
-            lengths = _read_lengths(prompt_lengths, np.asarray(mask, "int32").sum(axis=1))
+            lengths = _read_lengths(prompt_lengths, _most_tokens(padding_mask, *ids.shape))
         values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
     with setting({_intercept: layer_intercept_fn}):
         hidden_states = model({**values, "token_ids": ids, "padding_mask": mask})
@@ -168,6 +168,12 @@ def _read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
             f"{shown(value)}. Pass what `generate` returned, say."
         )
     return ids
+
+
+def _most_tokens(padding_mask: Any, batch: int, time: int) -> np.ndarray:
+    """Return how many tokens each row has: all, where there is no mask or JAX traces it."""
+    mask = None if padding_mask is None else read_mask(padding_mask)
+    return np.full(batch, time) if mask is None else mask.sum(axis=1)
 
 
 def _read_lengths(value: Any, tokens: np.ndarray) -> np.ndarray:
