@@ -123,9 +123,11 @@ def _read_prompts(prompts: Sequence[str]) -> list[str]:
     """Return the prompts, with the lines of .txt files in place of these."""
     listed: list[str] = []
     for prompt in prompts:
-        is_file = prompt.endswith(".txt")
-        lines = read_text(Path(prompt), "sweep").split("\n") if is_file else [prompt]
-        found = [line for line in lines if line.strip()] if is_file else lines
+        if not prompt.endswith(".txt"):
+            listed.append(prompt)
+            continue
+        lines = read_text(Path(prompt), "sweep").split("\n")
+        found = [line for line in lines if line.strip()]
         if not found:
             raise SurgeryError(
                 f"sweep at '{prompt}': expected a prompt on each line. Received a file without "

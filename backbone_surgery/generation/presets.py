@@ -52,7 +52,8 @@ def _same_dtype(preset: str, own: Any, wanted: Any) -> Any:
     """Return the dtype that an edit was made in; refuse another one that is asked for."""
     if wanted is None:
         return own
-    if isinstance(own, str) and getattr(wanted, "name", wanted) != own:
+    name = wanted if isinstance(wanted, str) else getattr(wanted, "name", own)
+    if isinstance(own, str) and name != own:
         raise SurgeryError(
             f"from_preset at '{preset}': expected {own}, the dtype that its edit was made in. "
             f"Received dtype {shown(wanted)}. Leave `dtype` out, or load the base by "
@@ -89,8 +90,8 @@ class Presets:
             trust: names of layers that the edit put in, to use without a probe; see `rewire`. An
                 edit on disk never brings such a promise along.
             precision: see the class.
-            **kwargs: such as `dtype`, for the backbone. By default an edited model gets the dtype
-                that it was edited in.
+            **kwargs: such as `dtype`, for the backbone. An edited model gets the dtype that it was
+                edited in, and no other.
 
         Raises:
             SurgeryError: there is no such folder, or its edit does not fit what was asked for.

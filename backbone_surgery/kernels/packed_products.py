@@ -72,8 +72,9 @@ def write_columns(
         scaled = b.ir.sdiv(b.sum(before, group), shared)
         with c.blocks() as (s, start, end, place), b.loop(0, m) as row:
             of_group = b.scalar(own.of_x, b.product(b.sum(b.product(s, m), row), groups), group)
+            lost = b.ir.fneg(of_group)
             with b.loop(start, end, width) as j:
-                c.finish(of_group, scaled, row, j, place)
+                c.finish(lost, scaled, row, j, place)
     b.ir.ret_void()
     return "columns"
 
@@ -137,24 +138,21 @@ class _Columns(NamedTuple):
                 factor = b.scalar(x, at, row)
                 numbers = loaded[i] if per == 1 else loaded[i][n : n + 1]
                 both = zip(numbers, totals, strict=True)
-                totals = [b.add_product(factor, v, s) for v, s in both]
+                totals = [b.add_product(factor, vector, total) for vector, total in both]
             for total, at in zip(totals, places, strict=True):
                 b.store(total, self.sums, at)
 
-    def finish(
-        self, of_group: Any, scaled: Any, row: Any, j: Any, place: Callable[..., Any]
-    ) -> None:
+    def finish(self, lost: Any, scaled: Any, row: Any, j: Any, place: Callable[..., Any]) -> None:
         """Mend the sums of a group by what zero is, scale them, and add them to a row.
 
         Args:
-            of_group: the sum of its inputs.
+            lost: the sum of its inputs, with the other sign.
             scaled: which scales and zero points are its own.
             row: of x.
             j: see `_Columns`.
             place: see `_Columns`.
         """
         b, arrays = self.b, self.arrays
-        lost = b.ir.fneg(of_group)
         found = [b.load(self.sums, place(row, j, half)) for half in range(self.each)]
         outputs = b.product(self.count, self.each)
         for n, vector in enumerate(b.interleaved(*found) if self.each == 2 else found):
@@ -164,10 +162,8 @@ class _Columns(NamedTuple):
                 b.load_as_floats(arrays.zero, arrays.zeros, at), b.splat(_TOO_LARGE)
             )
             mended = b.add_product(lost, zero_point, vector)
-            factor, before = (
-                b.load_as_floats(arrays.scale, arrays.scales, at),
-                b.load(arrays.y, own, output),
-            )
+            factor = b.load_as_floats(arrays.scale, arrays.scales, at)
+            before = b.load(arrays.y, own, output)
             b.store(b.add_product(mended, factor, before), arrays.y, own, output)
 
 

@@ -178,10 +178,7 @@ def test_gradients_of_the_embeddings(backbone, ids):
             "'prompt_lengths': .* as the rows have: .2.+ Received 3",
         ),
         ({"prompt_lengths": -1}, "'prompt_lengths': expected an int"),
-        (
-            {"prompt_lengths": [1, 2]},
-            r"'prompt_lengths': .* int\[1\], one for each row, .*",
-        ),
+        ({"prompt_lengths": [1, 2]}, r"'prompt_lengths': .* int\[1\], one for each row"),
         ({"prompt_lengths": 1.5}, "'prompt_lengths': expected an int"),
         ({"prompt_lengths": "all"}, "'prompt_lengths': expected an int"),
         ({"controls": {"moot": [[1.0]]}}, "score at control 'moot': expected a control of this"),

@@ -52,6 +52,7 @@ def check_int4():
         check_shares(lm.backbone, block)
         engine = bs.Engine(lm, rows=4, length=48, prefill_chunk=8, chunk_size=4)
         for text, row in zip(engine.generate(prompts(3), **OPTIONS), wanted, strict=True):
+            assert len(text) > OPTIONS["max_new_tokens"]
             np.testing.assert_array_equal(text, row[: len(text)], err_msg=name)
 
 
