@@ -7,12 +7,12 @@ not each axis of a kernel is one of the matrix, and devices share whole groups.
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.opening.int4 import kernel_shape
 from backbone_surgery.opening.placement import placement_of
 
@@ -70,29 +70,59 @@ def _axes_read(layer: keras.Layer) -> list[int]:
 
 
 @contextlib.contextmanager
-def laid_out(owner: keras.Model, mode: str, config: Any) -> Iterator[None]:
+def laid_out(
+    owner: keras.Model, chosen: Iterable[keras.Layer], mode: str, config: Any
+) -> Iterator[None]:
     """Have the arrays made inside of weights that lie on a mesh lie as these do.
+
+    What GPTQ and AWQ pack is whole on each device. For int8 and int4 Keras needs weights as NumPy
+    arrays: where processes hold a mesh together, each has them in the memory of its host meanwhile.
 
     Args:
         owner: of the weights.
-        mode: to which they are quantised inside. What is not int8 or int4 is left to Keras.
+        chosen: layers that are quantised inside.
+        mode: to which they are quantised inside.
         config: of that; `None` for Keras's.
     """
     placement = placement_of(owner.variables)
-    if placement is None or mode not in ("int8", "int4"):
+    if placement is None:
         yield
         return
     sizes, devices = placement.mesh.shape, placement.mesh.devices.ravel()
     mesh = keras.distribution.DeviceMesh(tuple(sizes.values()), [*sizes], devices)
     layout = keras.distribution.LayoutMap(mesh)
     config = config or keras.quantizers.Int4QuantizationConfig()
-    for layer in graph.layers_within(owner):
-        for variable in graph.own_weights(layer):
-            for name, axes in _axes_made(layer, variable, mode, config, sizes).items():
-                path = variable.path.removesuffix(variable.name) + name
-                layout[re.escape(path)] = keras.distribution.TensorLayout(axes, mesh)
-    with keras.distribution.ModelParallel(layout_map=layout).scope():
+    layers = chosen if mode in ("int8", "int4") else ()
+    weights = [(x, v) for x in layers for v in graph.own_weights(x) if v.name in PACKED]
+    for layer, variable in weights:
+        for name, axes in _axes_made(layer, variable, mode, config, sizes).items():
+            path = variable.path.removesuffix(variable.name) + name
+            layout[re.escape(path)] = keras.distribution.TensorLayout(axes, mesh)
+    with (
+        keras.distribution.ModelParallel(layout_map=layout).scope(),
+        _whole([v for _, v in weights]) if hosts.span(owner) else contextlib.nullcontext(),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def _whole(variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Have weights that lie in parts on several hosts lie whole in the memory of each of them."""
+    import jax
+
+    laid = {}
+    with hosts.host_memory(True):
+        for variable in variables:
+            sharding, value = graph.array_of(variable).sharding, hosts.to_numpy(variable)
+            graph.put_array(variable, keras.ops.convert_to_tensor(value))
+            laid[variable.path] = (variable, graph.array_of(variable), sharding)
+        try:
+            yield
+        except BaseException:
+            for variable, array, sharding in laid.values():
+                if graph.array_of(variable) is array:
+                    graph.put_array(variable, jax.device_put(array, sharding))
+            raise
 
 
 def _axes_made(
@@ -101,7 +131,7 @@ def _axes_made(
     """Return for each array that is made of a weight the axes of the mesh, if any share it."""
     name, sharding = variable.name, getattr(graph.array_of(variable), "sharding", None)
     spec = tuple(getattr(sharding, "spec", ()))
-    if name not in PACKED or not any(spec):
+    if not any(spec):
         return {}
     if mode == "int8":
         return {name: spec}

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.packed_axes import laid_out
 
@@ -40,22 +40,23 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
             f"quantize at '{owner.name}': expected one of {', '.join(MODES)}. Received "
             f"{shown(chosen)}, which leaves tables in float and can't be saved. Pass one of these."
         )
-    _check_layers(owner, chosen, kwargs.get("filters"))
-    if getattr(config, "quantization_layer_structure", owner) is not None:
-        with graph.calibrating(), laid_out(owner, chosen, config):
-            owner.quantize(mode, config=config, **kwargs)
-        return
-    config = copy.copy(config)
-    config.quantization_layer_structure = _structure(owner, config.mode)
+    layers = _able(owner, chosen, kwargs.get("filters"))
+    if chosen in CALIBRATED:
+        hosts.refuse(owner, f"quantize to {chosen}", "Quantise there, and save a recipe.")
+    is_named = getattr(config, "quantization_layer_structure", owner) is not None
+    if not is_named:
+        config = copy.copy(config)
+        config.quantization_layer_structure = _structure(owner, config.mode)
     try:
-        with graph.calibrating():
+        with graph.calibrating(), laid_out(owner, layers, chosen, config):
             owner.quantize(mode, config=config, **kwargs)
     finally:
-        config.quantization_layer_structure = None  # the layers keep this config
+        if not is_named:
+            config.quantization_layer_structure = None  # the layers keep this config
 
 
-def _check_layers(owner: keras.Model, mode: str | None, filters: Any) -> None:
-    """Refuse layers that Keras would stop at, with those before them quantised."""
+def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Layer]:
+    """Return the layers that are quantised; refuse those that Keras would stop at midway."""
     try:
         layers = [x for x in graph.layers_within(owner) if graph.is_chosen(x, filters)]
     except (TypeError, re.error) as error:
@@ -88,6 +89,7 @@ def _check_layers(owner: keras.Model, mode: str | None, filters: Any) -> None:
             f"gptq. Received some in {halves[0]}. Load the model in float32 or mixed_{halves[0]}, "
             "or take awq."
         )
+    return able
 
 
 def check_lora(owner: keras.Model, operation: str) -> None:

@@ -87,17 +87,37 @@ def _keeping_values(model: Any) -> Iterator[None]:
             is_lost = graph.array_of(variable) is None and value is not None
             if is_lost and not value.is_deleted():
                 graph.put_array(variable, value)
-        if str(error).startswith("Argument `optimizer_variables` must be"):  # of Keras
-            raise SurgeryError(
-                f"fit of '{model.name}': expected an optimizer for the variables that learn now. "
-                "Received one that began with others, before `enable_lora`, `quantize` or "
-                "`trainable` changed which learn. Call `compile` again."
-            ) from error
-        if type(error).__name__ == "IndivisibleError":  # of JAX, which does not make it public
-            reason = str(error).rpartition("implies that ")[2][:200]
-            raise SurgeryError(
-                f"fit, evaluate or predict of '{model.name}': expected batches, the last one "
-                "included, whose texts the devices of the mesh can share evenly. Received another "
-                f"({reason}). Choose `batch_size` and the number of texts so."
-            ) from error
+        words = _in_words(error)
+        if words is not None:
+            raise SurgeryError(f"fit, evaluate or predict of '{model.name}': {words}") from error
         raise
+
+
+def _in_words(error: BaseException) -> str | None:
+    """Return what went wrong in a step of Keras or JAX, where what they say is hard to act on."""
+    said = str(error)
+    if said.startswith("Argument `optimizer_variables` must be"):
+        return (
+            "expected an optimizer for the variables that learn now. Received one that began with "
+            "others, before `enable_lora`, `quantize` or `trainable` changed which learn. Call "
+            "`compile` again."
+        )
+    if type(error).__name__ == "IndivisibleError":  # of JAX, which does not make it public
+        reason = said.rpartition("implies that ")[2][:200]
+        return (
+            "expected batches, the last one included, whose texts the devices of the mesh can "
+            f"share evenly. Received another ({reason}). Choose `batch_size` and the number of "
+            "texts so."
+        )
+    if said.startswith(("The batch size of the input dataset", "When using a multi-worker")):
+        return (
+            "expected a `tf.data.Dataset` with batches of one size, which processes that hold a "
+            "mesh together share. Received arrays, or batches of a size that is not known. Pass "
+            "`tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=True)`."
+        )
+    if said.startswith("Fetching value for `jax.Array` that spans non-addressable"):
+        return (
+            "expected outputs that each process has whole. Received some whose rows lie on several "
+            "hosts. For `predict`, call the model itself, or `score`."
+        )
+    return None

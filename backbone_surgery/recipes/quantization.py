@@ -75,7 +75,7 @@ def quantize_like(backbone: keras.Model, described: Mapping[str, Any]) -> None:
                 f"'{str(path)[:80]}'. The recipe was made on another model, or is damaged."
             )
     chosen = {path: layers[path] for path in described["layers"]}
-    with laid_out(backbone, kind, config):
+    with laid_out(backbone, chosen.values(), kind, config):
         for layer in chosen.values():
             layer.quantize(kind, config=config)
     for path, layer in chosen.items():

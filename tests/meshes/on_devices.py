@@ -4,6 +4,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.meshes.on_dev
 """
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -220,14 +221,13 @@ def tools(folder):
 
 
 def compare(got, wanted):
-    """Compare what `tools` returned: tokens and weights as they are, the rest by size."""
+    """Compare arrays by name: tokens and weights as they are, the rest by size."""
     assert set(got) == set(wanted)
     for name in wanted:
         if name.startswith("ids") or name in ("weights", "digest"):
             np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
         else:
             assert relative(got[name], wanted[name]) <= 1e-4, name
-    assert wanted["digest"]
 
 
 def check_tools():
@@ -238,6 +238,7 @@ def check_tools():
             keras.utils.clear_session(free_memory=False)
             with on(mesh, make_divisible()):
                 compare(tools(Path(folder)), wanted)
+        assert wanted["digest"]
     print("equal")
 
 
@@ -336,16 +337,17 @@ def check_learning():
 
 
 def check_fitting():
-    """A `fit` in int8 is that of one device; a batch that devices can't share is told in words."""
+    """A `fit` in int8 or int4 is that of one device; a batch they can't share is told in words."""
     ids = np.random.default_rng(4).integers(1, 60, (7, 8))
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-    found = []
-    for mesh in (None, (2, 4)):
+    found = {"int8": [], "int4": []}
+    for mode, mesh in itertools.product(found, (None, (2, 4))):
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         with on(mesh, make_divisible()):
             edit = bs.LowRank("blocks.*.value", rank=2)
-            lm = bs.CachedCausalLM(bs.operate(make_variant("int8"), [edit]))
+            lm = bs.CachedCausalLM(bs.operate(make_divisible(), [edit]))
+            lm.quantize(mode)
             lm.compile(optimizer=keras.optimizers.SGD(0.1))
             if mesh is not None:
                 for run in (lm.fit, lm.evaluate):
@@ -353,8 +355,11 @@ def check_fitting():
                         run(inputs, ids, batch_size=7, verbose=0)
             six = {name: value[:6] for name, value in inputs.items()}
             options = {"batch_size": 2, "shuffle": False, "verbose": 0}
-            found.append(lm.fit(six, np.roll(ids[:6], -1, 1), **options).history["loss"])
-    np.testing.assert_allclose(*found, rtol=1e-3)
+            history = lm.fit(six, np.roll(ids[:6], -1, 1), **options).history
+            found[mode].append((history["loss"], lm.generate(prompts(3), **OPTIONS)["token_ids"]))
+    for (loss, texts), (got, own) in found.values():
+        np.testing.assert_allclose(got, loss, rtol=1e-3)
+        np.testing.assert_array_equal(own, texts)
     print("equal")
 
 

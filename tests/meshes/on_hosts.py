@@ -16,6 +16,8 @@ import numpy as np
 
 import backbone_surgery as bs
 
+KINDS = ["texts", "narrow", "disagree", "differ", "apart", "laid", "die"]
+
 
 def disagree(folder, process):
     """Ask for another thing in process 1 than in process 0, time after time."""
@@ -123,6 +125,36 @@ def laid():
     print(f"laid: {orders.count((1, 0, 2))}", flush=True)
 
 
+def narrow():
+    """Quantise to int4, learn and generate; what processes can't do together is told in words."""
+    import tensorflow as tf
+
+    from tests.meshes.on_devices import OPTIONS, make_divisible, prompts
+
+    backbone = make_divisible(num_layers=2)
+    rewrites = [bs.LowRank("blocks.*.query", rank=2), bs.Capture("blocks.1")]
+    lm = bs.CachedCausalLM(bs.operate(backbone, rewrites))
+    lm.compile(optimizer=keras.optimizers.SGD(0.1), sampler="greedy")
+    ids = np.random.default_rng(0).integers(1, 60, (16, 8))
+    data = ({"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, 1))
+    if jax.process_count() > 1:
+        gptq = keras.quantizers.GPTQConfig([ids], lambda x: x)
+        for ask in (
+            lambda: lm.fit(*data, batch_size=8, verbose=0),
+            lambda: lm.backbone.predict(data[0], batch_size=8, verbose=0),
+            lambda: lm.quantize("gptq", config=gptq),
+        ):
+            try:
+                ask()
+            except bs.SurgeryError as error:
+                print(f"refused: {error}", flush=True)
+    lm.quantize("int4", config=keras.quantizers.Int4QuantizationConfig(block_size=8))
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(8, drop_remainder=True)
+    loss = lm.fit(batches, epochs=2, verbose=0).history["loss"]
+    texts, captures = lm.generate(prompts(4), return_captures=True, **OPTIONS)
+    return {"loss": loss, "ids": texts["token_ids"], **captures.values}
+
+
 def die(who, process):
     """End one process without a word, while the others generate or wait."""
     from tests.meshes.on_devices import OPTIONS, make_divisible, prompts
@@ -142,7 +174,7 @@ def die(who, process):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["texts", "disagree", "differ", "apart", "laid", "die"])
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("what", help="a folder; or who dies, and when")
     parser.add_argument("--mesh", default="1,4")
     parser.add_argument("--process", type=int, default=0)
@@ -161,8 +193,9 @@ def main():
     mesh = None if asked.kind == "apart" else tuple(map(int, asked.mesh.split(",")))
     folder = Path(asked.what)
     with on(mesh, make_wide() if asked.kind == "laid" else make_divisible()):
-        if asked.kind == "texts":
-            np.savez(folder / f"{asked.processes}_{asked.process}.npz", **tools(folder))
+        if asked.kind in ("texts", "narrow"):
+            arrays = tools(folder) if asked.kind == "texts" else narrow()
+            np.savez(folder / f"{asked.processes}_{asked.process}.npz", **arrays)
         elif asked.kind == "die":
             die(asked.what, asked.process)
         elif asked.kind == "differ":

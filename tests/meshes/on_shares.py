@@ -73,6 +73,41 @@ def check_shares(backbone, block):
     assert bs.plan(backbone, {"batch": 2, "model": 4}, 3, 16).weight_bytes == held
 
 
+def check_calibrated():
+    """What AWQ makes on a mesh, or a recipe brings to one, is what one device has; so is GPTQ's.
+
+    GPTQ itself goes through columns one by one, which takes minutes on eight fake devices.
+    """
+    texts = [np.arange(1, 9, dtype="int32")[None]] * 2
+    settings = {"num_samples": 2, "sequence_length": 8, "group_size": 8}
+    configs = {
+        "gptq": keras.quantizers.GPTQConfig(texts, lambda x: x, **settings),
+        "awq": keras.quantizers.AWQConfig(texts, lambda x: x, num_grid_points=4, **settings),
+    }
+
+    def make():
+        backbone = make_divisible(num_layers=1)
+        backbone({"token_ids": texts[0], "padding_mask": np.ones_like(texts[0])})
+        return backbone
+
+    def quantized(mode):
+        lm = greedy(make())
+        lm.quantize(mode, config=configs[mode])
+        return lm
+
+    for mode in configs:
+        keras.utils.clear_session(free_memory=False)
+        alone = quantized(mode)
+        wanted = ids(alone, 3)
+        assert not np.array_equal(wanted, ids(greedy(make()), 3))
+        with tempfile.TemporaryDirectory() as folder, on((2, 4), make()):
+            bs.save_recipe(bs.operate(alone.backbone, [bs.Capture("blocks.0")]), f"{folder}/edit")
+            lms = [greedy(bs.load_recipe(f"{folder}/edit", make()))]
+            lms += [quantized(mode)] if mode == "awq" else []
+            for lm in lms:
+                np.testing.assert_array_equal(ids(lm, 3), wanted, err_msg=mode)
+
+
 def check_packed_kernels():
     """Kernels of a GPU and of a TPU run on each device, for its heads and inner units."""
     sizes = {
@@ -181,7 +216,8 @@ def check_copies():
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    for check in (check_int4, check_packed_kernels, check_attention_kernel, check_copies):
+    kernels = (check_packed_kernels, check_attention_kernel)
+    for check in (check_int4, check_calibrated, *kernels, check_copies):
         keras.utils.clear_session(free_memory=False)
         check()
         print(check.__name__, "passed", flush=True)

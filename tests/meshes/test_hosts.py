@@ -49,9 +49,21 @@ def test_two_processes_give_what_one_gives(tmp_path, mesh):
         for status, _, errors in finish(start("texts", tmp_path, mesh, processes)):
             assert status == 0, errors[-3000:]
     wanted = np.load(tmp_path / "1_0.npz")
+    assert wanted["digest"]
     for process in (0, 1):
-        got = np.load(tmp_path / f"2_{process}.npz")
-        compare(got, wanted)
+        compare(np.load(tmp_path / f"2_{process}.npz"), wanted)
+
+
+@pytest.mark.parametrize("mesh", ["2,2", "1,4"])
+def test_two_processes_quantise_and_learn_as_one_does(tmp_path, mesh):
+    for processes in (1, 2):
+        for status, output, errors in finish(start("narrow", tmp_path, mesh, processes)):
+            assert status == 0, errors[-3000:]
+            for words in ("expected a `tf.data.Dataset`", "quantize to gptq: expected one process"):
+                assert (words in output) == (processes == 2)
+    wanted = np.load(tmp_path / "1_0.npz")
+    for process in (0, 1):
+        compare(np.load(tmp_path / f"2_{process}.npz"), wanted)
 
 
 def test_processes_that_disagree_are_told_so(tmp_path):
