@@ -21,7 +21,10 @@ from backbone_surgery.cli.options import (
 
 
 def generate(
-    prompts: Annotated[list[str], typer.Argument(help="Prompts, run in one batch.")],
+    prompts: Annotated[
+        list[str],
+        typer.Argument(help="Prompts; run in one batch, or one by one with --stream or --lookup."),
+    ],
     model: Model = "tiny_gpt2",
     max_new_tokens: NewTokens = 100,
     sampler: Sampler = SamplerName.greedy,

@@ -38,7 +38,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="BACKBONE_SURGERY_API_KEY", help="What every request has to bring."),
+        typer.Option(
+            envvar="BACKBONE_SURGERY_API_KEY", help="What every request but /health has to bring."
+        ),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="A Jinja template, instead of the tokenizer's.")

@@ -60,7 +60,9 @@ def plot(
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="As for --model; a folder needs no weights.")],
+    model: Annotated[
+        str, typer.Argument(help="A preset, its URL, or a folder, which needs no weights.")
+    ],
     mesh: Mesh = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows that run at once.")] = 1,
     length: Annotated[

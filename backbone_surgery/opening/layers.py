@@ -43,7 +43,9 @@ class TokenPositions(keras.layers.Layer):
     def call(self, token_ids, padding_mask):
         time = ops.arange(ops.shape(token_ids)[1], dtype="int32")
         first = ops.argmax(ops.cast(padding_mask, "int32"), axis=1)
-        return ops.maximum(time[None] - ops.cast(first, "int32")[:, None], 0)
+        positions = time[None] - ops.cast(first, "int32")[:, None]
+        # Beside a number of Python, Keras makes floats of them where its default is bfloat16.
+        return ops.maximum(positions, ops.zeros_like(positions))
 
     def compute_output_spec(self, token_ids, padding_mask):
         return keras.KerasTensor(token_ids.shape, "int32")
@@ -87,7 +89,7 @@ class RowConstant(keras.layers.Layer):
         self.value = np.asarray(value)
 
     def call(self, token_ids):
-        value = ops.convert_to_tensor(self.value)
+        value = ops.convert_to_tensor(self.value, dtype=self.value.dtype.name)
         return ops.broadcast_to(value[None], (ops.shape(token_ids)[0], *self.value.shape))
 
     def compute_output_spec(self, token_ids):

@@ -29,7 +29,7 @@ class Plan:
         length: tokens of a row.
         rows: that run: `batch`, filled up to what programs are made for, times the beams.
         slots: of each row of the cache: `length`, filled up likewise.
-        parameters: of the whole model, as they are stored: two of four bits count as one.
+        parameters: the numbers that the whole model learned, also where int4 packs them; no scales.
         weight_bytes: of the weights that a device holds.
         looked_up_bytes: of them, of tables of which a token reads one entry.
         cache_bytes: of the cache that a device holds, of all these rows and slots.

@@ -292,6 +292,6 @@ class Ablating(SiteLayer):
             other = ops.full_like(x, self.nothing)
         else:
             offset = 0 if start is None else start[:, None]
-            entries = ops.mod(positions + offset, self.pool.shape[0])
+            entries = (positions + offset) % self.pool.shape[0]
             other = ops.cast(ops.take(self.pool, entries, axis=0), x.dtype)
         return ops.where(mask, other, x)

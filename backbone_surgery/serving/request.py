@@ -1,5 +1,6 @@
 """A request: what `Engine.submit` returns."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,12 +117,17 @@ class EngineRequest:
         a stripped prompt lacks where the tokenizer leaves out the one that a text begins with.
 
         Args:
-            tokens: how many of the new tokens; all by default.
+            tokens: what of it this many of the new tokens make; all by default.
         """
         job = self._job
-        ended, new = job.ended and tokens is None, job.new[:tokens]
+        ended, new = job.ended, job.new
         text = job.stops.added(job.prompt, new)
-        return text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        text = text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if tokens is None:
+            return text
+        # Where they end within a character, it is replaced, in what they make alone.
+        pairs = zip(job.stops.added(job.prompt, new[:tokens]), text, strict=False)
+        return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def token_texts(self) -> list[str]:

@@ -1,6 +1,7 @@
 """`serve`: an OpenAI-compatible server over a model."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from backbone_surgery.serving.engine import Engine
 from backbone_surgery.vectors import ControlVector
 
 _MODULES = ("fastapi", "prometheus_client")
+_SENT = re.compile("[!-~]+")
+"""What every client can send in a header as it is."""
 
 
 def serve(
@@ -58,11 +61,15 @@ def check_server(host: str, port: int, api_key: str | None) -> None:
     Raises:
         SurgeryError: see `serve`.
     """
-    if api_key is not None and (not isinstance(api_key, str) or not api_key):
-        received = "an empty one" if api_key == "" else f"one of type {type(api_key).__name__}"
+    is_text = isinstance(api_key, str)
+    if api_key is not None and not (is_text and api_key and _SENT.fullmatch(api_key)):
+        received = f"one of type {type(api_key).__name__}"
+        if is_text:
+            received = "one with other characters" if api_key else "an empty one"
         raise SurgeryError(
-            f"serve at 'api_key': expected a text. Received {received}. Pass a key, or leave it "
-            "out to let everybody in."
+            "serve at 'api_key': expected a text of letters, digits and signs of ASCII, which all "
+            f"clients can send. Received {received}. Pass such a key, or leave it out to let "
+            "everybody in."
         )
     for module in (*_MODULES, "uvicorn"):
         import_extra("serve", module)

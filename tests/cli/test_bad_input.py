@@ -54,7 +54,7 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
             "'missing.txt': expected a text file in UTF-8. Received none",
         ),
         (["serve", "--sampler", "beam"], "expected greedy, random, top_k or top_p"),
-        (["serve", "--api-key", ""], "'api_key': expected a text. Received an empty one"),
+        (["serve", "--api-key", ""], "'api_key': expected a text of letters"),
         (["serve", "--chat-template", "missing"], "'missing': expected a text file"),
         (["train-vector", "pyproject.toml", "v.gguf"], "pyproject.toml:1: expected"),
         (["train-vector", "missing.jsonl", "v.gguf"], "'missing.jsonl': expected a text file"),

@@ -1,11 +1,15 @@
 """Log-probabilities: of the model's own logits over the finished text, uncached."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
 import backbone_surgery as bs
+from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.logprobs import MOST_LIKELIEST
+from backbone_surgery.serving.request import EngineRequest
 from tests.helpers import ragged
 from tests.serving.traffic import VOCABULARY, random_gpt2
 
@@ -66,6 +70,20 @@ def test_they_are_those_of_the_text_whatever_runs_beside_it(model, rng):
             best = np.sort(row)[::-1][:MOST_LIKELIEST]
             np.testing.assert_allclose(top, best, atol=2e-5)
             np.testing.assert_allclose(row[ids], best, atol=2e-5)
+
+
+def test_offsets_go_on_after_bytes_that_make_no_character():
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    tokenizer = lm.preprocessor.tokenizer
+    first, second = map(tokenizer.token_to_id, "é".encode().decode("latin-1"))
+    new = np.array([*tokenizer("cat"), first, second, first, *tokenizer("dog")])
+    job = SimpleNamespace(prompt=np.array(tokenizer("a")), new=new, ended=True, cancel=print)
+    job.stops = Stops([], preprocessor=lm.preprocessor)
+    request = EngineRequest(job, print, True)
+    added = [request.added_text(i) for i in range(len(new) + 1)]
+    before = len(tokenizer("cat"))
+    assert added[before : before + 4] == ["cat", "cat", "caté", "caté\N{REPLACEMENT CHARACTER}"]
+    assert added[-1] == request.added_text() == "caté\N{REPLACEMENT CHARACTER}dog"
 
 
 @pytest.mark.slow

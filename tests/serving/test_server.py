@@ -131,7 +131,7 @@ def test_easysteers_fields_mean_the_same(client):
 @pytest.mark.parametrize("entry", [{}, {"scale": None}])
 def test_an_easysteer_vector_without_a_scale_acts_at_1(lm, entry):
     vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
-    control = read_steering(lm, vectors, {"vectors": [{"name": "mood", **entry}]})["mood"]
+    control = read_steering(lm, vectors, {"vectors": [{"name": "mood", **entry}]}, 128)["mood"]
     assert control.strength == 1.0
 
 
@@ -298,6 +298,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"steering": {"mood": {"strength": 1, "schedule": "12"}}}, "a list of numbers"),
         ({"steering": {"mood": {"strength": 1, "schedule": {"5": 1}}}}, "a list of numbers"),
         ({"steering": {"mood": {"strength": "2", "schedule": [1]}}}, "a list of numbers"),
+        ({"steering": {"mood": {"schedule": [1] * 129}}}, "at most 128 factors, as many as a text"),
         ({"steering": {"vectors": []}}, "expected a list of objects"),
         ({"capture": ["blocks.77"]}, "matches nothing"),
         ({"model": "other"}, "model 'other': expected 'tiny'"),
@@ -311,6 +312,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"stream": "yes"}, "'stream': expected true or false. Received 'yes'."),
         ({"steering": []}, "'steering': expected an object. Received []."),
         ({"stream_options": {"a": 1}}, "'stream_options'.a: expected no such field. Received 1."),
+        ({"stream_options": {}}, "expected `stream_options` only with `stream`, as true. Received"),
         ({"best_of": 2}, "'best_of': expected 1 or null"),
         ({"logprobs": 21}, "'logprobs': expected at most 20. Received 21."),
         ({"logprobs": 1, "echo": True}, "expected it without `logprobs`"),
@@ -644,9 +646,17 @@ def test_a_template_with_an_error_is_told_before_anything_is_compiled(lm, monkey
         make_server_app(lm, chat_template=template)
 
 
-@pytest.mark.parametrize(("key", "words"), [("", "an empty one"), (b"k", "one of type bytes")])
-def test_a_key_that_is_none_is_told_without_a_model(key, words):
-    with pytest.raises(bs.SurgeryError, match=f"'api_key': expected a text. Received {words}"):
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("", "an empty one"),
+        (b"k", "one of type bytes"),
+        ("schlüssel", "one with other characters"),
+        ("a key\n", "one with other characters"),
+    ],
+)
+def test_a_key_that_no_client_can_send_is_told_without_a_model(key, words):
+    with pytest.raises(bs.SurgeryError, match=f"'api_key': expected a text of .* {words}"):
         check_server("127.0.0.1", 0, key)
 
 

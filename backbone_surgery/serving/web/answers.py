@@ -119,7 +119,7 @@ class Answer:
                 yield _sse({**self._head(kind), "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         except SurgeryError as error:
-            yield _sse(error_body(str(error), "server_error"))
+            yield _sse(error_body(str(error), "invalid_request_error"))
         except Exception as error:
             _log.exception("an answer could not be made")
             yield _sse(failure_body(error))

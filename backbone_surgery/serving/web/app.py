@@ -121,7 +121,7 @@ class Service:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_length([prompt])
-        controls = read_steering(self.lm, self.vectors, body.steering or {})
+        controls = read_steering(self.lm, self.vectors, body.steering or {}, self.engine.length)
         capture = self.sites(body)
         requests: list[EngineRequest] = []
         try:

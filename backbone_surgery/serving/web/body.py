@@ -83,6 +83,14 @@ class Completion(_Body):
                 ) from error
         return data
 
+    @model_validator(mode="after")
+    def _check_stream(self) -> "Completion":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", "expected `stream_options` only with `stream`, as true"
+            )
+        return self
+
     @property
     def choices(self) -> int:
         """How many choices each prompt gets."""

@@ -119,9 +119,15 @@ def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
 
 
 def read_steering(
-    lm: CachedCausalLM, vectors: Vectors, steering: Mapping[str, Any]
+    lm: CachedCausalLM, vectors: Vectors, steering: Mapping[str, Any], length: int
 ) -> dict[str, Any]:
     """Turn the field `steering` of a request into controls.
+
+    Args:
+        lm: that is steered.
+        vectors: named ones.
+        steering: the field.
+        length: tokens that a text may have.
 
     Raises:
         SurgeryError: a control, key or vector that is not known, or a value that says nothing.
@@ -138,7 +144,7 @@ def read_steering(
             )
         steers = isinstance(rewrites[name], Steer)
         if isinstance(value, Mapping) and steers:
-            controls[name] = _control(name, value, vectors)
+            controls[name] = _control(name, value, vectors, length)
         elif isinstance(value, bool | str) or value is None:
             raise SurgeryError(
                 f"steering at '{name}': expected a number, or an object. Received {shown(value)}. "
@@ -149,7 +155,7 @@ def read_steering(
     return controls
 
 
-def _control(name: str, value: Mapping[str, Any], vectors: Vectors) -> Control:
+def _control(name: str, value: Mapping[str, Any], vectors: Vectors, length: int) -> Control:
     where = f"steering at '{name}'"
     unknown = [key for key in value if key not in _KEYS]
     if unknown:
@@ -164,7 +170,7 @@ def _control(name: str, value: Mapping[str, Any], vectors: Vectors) -> Control:
             f'steered. Received {shown(sorted(value))}. Pass `"strength": 1.5`, say.'
         )
     if schedule is not None:
-        strength = _schedule(where, schedule, 1.0 if strength is None else strength)
+        strength = _schedule(where, schedule, 1.0 if strength is None else strength, length)
     tokens = value.get("tokens")
     return Control(
         strength=strength,
@@ -173,7 +179,7 @@ def _control(name: str, value: Mapping[str, Any], vectors: Vectors) -> Control:
     )
 
 
-def _schedule(where: str, schedule: Any, strength: Any) -> Schedule:
+def _schedule(where: str, schedule: Any, strength: Any, length: int) -> Schedule:
     """Return a schedule of strengths, from factors for each generated token."""
     factors = read_finite(schedule) if isinstance(schedule, list) else None
     if factors is None or factors.ndim != 1 or read_number(strength) is None:
@@ -181,6 +187,11 @@ def _schedule(where: str, schedule: Any, strength: Any) -> Schedule:
             f"{where}: expected `schedule` to be a list of numbers, factors of one `strength`. "
             f"Received {shown(schedule)}, and strength {shown(strength)}. Pass a factor for each "
             "generated token; the last one holds."
+        )
+    if len(factors) > length:
+        raise SurgeryError(
+            f"{where}: expected `schedule` to have at most {length} factors, as many as a text has "
+            f"tokens here. Received {len(factors)}. Leave out the others, which could never act."
         )
     return Schedule([float(strength) * float(factor) for factor in schedule])
 
