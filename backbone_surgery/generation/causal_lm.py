@@ -120,8 +120,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             **kwargs: `filters`.
 
         Raises:
-            SurgeryError: KerasHub does not say where the blocks of the backbone are, for GPTQ and
-                AWQ.
+            SurgeryError: it is another mode; a layer is quantised already, or none is chosen; for
+                GPTQ and AWQ, KerasHub does not say where the blocks are, there is LoRA, processes
+                share the model, or for GPTQ weights are in half precision.
         """
         self.opened.quantize(mode, config, **kwargs)
         self._rewire()

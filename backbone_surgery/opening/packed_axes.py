@@ -110,18 +110,15 @@ def _whole(variables: Iterable[keras.Variable]) -> Iterator[None]:
     """Have weights that lie in parts on several hosts lie whole in the memory of each of them."""
     import jax
 
-    laid = {}
+    shardings = [(v, graph.array_of(v).sharding) for v in variables]
     with hosts.host_memory(True):
-        for variable in variables:
-            sharding, value = graph.array_of(variable).sharding, hosts.to_numpy(variable)
-            graph.put_array(variable, keras.ops.convert_to_tensor(value))
-            laid[variable.path] = (variable, graph.array_of(variable), sharding)
         try:
+            for v, _ in shardings:
+                graph.put_array(v, keras.ops.convert_to_tensor(hosts.to_numpy(v)))
             yield
         except BaseException:
-            for variable, array, sharding in laid.values():
-                if graph.array_of(variable) is array:
-                    graph.put_array(variable, jax.device_put(array, sharding))
+            for v, sharding in shardings:
+                graph.put_array(v, jax.device_put(graph.array_of(v), sharding))
             raise
 
 

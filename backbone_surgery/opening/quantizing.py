@@ -32,7 +32,8 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
     Raises:
         SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
             there is LoRA, which GPTQ and AWQ do not know, or weights in half precision, which GPTQ
-            does not; or KerasHub does not say where the blocks are.
+            does not, or several processes hold the model; or KerasHub does not say where the
+            blocks are.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
