@@ -7,6 +7,14 @@ from typing import Any
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 
+_OF_HOSTS = (
+    "The batch size of the input dataset is unknown",
+    "When using a multi-worker distribution",
+    "Global batch size must be divisible",
+    "Fetching value for `jax.Array` that spans non-addressable",
+)
+"""How errors of Keras and JAX begin where several processes hold a mesh."""
+
 
 class TrainsOwnLayers:
     """A Keras model of which only some layers train, where it names any.
@@ -26,17 +34,17 @@ class TrainsOwnLayers:
             check = getattr(rewrite, "check_fit", None)
             if check is not None and f"{rewrite.name}_tokens" not in names:
                 check()
-        with _keeping_values(self):
+        with _keeping_values(self, "fit"):
             return super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream."""
-        with _keeping_values(self):
+        with _keeping_values(self, "evaluate"):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream."""
-        with _keeping_values(self):
+        with _keeping_values(self, "predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     @property
@@ -68,7 +76,7 @@ class TrainsOwnLayers:
 
 
 @contextlib.contextmanager
-def _keeping_values(model: Any) -> Iterator[None]:
+def _keeping_values(model: Any, operation: str) -> Iterator[None]:
     """Put values back into variables where what runs inside fails.
 
     On JAX Keras takes them out of all variables of a model before the first step, to spare memory,
@@ -87,13 +95,13 @@ def _keeping_values(model: Any) -> Iterator[None]:
             is_lost = graph.array_of(variable) is None and value is not None
             if is_lost and not value.is_deleted():
                 graph.put_array(variable, value)
-        words = _in_words(error)
+        words = _in_words(error, operation)
         if words is not None:
-            raise SurgeryError(f"fit, evaluate or predict of '{model.name}': {words}") from error
+            raise SurgeryError(f"{operation} of '{model.name}': {words}") from error
         raise
 
 
-def _in_words(error: BaseException) -> str | None:
+def _in_words(error: BaseException, operation: str) -> str | None:
     """Return what went wrong in a step of Keras or JAX, where what they say is hard to act on."""
     said = str(error)
     if said.startswith("Argument `optimizer_variables` must be"):
@@ -109,15 +117,15 @@ def _in_words(error: BaseException) -> str | None:
             f"share evenly. Received another ({reason}). Choose `batch_size` and the number of "
             "texts so."
         )
-    if said.startswith(("The batch size of the input dataset", "When using a multi-worker")):
+    if not said.startswith(_OF_HOSTS):
+        return None
+    if operation == "predict":
         return (
-            "expected a `tf.data.Dataset` with batches of one size, which processes that hold a "
-            "mesh together share. Received arrays, or batches of a size that is not known. Pass "
-            "`tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=True)`."
+            "expected one process that holds the whole model. Received one of several on a mesh. "
+            "Call the model itself, or `score`."
         )
-    if said.startswith("Fetching value for `jax.Array` that spans non-addressable"):
-        return (
-            "expected outputs that each process has whole. Received some whose rows lie on several "
-            "hosts. For `predict`, call the model itself, or `score`."
-        )
-    return None
+    return (
+        "expected a `tf.data.Dataset` with batches of one size, which processes that hold a mesh "
+        "together can share evenly. Received arrays, or other batches. Pass "
+        "`tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=True)`."
+    )

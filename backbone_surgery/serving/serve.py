@@ -14,7 +14,7 @@ from backbone_surgery.serving.engine import Engine
 from backbone_surgery.vectors import ControlVector
 
 _MODULES = ("fastapi", "prometheus_client")
-_SENT = re.compile("[!-~]+")
+_SENT = re.compile("[!-~]([ -~]*[!-~])?")
 """What every client can send in a header as it is."""
 
 
@@ -68,8 +68,8 @@ def check_server(host: str, port: int, api_key: str | None) -> None:
             received = "one with other characters" if api_key else "an empty one"
         raise SurgeryError(
             "serve at 'api_key': expected a text of letters, digits and signs of ASCII, which all "
-            f"clients can send. Received {received}. Pass such a key, or leave it out to let "
-            "everybody in."
+            f"clients can send, without a space at its ends. Received {received}. Pass such a key, "
+            "or leave it out to let everybody in."
         )
     for module in (*_MODULES, "uvicorn"):
         import_extra("serve", module)

@@ -137,11 +137,16 @@ def narrow():
     lm.compile(optimizer=keras.optimizers.SGD(0.1), sampler="greedy")
     ids = np.random.default_rng(0).integers(1, 60, (16, 8))
     data = ({"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, 1))
+
+    def batched(size):
+        return tf.data.Dataset.from_tensor_slices(data).batch(size, drop_remainder=True)
+
     if jax.process_count() > 1:
         gptq = keras.quantizers.GPTQConfig([ids], lambda x: x)
         for ask in (
             lambda: lm.fit(*data, batch_size=8, verbose=0),
-            lambda: lm.backbone.predict(data[0], batch_size=8, verbose=0),
+            lambda: lm.evaluate(batched(6), verbose=0),
+            lambda: lm.predict(data[0], batch_size=8, verbose=0),
             lambda: lm.quantize("gptq", config=gptq),
         ):
             try:
@@ -149,8 +154,7 @@ def narrow():
             except bs.SurgeryError as error:
                 print(f"refused: {error}", flush=True)
     lm.quantize("int4", config=keras.quantizers.Int4QuantizationConfig(block_size=8))
-    batches = tf.data.Dataset.from_tensor_slices(data).batch(8, drop_remainder=True)
-    loss = lm.fit(batches, epochs=2, verbose=0).history["loss"]
+    loss = lm.fit(batched(8), epochs=2, verbose=0).history["loss"]
     texts, captures = lm.generate(prompts(4), return_captures=True, **OPTIONS)
     return {"loss": loss, "ids": texts["token_ids"], **captures.values}
 

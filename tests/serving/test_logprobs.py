@@ -10,6 +10,7 @@ import backbone_surgery as bs
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.logprobs import MOST_LIKELIEST
 from backbone_surgery.serving.request import EngineRequest
+from backbone_surgery.serving.web.logprobs import ShownLogprobs
 from tests.helpers import ragged
 from tests.serving.traffic import VOCABULARY, random_gpt2
 
@@ -75,7 +76,7 @@ def test_they_are_those_of_the_text_whatever_runs_beside_it(model, rng):
 def test_offsets_go_on_after_bytes_that_make_no_character():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     tokenizer = lm.preprocessor.tokenizer
-    first, second = map(tokenizer.token_to_id, "é".encode().decode("latin-1"))
+    first, second = tokenizer("é")
     new = np.array([*tokenizer("cat"), first, second, first, *tokenizer("dog")])
     job = SimpleNamespace(prompt=np.array(tokenizer("a")), new=new, ended=True, cancel=print)
     job.stops = Stops([], preprocessor=lm.preprocessor)
@@ -84,6 +85,28 @@ def test_offsets_go_on_after_bytes_that_make_no_character():
     before = len(tokenizer("cat"))
     assert added[before : before + 4] == ["cat", "cat", "caté", "caté\N{REPLACEMENT CHARACTER}"]
     assert added[-1] == request.added_text() == "caté\N{REPLACEMENT CHARACTER}dog"
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("then", ["", "dog"])
+def test_bytes_of_a_character_begin_where_it_does(is_whole, then):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    tokenizer = lm.preprocessor.tokenizer
+    sent = tokenizer("😀")[: 4 if is_whole else 3]  # a token for each byte
+    new = np.array([*tokenizer("cat"), *sent, *tokenizer(then)])
+    likeliest = {"likeliest_ids": new[:, None], "likeliest_logprobs": np.zeros((len(new), 1))}
+    job = SimpleNamespace(prompt=np.array(tokenizer("a")), new=new, ended=True, cancel=print)
+    job.stops = Stops([], preprocessor=lm.preprocessor)
+    job.sampling = SimpleNamespace(logprobs=True)
+    job.notes = [{"logprobs": np.zeros(len(new)), **likeliest}]
+    request = EngineRequest(job, print, True)
+    text = request.added_text()
+    offsets = ShownLogprobs(request, 1, False).next(len(text))["text_offset"]
+    before, after = len(tokenizer("cat")), len(tokenizer(then))
+    assert len(offsets) == len(new)
+    assert len(sent) == (4 if is_whole else 3)
+    assert offsets[before : len(new) - after] == [3] * len(sent)
+    assert offsets[len(new) - after :][:1] == [4][:after]
 
 
 @pytest.mark.slow

@@ -312,7 +312,10 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"stream": "yes"}, "'stream': expected true or false. Received 'yes'."),
         ({"steering": []}, "'steering': expected an object. Received []."),
         ({"stream_options": {"a": 1}}, "'stream_options'.a: expected no such field. Received 1."),
-        ({"stream_options": {}}, "expected `stream_options` only with `stream`, as true. Received"),
+        (
+            {"stream_options": {}},
+            "'stream_options': expected it only with `stream`, as true. Received",
+        ),
         ({"best_of": 2}, "'best_of': expected 1 or null"),
         ({"logprobs": 21}, "'logprobs': expected at most 20. Received 21."),
         ({"logprobs": 1, "echo": True}, "expected it without `logprobs`"),
@@ -652,7 +655,7 @@ def test_a_template_with_an_error_is_told_before_anything_is_compiled(lm, monkey
         ("", "an empty one"),
         (b"k", "one of type bytes"),
         ("schlüssel", "one with other characters"),
-        ("a key\n", "one with other characters"),
+        ("key ", "one with other characters"),
     ],
 )
 def test_a_key_that_no_client_can_send_is_told_without_a_model(key, words):

@@ -3,7 +3,15 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from backbone_surgery.generation.request import LONGEST
@@ -83,13 +91,12 @@ class Completion(_Body):
                 ) from error
         return data
 
-    @model_validator(mode="after")
-    def _check_stream(self) -> "Completion":
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options", "expected `stream_options` only with `stream`, as true"
-            )
-        return self
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("alone", "expected it only with `stream`, as true")
+        return value
 
     @property
     def choices(self) -> int:

@@ -10,6 +10,8 @@ from backbone_surgery.serving.request import EngineRequest
 _LEAST = -9999.0
 """In the place of minus infinity, which JSON does not have; OpenAI's own."""
 
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
 _CONTEXT = 8
 """Tokens that tell whether a space comes with the next one: special ones alone have no text."""
 
@@ -26,17 +28,22 @@ class ShownLogprobs:
     def __init__(self, request: EngineRequest, count: int, is_chat: bool) -> None:
         self._request, self._preprocessor = request, request.preprocessor
         self._count, self._is_chat = count, is_chat
-        self._shown, self._start = 0, 0
+        self._shown, self._end = 0, 0
 
     def next(self, visible: int) -> dict[str, Any]:
         """Return those of the next tokens: all that begin within some characters of the text."""
         notes = self._request.logprobs
         entries, starts = [], []
-        while self._shown < len(notes.token_ids) and self._start < visible:
-            i = self._shown
-            starts.append(self._start)
+        while self._shown < len(notes.token_ids):
+            i, start = self._shown, self._end
+            text = self._request.added_text(i + 1)
+            if len(text) <= start and text.endswith(_NO_CHARACTER):
+                start -= 1  # one more of the bytes before it, which make no character together
+            if start >= visible:
+                break
+            starts.append(start)
             entries.append(self._entry(i, notes))
-            self._start = max(self._start, len(self._request.added_text(i + 1)))
+            self._end = max(self._end, len(text))
             self._shown += 1
         if self._is_chat:
             return {"content": entries, "refusal": None}
@@ -71,7 +78,7 @@ class ShownLogprobs:
 
 
 def _shown(text: str, logprob: float) -> dict[str, Any]:
-    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+    is_whole = _NO_CHARACTER not in text
     return {
         "token": text,
         "logprob": max(float(logprob), _LEAST),
