@@ -145,7 +145,7 @@ def narrow():
         gptq = keras.quantizers.GPTQConfig([ids], lambda x: x)
         for ask in (
             lambda: lm.fit(*data, batch_size=8, verbose=0),
-            lambda: lm.evaluate(batched(6), verbose=0),
+            lambda: lm.evaluate(batched(7), verbose=0),
             lambda: lm.predict(data[0], batch_size=8, verbose=0),
             lambda: lm.quantize("gptq", config=gptq),
         ):

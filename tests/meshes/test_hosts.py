@@ -59,12 +59,11 @@ def test_two_processes_quantise_and_learn_as_one_does(tmp_path, mesh):
     for processes in (1, 2):
         for status, output, errors in finish(start("narrow", tmp_path, mesh, processes)):
             assert status == 0, errors[-3000:]
-            for words in (
-                "expected a `tf.data.Dataset`",
-                "Call the model itself",
-                "gptq: expected",
-            ):
-                assert (words in output) == (processes == 2)
+            # Where all devices share each row, seven texts need not divide by the processes.
+            uneven = int(mesh == "2,2")
+            refused = {"refused: fit": 1, "refused: evaluate": uneven, "Call the model itself": 1}
+            for words, times in {**refused, "refused: quantize to gptq": 1}.items():
+                assert output.count(words) == (times if processes == 2 else 0), words
     wanted = np.load(tmp_path / "1_0.npz")
     for process in (0, 1):
         compare(np.load(tmp_path / f"2_{process}.npz"), wanted)
