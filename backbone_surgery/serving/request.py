@@ -1,6 +1,5 @@
 """A request: what `Engine.submit` returns."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,17 +116,14 @@ class EngineRequest:
         a stripped prompt lacks where the tokenizer leaves out the one that a text begins with.
 
         Args:
-            tokens: what of it this many of the new tokens make; all by default.
+            tokens: of this many of the new tokens, whole or not; all of them by default.
         """
         job = self._job
+        if tokens is not None:
+            return job.stops.added(job.prompt, job.new[:tokens])
         ended, new = job.ended, job.new
         text = job.stops.added(job.prompt, new)
-        text = text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if tokens is None:
-            return text
-        # Where they end within a character, it is replaced, in what they make alone.
-        pairs = zip(job.stops.added(job.prompt, new[:tokens]), text, strict=False)
-        return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
 
     @property
     def token_texts(self) -> list[str]:

@@ -75,11 +75,12 @@ def test_a_special_token_before_one_takes_no_space_from_it(lm):
     prompt = np.append(tokenizer("the quick"), tokenizer.start_token_id)
     new = np.asarray(tokenizer("brown fox"))
     notes = TokenLogprobs(new, np.zeros(len(new)), new[:, None], np.zeros((len(new), 1)))
+    stops = Stops([], preprocessor=lm.preprocessor)
     request = SimpleNamespace(
         prompt_token_ids=prompt,
         preprocessor=lm.preprocessor,
         logprobs=notes,
-        added_text=lambda count: Stops([], preprocessor=lm.preprocessor).added(prompt, new[:count]),
+        added_text=lambda count=None: stops.added(prompt, new[:count]),
     )
     shown = ShownLogprobs(request, 0, False).next(1000)
     assert "".join(shown["tokens"]) == " brown fox"

@@ -73,26 +73,12 @@ def test_they_are_those_of_the_text_whatever_runs_beside_it(model, rng):
             np.testing.assert_allclose(row[ids], best, atol=2e-5)
 
 
-def test_offsets_go_on_after_bytes_that_make_no_character():
-    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
-    tokenizer = lm.preprocessor.tokenizer
-    first, second = tokenizer("é")
-    new = np.array([*tokenizer("cat"), first, second, first, *tokenizer("dog")])
-    job = SimpleNamespace(prompt=np.array(tokenizer("a")), new=new, ended=True, cancel=print)
-    job.stops = Stops([], preprocessor=lm.preprocessor)
-    request = EngineRequest(job, print, True)
-    added = [request.added_text(i) for i in range(len(new) + 1)]
-    before = len(tokenizer("cat"))
-    assert added[before : before + 4] == ["cat", "cat", "caté", "caté\N{REPLACEMENT CHARACTER}"]
-    assert added[-1] == request.added_text() == "caté\N{REPLACEMENT CHARACTER}dog"
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize(("character", "count"), [("😀", 4), ("😀", 3), ("é", 2), ("é", 1)])
 @pytest.mark.parametrize("then", ["", "dog"])
-def test_bytes_of_a_character_begin_where_it_does(is_whole, then):
+def test_bytes_of_a_character_begin_where_it_does(character, count, then):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     tokenizer = lm.preprocessor.tokenizer
-    sent = tokenizer("😀")[: 4 if is_whole else 3]  # a token for each byte
+    sent = tokenizer(character)[:count]  # a token for each byte
     new = np.array([*tokenizer("cat"), *sent, *tokenizer(then)])
     likeliest = {"likeliest_ids": new[:, None], "likeliest_logprobs": np.zeros((len(new), 1))}
     job = SimpleNamespace(prompt=np.array(tokenizer("a")), new=new, ended=True, cancel=print)
@@ -104,7 +90,7 @@ def test_bytes_of_a_character_begin_where_it_does(is_whole, then):
     offsets = ShownLogprobs(request, 1, False).next(len(text))["text_offset"]
     before, after = len(tokenizer("cat")), len(tokenizer(then))
     assert len(offsets) == len(new)
-    assert len(sent) == (4 if is_whole else 3)
+    assert len(sent) == count
     assert offsets[before : len(new) - after] == [3] * len(sent)
     assert offsets[len(new) - after :][:1] == [4][:after]
 

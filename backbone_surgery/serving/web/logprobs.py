@@ -1,5 +1,6 @@
 """Log-probabilities as OpenAI's clients read them, of the tokens that a choice shows."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,11 @@ class ShownLogprobs:
     def next(self, visible: int) -> dict[str, Any]:
         """Return those of the next tokens: all that begin within some characters of the text."""
         notes = self._request.logprobs
+        whole = self._request.added_text()
         entries, starts = [], []
         while self._shown < len(notes.token_ids):
             i, start = self._shown, self._end
-            text = self._request.added_text(i + 1)
+            text = _common(self._request.added_text(i + 1), whole)
             if len(text) <= start and text.endswith(_NO_CHARACTER):
                 start -= 1  # one more of the bytes before it, which make no character together
             if start >= visible:
@@ -75,6 +77,12 @@ class ShownLogprobs:
         start, *texts = to_text([before, *after, *alone], self._preprocessor)
         after_and_alone = zip(texts[: len(token_ids)], texts[len(token_ids) :], strict=True)
         return [t[len(start) :] if t.startswith(start) else own for t, own in after_and_alone]
+
+
+def _common(text: str, whole: str) -> str:
+    """Return what two texts begin with: a character that is not whole in one is another there."""
+    pairs = zip(text, whole, strict=False)
+    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _shown(text: str, logprob: float) -> dict[str, Any]:
