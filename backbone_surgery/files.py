@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,15 @@ def read_json(path: Path, most: int) -> Any:
     if len(text) > most:
         raise ValueError(f"more than {most} bytes")
     return json.loads(text.decode("utf-8"), parse_constant=_refuse)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON, as `object_pairs_hook`: of two values of a name one would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {shown(name)} {times} times")
+    return made
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

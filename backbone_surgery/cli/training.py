@@ -12,7 +12,7 @@ from backbone_surgery.cli.console import note, read_text, write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import BatchSize, Model
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.files import check_folder
+from backbone_surgery.files import check_folder, without_repeats
 
 
 class MethodName(StrEnum):
@@ -66,7 +66,7 @@ def _read_pairs(path: Path) -> list[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = json.loads(line, object_pairs_hook=without_repeats)
             pair = (item["positive"], item["negative"]) if isinstance(item, dict) else item
         except (ValueError, KeyError, TypeError, RecursionError):
             pair = ()

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import as_path, reading
+from backbone_surgery.files import as_path, reading, without_repeats
 
 _ENDINGS = (".parquet", ".jsonl")
 _ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -235,7 +234,7 @@ def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
             line.rstrip(),
             parse_constant=_refuse,
             parse_float=_finite,
-            object_pairs_hook=_without_repeats,
+            object_pairs_hook=without_repeats,
         )
         if not isinstance(value, dict):
             raise ValueError(f"a value of type {type(value).__name__}")
@@ -246,15 +245,6 @@ def _object(file: Path, row: int, line: bytes) -> dict[str, Any]:
             f"{shown(line.rstrip())} ({reason}). Correct the line, or leave it out."
         ) from error
     return value
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object; of two values of one name the first would be lost."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {shown(name)} {times} times")
-    return made
 
 
 def _finite(text: str) -> float:

@@ -121,6 +121,16 @@ class Presets:
             self.preprocessor.save_to_preset(str(folder))
             chat.save_chat(self.preprocessor, folder)
 
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save as Keras does, which cannot save an edit: `save_to_preset` can.
+
+        Raises:
+            SurgeryError: the backbone is edited, or quantised by GPTQ or AWQ.
+        """
+        check_saves(self.opened.owner)
+        self.get_config()  # type: ignore[attr-defined]
+        super().save(*args, **kwargs)  # type: ignore[misc]
+
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
         """Save the weights of the backbone, in its own format, whatever was edited.
 

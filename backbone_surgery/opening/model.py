@@ -50,6 +50,19 @@ class WithControls(keras.Model):
         ids = inputs["token_ids"]
         return {**inputs, **{name: _rows(name, self.defaults[name], ids) for name in missing}}
 
+    def get_config(self) -> dict:
+        """Refuse: an edit is kept as data, not as a graph."""
+        raise SurgeryError(
+            f"get_config at '{self.name}': expected a model whose layers can be rebuilt from a "
+            "config. Received a graph that shares the layers of its backbone. Save a "
+            "`CachedCausalLM` of it with `save_to_preset`, or its rewrites with `save_recipe`; "
+            "`clone_layer_graph` copies a graph."
+        )
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse, see `get_config`: Keras would first write over the file."""
+        self.get_config()
+
     def _check_names(self, inputs: dict[str, Any]) -> None:
         """Refuse an input that the graph has not, or that is left out: Keras would mix them up."""
         unknown = [name for name in inputs if name not in self.input]
@@ -214,14 +227,6 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
     def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:
         """Quantise the owning backbone; see `keras.Model.quantize`."""
         quantizing.quantize(self.owner, mode, config, **kwargs)
-
-    def get_config(self) -> dict:
-        """Refuse: an edit is kept as data, not as a graph."""
-        raise SurgeryError(
-            f"get_config at '{self.name}': expected a model whose layers can be rebuilt from a "
-            "config. Received an edited graph, which shares the layers of its backbone. Keep the "
-            "rewrites and apply them again with `backbone_surgery.operate`."
-        )
 
 
 def remember(model: keras.Model, **facts: Any) -> None:

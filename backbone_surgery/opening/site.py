@@ -50,6 +50,15 @@ class Identity(DirectLayer):
     def compute_output_spec(self, inputs):
         return keras.KerasTensor(inputs.shape, inputs.dtype)
 
+    def get_config(self) -> dict:
+        """Refuse, as `keras.models.clone_model` of an opened graph asks for it."""
+        raise SurgeryError(
+            f"get_config at '{self.name}': expected a layer of a model that can be rebuilt from "
+            "configs. Received a place in an opened graph, which shares the layers of its "
+            "backbone. Copy the graph with `clone_layer_graph`, or apply the rewrites again with "
+            "`operate`."
+        )
+
 
 class Site(Identity):
     """Mark a place in an opened graph.

@@ -78,6 +78,7 @@ FILES = {
     "latin.jsonl": ('["caf\xe9", "x"]'.encode("latin-1"), "latin.jsonl': expected a text file"),
     "deep.jsonl": (b"[" * 100_000, "deep.jsonl:1"),
     "numbers.jsonl": (b"[1, 2]", "numbers.jsonl:1"),
+    "twice.jsonl": (b'{"positive": "a", "positive": "b", "negative": "c"}', "twice.jsonl:1"),
     "short.jsonl": (b'["a"]', "short.jsonl:1"),
     "text.jsonl": (b'"ab"', "text.jsonl:1"),
 }
