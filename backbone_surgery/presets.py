@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from backbone_surgery import graph, hosts
+from backbone_surgery import graph, hosts, hugging_face
 from backbone_surgery.bundled import bundled_models
 from backbone_surgery.errors import SurgeryError, closest
 from backbone_surgery.files import as_path
@@ -106,7 +106,13 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
     as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
     with _in_words(preset), on_host, as_assigned:
-        backbone = keras_hub.models.Backbone.from_preset(path, load_weights=load_weights, **kwargs)
+        loader = graph.get_preset_loader(path)
+        if hugging_face.is_hugging_face(loader):
+            backbone = hugging_face.convert(loader, preset, load_weights, **kwargs)
+        else:
+            backbone = keras_hub.models.Backbone.from_preset(
+                path, load_weights=load_weights, **kwargs
+            )
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone

@@ -113,7 +113,6 @@ RECIPES = {
             "llama", rope_parameters=LLAMA_3, max_position_embeddings=320, rms_norm_eps=1e-6
         ),
         matters=({"rope_parameters": rope(500.0)},),
-        saved={"rope_scaling": LLAMA_3},
     ),
     "mistral": Recipe(
         make_config(
@@ -227,7 +226,6 @@ RECIPES = {
             **EXPERTS,
         ),
         matters=({"norm_topk_prob": False}, {"num_experts_per_tok": 1}),
-        saved={"num_experts": 4},  # `transformers` 5 calls it `num_local_experts`
     ),
     "gpt_oss": Recipe(
         make_config(
@@ -247,10 +245,6 @@ RECIPES = {
             {"rope_parameters": rope(150_000.0)},
             {"swiglu_limit": 70.0},
         ),
-        saved={
-            "sliding_window": 5,  # KerasHub's window is one wider than it says
-            "rope_scaling": {"rope_type": "yarn", "factor": 32.0},
-        },
         mxfp4=True,
     ),
     "gemma3_text": Recipe(

@@ -73,4 +73,4 @@ def read_text(path: Path, operation: str) -> str:
     """Read a text file in UTF-8; `operation` is named in the error."""
     advice = "Check the path, or save the text as UTF-8."
     with reading(path, operation, "a text file in UTF-8", advice=advice):
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # as some editors begin a file

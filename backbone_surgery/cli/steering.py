@@ -1,6 +1,7 @@
 """`steer` and `sweep`: texts at several strengths of a control vector."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,7 +63,7 @@ def sweep(
     strengths: Strengths = "-3,-2,-1,0,1,2,3",
     model: Model = "tiny_gpt2",
     words: Annotated[
-        str, typer.Option(help="Words to count in each text, separated by commas.")
+        str, typer.Option(help="Words or phrases to count in each text, separated by commas.")
     ] = "",
     plot: Annotated[
         Path | None, typer.Option(help="Picture of the counts to write, such as out.png.")
@@ -78,7 +79,7 @@ def sweep(
     from backbone_surgery.files import picture_path
 
     values = parse_strengths(strengths)
-    counted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    counted = list(dict.fromkeys(_plain(word.strip()) for word in words.split(",") if word.strip()))
     if plot is not None and not counted:
         raise SurgeryError(
             "sweep --plot: expected something to plot. Received no --words. Name words to count."
@@ -138,4 +139,19 @@ def _read_prompts(prompts: Sequence[str]) -> list[str]:
 
 
 def _count(text: str, words: Sequence[str]) -> int:
-    return sum(word in words for word in re.findall(r"\w+", text.lower()))
+    """Count words, or phrases, where no letter or accent stands beside them."""
+    text = _plain(text)
+    found = (match.span() for word in words for match in re.finditer(re.escape(word), text))
+    return sum(
+        not _continues(text[start - 1 : start] + text[end : end + 1]) for start, end in found
+    )
+
+
+def _plain(text: str) -> str:
+    """Return a text in small letters, each accent composed with its letter."""
+    return unicodedata.normalize("NFC", text).lower()
+
+
+def _continues(beside: str) -> bool:
+    """Whether one of some characters is part of a word."""
+    return any(c.isalnum() or c == "_" or unicodedata.category(c)[0] == "M" for c in beside)

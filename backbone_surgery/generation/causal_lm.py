@@ -174,8 +174,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
                 the sequence length of the preprocessor, or to the width of the arrays. Unlike
                 KerasHub, which cuts a longer prompt short, this refuses it.
             max_new_tokens: new tokens of a row at most, instead of `max_length`.
-            stop_token_ids: `"auto"` (the tokenizer's end token), `None`, or token ids. The stop
-                token ends the row and is part of it.
+            stop_token_ids: `"auto"` (end tokens of the tokenizer, the family and the folder's
+                `generation_config.json`), `None`, or token ids. The stop token ends the row and is
+                part of it.
             stop_sequences: strings or sequences of token ids; a row ends right after the first.
             strip_prompt: whether to return the new part alone.
             controls: `{name: value}` for the rewrites that declare controls. Changing values

@@ -21,6 +21,7 @@ from backbone_surgery.files import read_json, reading
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
 _HUB = "hf://"
 _MOST = 2**26
 _HOW = (
@@ -47,11 +48,13 @@ class Chat:
         template: in Jinja; `None` if there is none.
         tokens: special tokens by the names that templates use, such as `bos_token`.
         others: further special tokens.
+        ends: ids of the tokens that end a text, beside the tokenizer's own end token.
     """
 
     template: str | None = None
     tokens: Mapping[str, str | None] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 _chats: weakref.WeakKeyDictionary[Any, Chat] = weakref.WeakKeyDictionary()
@@ -92,6 +95,10 @@ def load_chat(preprocessor: Any, preset: str) -> None:
     if path is not None:
         with reading(path, "from_preset", "a template as text in UTF-8"):
             chat = replace(chat, template=path.read_bytes().decode("utf-8"))
+    path = _find(preset, GENERATION_FILE)
+    if path is not None:
+        with reading(path, "from_preset", "how `transformers` is to generate"):
+            chat = replace(chat, ends=_ends(read_json(path, _MOST)))
     _chats[preprocessor.tokenizer] = chat
 
 
@@ -116,6 +123,18 @@ def save_chat(preprocessor: Any, folder: Path) -> None:
         config = {**chat.tokens, "extra_special_tokens": chat.others}
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    if chat.ends:
+        text = json.dumps({"eos_token_id": list(chat.ends)}, indent=2)
+        (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
+
+
+def _ends(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of end tokens: there may be one, several or none."""
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"eos_token_id is {shown(given)}")
+    return tuple(ids)
 
 
 def _from_config(config: dict[str, Any]) -> Chat:

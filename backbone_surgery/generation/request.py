@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.chat import token_id
+from backbone_surgery.generation.chat import chat_of, token_id
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import Prompts, read_prompts, text_list
 from backbone_surgery.generation.run_batch import Batch
@@ -192,7 +192,8 @@ def resolve_stop_ids(
 ) -> list[int]:
     """Resolve the stop token ids as KerasHub does.
 
-    `"auto"` takes the end tokens of the tokenizer and the stop tokens of the family.
+    `"auto"` takes the end tokens of the tokenizer, the stop tokens of the family, and what a
+    folder of Hugging Face says in `generation_config.json`.
     """
     if stop_token_ids is None:
         return []
@@ -207,7 +208,9 @@ def resolve_stop_ids(
         tokenizer = preprocessor.tokenizer
         ends = (getattr(tokenizer, n, None) for n in ("end_token_id", "end_token2_id"))
         others = (token_id(token, tokenizer) for token in stop_tokens)
-        return list(dict.fromkeys(int(i) for i in (*ends, *others) if i is not None))
+        further = (i for i in chat_of(preprocessor).ends if i < vocabulary_size)
+        found = (*ends, *others, *further)
+        return list(dict.fromkeys(int(i) for i in found if i is not None))
     ids = _read_ids(stop_token_ids, vocabulary_size)
     if ids is None:
         raise SurgeryError(

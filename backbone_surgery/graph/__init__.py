@@ -3,6 +3,11 @@
 from backbone_surgery.graph.building import building
 from backbone_surgery.graph.calibrating import calibrating, is_chosen
 from backbone_surgery.graph.hoisting import hoist
+from backbone_surgery.graph.hub_private import (
+    SafetensorLoader,
+    get_preset_loader,
+    jax_memory_cleanup,
+)
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
     array_of,
@@ -57,6 +62,7 @@ __all__ = [
     "KEEP",
     "LISTS_OF_LAYERS",
     "CloneFn",
+    "SafetensorLoader",
     "Stage",
     "Stages",
     "all_nodes",
@@ -69,6 +75,7 @@ __all__ = [
     "clone_layer_graph",
     "connect",
     "drop_kernel",
+    "get_preset_loader",
     "graph_nodes",
     "hoist",
     "in_order",
@@ -79,6 +86,7 @@ __all__ = [
     "is_input",
     "is_made_up",
     "is_plain_call",
+    "jax_memory_cleanup",
     "layers_within",
     "members_running",
     "members_tracking",

@@ -21,7 +21,8 @@ from backbone_surgery.weights.owner import check_backbone, copy_backbone, left_o
 FOLDER = "recipe"
 _OURS = re.compile(
     r"(config|metadata|task|preprocessor|tokenizer)\.json|(model|task)(_\d+)?\.weights\.(h5|json)"
-    r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)|tokenizer_config\.json|chat_template\.jinja"
+    r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)"
+    r"|(tokenizer|generation)_config\.json|chat_template\.jinja"
     rf"|{FOLDER}/(recipe\.json|deltas-[0-9a-f]{{16}}\.safetensors)"
 )
 

@@ -292,3 +292,24 @@ def test_a_special_token_that_the_tokenizer_takes_for_text(models):
 def test_a_prompt_without_tokens(lm):
     with pytest.raises(bs.SurgeryError, match="expected at least one token to start from"):
         lm.generate(lm.chat_prompt(HELLO, template=""))
+
+
+def test_a_folder_says_which_tokens_end_a_text(tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    lm.save_to_preset(tmp_path / "first")
+    prompt = "Once upon a time"
+    tokens = lm.preprocessor.tokenizer(lm.generate(prompt, max_new_tokens=12, strip_prompt=True))
+    end = int(tokens[5])
+    assert end not in tokens[:5]
+    file = tmp_path / "first" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [end, 10**9], "temperature": 0.6}))
+    for folder in ("first", "second"):
+        lm = bs.CachedCausalLM.from_preset(str(tmp_path / folder))
+        lm.compile(sampler="greedy")
+        text = lm.generate(prompt, max_new_tokens=12, strip_prompt=True)
+        assert list(lm.preprocessor.tokenizer(text)) == list(tokens[:6])
+        lm.save_to_preset(tmp_path / "second")
+    file.write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(bs.SurgeryError, match=r"generation_config.json': expected how .*'</s>'"):
+        bs.CachedCausalLM.from_preset(str(tmp_path / "first"))

@@ -9,12 +9,11 @@ Phi-3 have none, so there `hf_weights.py` copies the weights by name. This is le
 | Falcon, GPT-NeoX, OPT | variants that KerasHub has not: Falcon 7B, Pythia's head, OPT-350m |
 | Falcon | 6 heads: `transformers` rounds the slopes of ALiBi to bfloat16 |
 | GPT-NeoX | exact GELU, as in Pythia: KerasHub has the approximation |
-| Llama | another epsilon than 1e-6, a head size of its own, biases: the converter passes none |
+| Llama | a head size of its own, biases: the backbone has none |
 | Mixtral | a head size of its own: the converter passes none |
 | Phi-3 | texts longer than what the short frequencies are for: refused |
 | Qwen 2, Qwen 3 | windows: KerasHub has none on JAX |
 | Qwen MoE, Qwen 3 MoE | dense blocks among the mixtures: the converter leaves them out |
-| Qwen 3 MoE | `num_local_experts`, as `transformers` 5 saves it, for `num_experts` |
 | Qwen 3 | another epsilon of the norms of queries and keys than 1e-5 |
 | Gemma 3 | `query_pre_attn_scalar` unlike the head size: does not reach KerasHub's attention |
 | SmolLM3 | biases, untied heads, windows: the converter passes none |

@@ -1,0 +1,119 @@
+"""Folders of Hugging Face: nothing that a converter of KerasHub passes over is lost in silence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import backbone_surgery as bs
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FAMILIES = FIXTURES / "hf_families"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copy the folder of a model, with other settings."""
+
+    def copy_folder(source, **settings):
+        folder = tmp_path / "model"
+        shutil.copytree(source, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **settings}))
+        return folder
+
+    return copy_folder
+
+
+def load(folder, **kwargs):
+    return bs.CachedCausalLM.from_preset(str(folder), **kwargs).backbone
+
+
+def rope(kind="default", theta=1000.0, **kwargs):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **kwargs}}
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "words"),
+    [
+        (FIXTURES / "hf_gpt2", {"activation_function": "relu"}, "'gelu_new' or .*Received 'relu'"),
+        (FIXTURES / "hf_gpt2", {"layer_norm_epsilon": 0.01}, "1e-05 as `layer_norm_epsilon`"),
+        (FIXTURES / "hf_gpt2", {"tie_word_embeddings": False}, "True as `tie_word_embeddings`"),
+        (FIXTURES / "hf_gemma", rope(theta=500.0), "10000.0 as `rope_theta`.*Received 500.0"),
+        (FIXTURES / "hf_gemma2", {"rms_norm_eps": 0.01}, "1e-06 as `rms_norm_eps`"),
+        (FIXTURES / "hf_gemma2", {"layer_types": ["full_attention"] * 3}, ".* as `layer_types`"),
+        (FAMILIES / "gemma3_text", {"attn_logit_softcapping": 3.0}, "null as `attn_logit_soft"),
+        (FAMILIES / "gemma3_text", {"rope_local_base_freq": 5.0, "rope_parameters": None}, "10000"),
+        (FAMILIES / "llama", {"attention_bias": True}, "False as `attention_bias`"),
+        (FAMILIES / "llama", {"head_dim": 16}, "8 as `head_dim`.*Received 16"),
+        (FAMILIES / "llama", rope("linear"), "'default' or 'llama3' as `rope_type`"),
+        (FAMILIES / "llama", rope(partial_rotary_factor=0.5), "1.0 as `partial_rotary_factor`"),
+        (FAMILIES / "mistral", {"rope_scaling": {"type": "yarn"}}, "'default' as `rope_type`"),
+        (FAMILIES / "mixtral", {"hidden_act": "gelu"}, "'silu' or 'swish' as `hidden_act`"),
+        (FAMILIES / "qwen2", {"use_sliding_window": True}, "False as `use_sliding_window`"),
+        (FAMILIES / "qwen2", {"quantization_config": {}}, "null as `quantization_config`"),
+        (FAMILIES / "qwen3_moe", {"mlp_only_layers": [0]}, r"\[\] as `mlp_only_layers`"),
+    ],
+)
+def test_settings_that_kerashub_has_not(copy, source, settings, words):
+    folder = copy(source, **settings)
+    with pytest.raises(bs.SurgeryError, match=f"from_preset at .*model': expected {words}"):
+        load(folder, load_weights=False)
+
+
+def test_settings_that_are_given_to_the_backbone(copy):
+    assert load(copy(FAMILIES / "llama", rms_norm_eps=1e-3)).layer_norm_epsilon == 1e-3
+
+
+def test_frequencies_as_transformers_5_saves_them():
+    config = load(FAMILIES / "llama", load_weights=False).get_config()
+    scaled = json.loads((FAMILIES / "llama" / "config.json").read_text())
+    assert "rope_scaling" not in scaled
+    assert config["rope_frequency_adjustment_factor"] == scaled["rope_parameters"]["factor"] == 8
+
+
+def test_a_width_of_the_mlp(copy):
+    folder = copy(FIXTURES / "hf_gpt2", n_inner=40)
+    assert load(folder, load_weights=False).intermediate_dim == 40
+
+
+def test_tensors_that_nothing_reads(copy):
+    folder = copy(FAMILIES / "llama")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, "float32"),  # not learned
+        "model.layers.1.self_attn.q_proj.bias": np.ones(32, "float32"),
+    }
+    save_file({**tensors, **extra}, file)
+    words = (
+        r"reads all. Received 1 tensors that it leaves out, such as 'model.layers.1.*q_proj.bias"
+    )
+    with pytest.raises(bs.SurgeryError, match=words):
+        load(folder)
+
+
+def test_weights_are_not_rounded_to_float16(copy):
+    folder = copy(FAMILIES / "mistral")
+    file = folder / "model.safetensors"
+    tensors = {name: value.astype("float32") for name, value in load_file(file).items()}
+    tensors["model.norm.weight"] += np.float32(1e-5)
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = 1e5
+    save_file(tensors, file)
+    backbone = load(folder)
+    np.testing.assert_array_equal(backbone.layer_norm.scale, tensors["model.norm.weight"])
+    kernel = backbone.transformer_layers[0]._self_attention_layer._query_dense.kernel
+    kernel = np.asarray(kernel).reshape(32, -1)
+    np.testing.assert_array_equal(kernel.T, tensors["model.layers.0.self_attn.q_proj.weight"])
+    rounded = load(FAMILIES / "mistral", dtype="float16").layer_norm.scale
+    assert rounded.dtype == np.asarray(rounded).dtype == "float16"
+
+
+def test_a_folder_that_a_converter_stops_at(copy):
+    folder = copy(FAMILIES / "llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(bs.SurgeryError, match=r"`.safetensors` files that .* 'llama' takes"):
+        load(folder)
