@@ -7,6 +7,7 @@ weights that nothing has read. Seen in KerasHub 0.32 and `transformers` 5.
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ _SETTINGS: dict[str, dict[str, tuple]] = {
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "attn_logit_softcapping": ()},
     "gemma4_text": {},
-    "gpt_oss": _UNTIED,
+    "gpt_oss": {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), **_UNTIED},
     "llama": {**_SILU, **_UNBIASED},
     "mistral": {**_SILU, **_UNTIED},
     "mixtral": {**_SILU, **_UNTIED},
@@ -47,14 +48,30 @@ _SETTINGS: dict[str, dict[str, tuple]] = {
     "qwen3_5_moe_text": {},
     "qwen3_5_text": {},
     "qwen3_moe": {**_SILU, **_UNBIASED, **_ALL_MIXTURES, **_NO_WINDOW},
-    "smollm3": {**_SILU, **_UNBIASED, **_TIED},
+    "smollm3": {**_SILU, **_UNBIASED, **_TIED, **_NO_WINDOW},
 }
 """By model type, what a setting of `config.json` must be, if it is there and not null."""
 
 _HEADS_SHARE_WIDTH = ("llama", "mixtral", "qwen2", "qwen2_moe")
 
+_WITH_IMAGES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""The model type of the text, where a model takes images too."""
+
 _FREQUENCIES = {"gpt_oss": ("yarn",), "llama": ("llama3",), "gemma3_text": ("linear",)}
 """The types of rotary frequencies that the converters know, beside the default."""
+
+_YARN = {
+    "beta_fast": (32.0,),
+    "beta_slow": (1.0,),
+    "original_max_position_embeddings": (4096,),
+    "truncate": (False,),
+}
+"""Of GPT-OSS, where the backbone has no other."""
 
 _WAVELENGTHS = {
     "gemma": {"": 1e4},
@@ -95,6 +112,7 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
     kind, text = _text_of(loader.config)
     with _in_words(preset, kind):
         _check_settings(preset, kind, text)
+        _warn_of_windows(preset, kind, text)
         config, own = _respelled(kind, loader.config), _further(kind, text)
         found = loader.converter.convert_backbone_config(config)
         backbone = loader.check_backbone_class()(**{**found, **own, **kwargs})
@@ -147,9 +165,10 @@ class _Unrounded(np.ndarray):
 
 def _text_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the model type and the settings of the part that reads text."""
-    text = config.get("text_config") or config
-    kind = text.get("model_type", config["model_type"])
-    return {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}.get(kind, kind), text
+    kind = config["model_type"]
+    if kind not in _WITH_IMAGES:
+        return kind, config
+    return _WITH_IMAGES[kind], {**config, **(config.get("text_config") or {})}
 
 
 def _check_settings(preset: str, kind: str, text: dict[str, Any]) -> None:
@@ -171,6 +190,18 @@ def _check_settings(preset: str, kind: str, text: dict[str, Any]) -> None:
             )
 
 
+def _warn_of_windows(preset: str, kind: str, text: dict[str, Any]) -> None:
+    """Say so where KerasHub has the windows of GPT-OSS on the other blocks, as of all published."""
+    window, types = text.get("sliding_window"), text.get("layer_types") or ["sliding_attention"]
+    if kind == "gpt_oss" and window is not None and types[0] == "sliding_attention":
+        warnings.warn(
+            f"from_preset at '{preset}': KerasHub has windows of {window} tokens on every other "
+            "block from the second on, and config.json from the first on. Texts that are longer "
+            "differ from those of `transformers`.",
+            stacklevel=2,
+        )
+
+
 def _computed(kind: str, text: dict[str, Any]) -> Iterator[tuple[str, tuple]]:
     """Yield settings that must be what others make of them."""
     if kind in _HEADS_SHARE_WIDTH:
@@ -188,6 +219,8 @@ def _rotary_settings(kind: str, text: dict[str, Any]) -> Iterator[tuple[str, Any
     for block, rotary in _rotary(text).items():
         yield "rope_type", rotary.get("rope_type"), types
         yield "partial_rotary_factor", rotary.get("partial_rotary_factor"), (1.0,)
+        if kind == "gpt_oss":
+            yield from ((name, rotary.get(name), accepted) for name, accepted in _YARN.items())
         if kind in _WAVELENGTHS:
             yield "rope_theta", rotary.get("rope_theta"), (_WAVELENGTHS[kind].get(block),)
 

@@ -47,6 +47,8 @@ def rope(kind="default", theta=1000.0, **kwargs):
         (FIXTURES / "hf_gemma2", {"layer_types": ["full_attention"] * 3}, ".* as `layer_types`"),
         (FAMILIES / "gemma3_text", {"attn_logit_softcapping": 3.0}, "null as `attn_logit_soft"),
         (FAMILIES / "gemma3_text", {"rope_local_base_freq": 5.0, "rope_parameters": None}, "10000"),
+        (FAMILIES / "gpt_oss", {"swiglu_limit": 70.0}, "7.0 as `swiglu_limit`"),
+        (FAMILIES / "gpt_oss", rope("yarn", beta_fast=16.0), "32.0 as `beta_fast`"),
         (FAMILIES / "llama", {"attention_bias": True}, "False as `attention_bias`"),
         (FAMILIES / "llama", {"head_dim": 16}, "8 as `head_dim`.*Received 16"),
         (FAMILIES / "llama", rope("linear"), "'default' or 'llama3' as `rope_type`"),
@@ -116,4 +118,18 @@ def test_a_folder_that_a_converter_stops_at(copy):
     folder = copy(FAMILIES / "llama")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(bs.SurgeryError, match=r"`.safetensors` files that .* 'llama' takes"):
+        load(folder)
+
+
+def test_windows_of_gpt_oss_on_the_other_blocks(copy):
+    folder = copy(FAMILIES / "gpt_oss", layer_types=None)
+    with pytest.warns(UserWarning, match="windows of 6 tokens on every other block from the sec"):
+        load(folder, load_weights=False)
+
+
+def test_a_model_that_takes_images_too(copy):
+    config = json.loads((FAMILIES / "gemma3_text" / "config.json").read_text())
+    text = {**config, "rms_norm_eps": 0.01}
+    folder = copy(FAMILIES / "gemma3_text", model_type="gemma3", text_config=text)
+    with pytest.raises(bs.SurgeryError, match=r"1e-06 as `rms_norm_eps`.*of type 'gemma3_text'"):
         load(folder)
