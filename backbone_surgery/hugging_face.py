@@ -9,6 +9,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -111,6 +112,7 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
     """
     kind, text = _text_of(loader.config)
     with _in_words(preset, kind):
+        _check_adapter(preset, Path(loader.preset))
         _check_settings(preset, kind, text)
         _warn_of_windows(preset, kind, text)
         config, own = _respelled(kind, loader.config), _further(kind, text)
@@ -169,6 +171,16 @@ def _text_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if kind not in _WITH_IMAGES:
         return kind, config
     return _WITH_IMAGES[kind], {**config, **(config.get("text_config") or {})}
+
+
+def _check_adapter(preset: str, folder: Path) -> None:
+    """Refuse a folder with an adapter beside the weights, which `transformers` would load too."""
+    if (folder / "adapter_config.json").is_file():
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected a model without an adapter. Received "
+            "`adapter_config.json` beside it. Merge it with `merge_and_unload` of PEFT and save "
+            "the model; or remove the file, for the model without the adapter."
+        )
 
 
 def _check_settings(preset: str, kind: str, text: dict[str, Any]) -> None:

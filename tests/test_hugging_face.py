@@ -133,3 +133,12 @@ def test_a_model_that_takes_images_too(copy):
     folder = copy(FAMILIES / "gemma3_text", model_type="gemma3", text_config=text)
     with pytest.raises(bs.SurgeryError, match=r"1e-06 as `rms_norm_eps`.*of type 'gemma3_text'"):
         load(folder)
+
+
+def test_an_adapter_beside_the_model(copy):
+    folder = copy(FAMILIES / "llama")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        bs.SurgeryError, match=r"without an adapter. Received `adapter_config.json`"
+    ):
+        load(folder)
