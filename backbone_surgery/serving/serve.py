@@ -33,7 +33,8 @@ def serve(
 
     The routes are those of OpenAI, `/v1/completions` and `/v1/chat/completions`, with two more
     fields: `steering` for the controls of the model, and `capture` for what it captures. See
-    docs/serving.md. On SIGTERM or SIGINT it finishes what runs and refuses what comes.
+    docs/serving.md. On SIGTERM or SIGINT it finishes what runs, refuses what comes, and waits a
+    minute for clients to read their answers.
 
     Args:
         lm: the model, with a preprocessor.
@@ -52,7 +53,9 @@ def serve(
     """
     check_server(host, port, api_key)
     app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
-    import_extra("serve", "uvicorn").run(app, host=host, port=port)
+    from backbone_surgery.serving.web.ending import run
+
+    run(app, app.state.engine, host, port)
 
 
 def check_server(host: str, port: int, api_key: str | None) -> None:

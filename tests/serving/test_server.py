@@ -22,7 +22,7 @@ import backbone_surgery as bs
 from backbone_surgery.cli import app
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import check_server, make_server_app
-from backbone_surgery.serving.web import limits
+from backbone_surgery.serving.web import ending, limits
 from backbone_surgery.serving.web.steering import Vectors, read_steering
 
 NAMES = ("mood", "pet")
@@ -50,7 +50,8 @@ class Server:
         app = make_server_app(lm, vectors, **settings)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        config = uvicorn.Config(app, log_level="warning", lifespan="on")
+        self.server = ending.Server(config, app.state.engine)
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
 
     def __enter__(self):
@@ -444,8 +445,11 @@ def test_malformed_bodies(server):
     for content in (b"", b"{", b"[]", b'{"prompt": "\xff"}'):
         answer = server.send("POST", "/v1/completions", content=content)
         assert answer.status_code == 400, content
-    large = b'{"prompt": "' + b"x" * 2**24 + b'"}'
+    large = b'{"prompt": "' + b"x" * 2**22 + b'"}'
     assert server.send("POST", "/v1/completions", content=large).status_code == 413
+    answer = server.send("POST", "/v1/steering/vectors?name=large", content=large)
+    assert answer.status_code == 400
+    assert "control vector" in answer.text
 
     def pieces():
         for _ in range(20):
@@ -587,6 +591,9 @@ def test_with_a_key_every_route_but_health_wants_it(lm):
         assert server.send("GET", "/", auth=("any", "sesame")).status_code == 200
         assert server.send("GET", "/", auth=("any", "wrong")).status_code == 401
         assert server.send("GET", "/health").status_code == 200
+        answer = server.send("POST", "/v1/completions", content=b"{")  # the body is not read
+        assert answer.status_code == 401
+        assert answer.headers["WWW-Authenticate"]
         with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             complete(client)
         with server.client("sesame") as client:
@@ -692,6 +699,28 @@ def test_a_port_that_is_free_is_listened_on(lm, monkeypatch, given):
     monkeypatch.setattr(uvicorn.Server, "main_loop", main_loop)
     bs.serve(lm, port=given, warm_up=False, rows=1, length=16)
     assert seen == [given] if given else seen[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
+def test_ending_waits_for_no_client_that_does_not_read(lm, monkeypatch, stream):
+    monkeypatch.setattr(ending, "MOST_SECONDS", 1.0)
+    body = {"prompt": PROMPT, "max_tokens": 110, "n": 16, "capture": ["blocks.*"], "stream": stream}
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    server = Server(lm)
+    with server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(server.socket.getsockname())
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        engine = server.server.engine
+        while engine.stats.new_tokens == 0:
+            time.sleep(0.05)
+        server.server.should_exit = True
+        server.thread.join(60)
+        ended = not server.thread.is_alive()
+    assert ended
+    assert engine.stats.new_tokens >= 16 * 109
 
 
 @pytest.mark.slow

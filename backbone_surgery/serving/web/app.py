@@ -1,8 +1,6 @@
-"""The application: routes, and who may use them."""
+"""The application: its routes."""
 
 import asyncio
-import base64
-import hmac
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -22,6 +20,7 @@ from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.web.answers import Answer
 from backbone_surgery.serving.web.body import ChatCompletion, Completion, TextCompletion
 from backbone_surgery.serving.web.errors import add_errors
+from backbone_surgery.serving.web.key import KeyCheck
 from backbone_surgery.serving.web.limits import BodyLimit
 from backbone_surgery.serving.web.metrics import Metrics
 from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
@@ -68,24 +67,6 @@ class Service:
             "owned_by": "backbone-surgery",
             "max_model_len": engine.length,
         }
-
-    def check_key(self, request: Request) -> None:
-        """Refuse a request without the key; comparing takes the same time however wrong it is."""
-        if self.api_key is None or request.scope["path"] == "/health":
-            return
-        kind, _, value = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() == "basic":  # a browser asks for a password, and sends it so
-            try:
-                value = base64.b64decode(value).decode().partition(":")[2]
-            except ValueError:
-                value = ""
-        if not hmac.compare_digest(value.encode(), self.api_key.encode()):
-            raise HTTPException(
-                401,
-                "expected the API key of this server. Received none, or another. Send it as "
-                "`Authorization: Bearer KEY`.",
-                {"WWW-Authenticate": 'Basic realm="API key"'},
-            )
 
     def no_model(self, name: str | None) -> str:
         """Return what to say of a model that this server does not have."""
@@ -197,12 +178,12 @@ class Service:
             self.metrics.ended(request)
 
 
-def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
+def make_app(service: Service, most_bytes: int = 2**22) -> FastAPI:
     """Make the application of a server.
 
     Args:
         service: what the routes share.
-        most_bytes: how large the body of a request may be.
+        most_bytes: how large a body of JSON may be; a vector may be four times as large.
     """
 
     @asynccontextmanager
@@ -214,12 +195,13 @@ def make_app(service: Service, most_bytes: int = 2**24) -> FastAPI:
     app = FastAPI(
         title="backbone-surgery",
         lifespan=lifespan,
-        dependencies=[Depends(service.check_key)],
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
     )
     app.add_middleware(BodyLimit, most_bytes=most_bytes)
+    app.add_middleware(KeyCheck, api_key=service.api_key)
+    app.state.engine = service.engine
     add_errors(app, service.engine.length)
     _add_completions(app, service)
     _add_chat(app, service)

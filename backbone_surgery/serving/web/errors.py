@@ -29,7 +29,7 @@ def add_errors(app: FastAPI, length: int) -> None:
             "this server: expected fewer requests at once. Received one more than may wait. Try "
             "again later."
         )
-        return _answer(429, text, headers={"Retry-After": "1"})
+        return answer(429, text, headers={"Retry-After": "1"})
 
     @app.exception_handler(TooLongError)
     async def too_long(http: Request, error: TooLongError) -> JSONResponse:
@@ -38,11 +38,11 @@ def add_errors(app: FastAPI, length: int) -> None:
             f"takes (its `--length`, as far as the model has positions). Received {error.needed}. "
             "Shorten it, or ask for fewer."
         )
-        return _answer(400, text)
+        return answer(400, text)
 
     @app.exception_handler(SurgeryError)
     async def refused(http: Request, error: SurgeryError) -> JSONResponse:
-        return _answer(400, str(error))
+        return answer(400, str(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> JSONResponse:
@@ -50,7 +50,7 @@ def add_errors(app: FastAPI, length: int) -> None:
         if error.status_code == 400:  # FastAPI's own, of what Python's parser of JSON refuses
             detail = "expected a body of JSON in UTF-8. Received another. Change it."
         text = f"{http.method} {http.scope['path']}: {detail}"
-        return _answer(error.status_code, text, headers=error.headers)
+        return answer(error.status_code, text, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def failed(http: Request, error: Exception) -> JSONResponse:
@@ -61,16 +61,17 @@ def add_errors(app: FastAPI, length: int) -> None:
         if isinstance(error.body, bytes):  # pages of other sites can send all but the header
             sent = http.headers.get("content-type", "none")
             text = f"the header Content-Type: expected application/json. Received {sent}. Send it."
-            return _answer(400, text)
+            return answer(400, text)
         is_text = http.scope["path"] == "/v1/completions"
         fields = (TextCompletion if is_text else ChatCompletion).model_fields
         name, text = describe(error, fields)
-        return _answer(400, text, name)
+        return answer(400, text, name)
 
 
-def _answer(
+def answer(
     status: int, message: str, param: str | None = None, headers: Any = None
 ) -> JSONResponse:
+    """Return an error in OpenAI's shape."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error")
     return JSONResponse(error_body(message, kind, param), status, headers)

@@ -68,7 +68,7 @@ class Vectors:
             path = Path(folder) / f"vector{suffix}"
             path.write_bytes(data)
             try:
-                vector = ControlVector.load(path)
+                vector = ControlVector.load(path, lm=self.lm)
             except SurgeryError as error:
                 raise SurgeryError(str(error).replace(str(path), name)) from error
         self.add(name, vector)
