@@ -263,6 +263,15 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
     listed = server.send("GET", "/v1/steering/vectors").json()["vectors"]
     assert [v["name"] for v in listed] == ["mine", "mood", "pet"]
     assert server.send("DELETE", "/v1/steering/vectors/mine").status_code == 200
+    for method in ("GET", "DELETE"):
+        answer = server.send(method, "/v1/steering/vectors/mine")
+        assert answer.status_code == 404
+        assert "Known: mood, pet" in answer.json()["error"]["message"]
+    bs.ControlVector(vector.directions, {"family": "gemma"}).save(tmp_path / "g.safetensors")
+    other = (tmp_path / "g.safetensors").read_bytes()
+    answer = server.send("POST", "/v1/steering/vectors?name=mine", content=other)
+    assert answer.status_code == 400
+    assert "with field 'family' 'gpt2'. Received 'gemma'" in answer.json()["error"]["message"]
     for content, words in (
         (data[:-40], "mine"),
         (b"garbage", "mine"),

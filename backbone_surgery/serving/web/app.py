@@ -269,6 +269,12 @@ def _add_chat(app: FastAPI, service: Service) -> None:
 
 
 def _add_steering(app: FastAPI, service: Service) -> None:
+    def find(name: str) -> ControlVector:
+        try:
+            return service.vectors[name]
+        except SurgeryError as error:
+            raise HTTPException(404, str(error)) from error
+
     @app.get("/v1/steering")
     async def steering() -> dict[str, Any]:
         return {
@@ -289,11 +295,12 @@ def _add_steering(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/steering/vectors/{name}")
     async def vector(name: str) -> dict[str, Any]:
-        directions = service.vectors[name].directions
+        directions = find(name).directions
         return {"name": name, "directions": {b: d.tolist() for b, d in directions.items()}}
 
     @app.delete("/v1/steering/vectors/{name}")
     async def delete(name: str) -> dict[str, Any]:
+        find(name)
         service.vectors.delete(name)
         return {"name": name, "deleted": True}
 
