@@ -314,11 +314,6 @@ def test_check_reports_what_it_measured(family, backbone):
     assert "cached = uncached over" in str(report)
 
 
-def test_edited_backbone_has_no_config():
-    with pytest.raises(bs.SurgeryError, match="Keep the rewrites"):
-        bs.open_backbone(make_gpt2()).get_config()
-
-
 @pytest.mark.parametrize("preprocessor", [3, "tiny_gpt2", keras.layers.Dense(2)])
 def test_what_is_no_preprocessor(lm, preprocessor):
     with pytest.raises(bs.SurgeryError, match="expected a `CausalLMPreprocessor`, or None"):
