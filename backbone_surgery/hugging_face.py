@@ -38,7 +38,7 @@ _SETTINGS: dict[str, dict[str, tuple]] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "attn_logit_softcapping": ()},
-    "gemma4_text": {},
+    "gemma4_text": {"hidden_activation": _GELU},
     "gpt_oss": {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), **_UNTIED},
     "llama": {**_SILU, **_UNBIASED},
     "mistral": {**_SILU, **_UNTIED},
@@ -46,8 +46,8 @@ _SETTINGS: dict[str, dict[str, tuple]] = {
     "qwen2": {**_SILU, **_NO_WINDOW},
     "qwen2_moe": {**_SILU, **_UNTIED, **_ALL_MIXTURES, **_NO_WINDOW},
     "qwen3": {**_SILU, **_UNBIASED, **_NO_WINDOW},
-    "qwen3_5_moe_text": {},
-    "qwen3_5_text": {},
+    "qwen3_5_moe_text": _SILU,
+    "qwen3_5_text": _SILU,
     "qwen3_moe": {**_SILU, **_UNBIASED, **_ALL_MIXTURES, **_NO_WINDOW},
     "smollm3": {**_SILU, **_UNBIASED, **_TIED, **_NO_WINDOW},
 }
@@ -63,7 +63,13 @@ _WITH_IMAGES = {
 }
 """The model type of the text, where a model takes images too."""
 
-_FREQUENCIES = {"gpt_oss": ("yarn",), "llama": ("llama3",), "gemma3_text": ("linear",)}
+_FREQUENCIES = {
+    "gpt_oss": ("yarn",),
+    "llama": ("llama3",),
+    "gemma3_text": ("linear",),
+    "qwen3_5_text": ("mrope",),
+    "qwen3_5_moe_text": ("mrope",),
+}
 """The types of rotary frequencies that the converters know, beside the default."""
 
 _YARN = {
@@ -81,8 +87,8 @@ _WAVELENGTHS = {
 }
 """Of rotary positions, where the backbone has no other, by the type of block."""
 
-_OWN_FREQUENCIES = ("gemma4_text", "qwen3_5_moe_text", "qwen3_5_text")
-"""Model types whose converters read `rope_parameters` by themselves."""
+_TURNED_IN_PART = ("qwen3_5_moe_text", "qwen3_5_text")
+"""Model types that rotate a part of each head."""
 
 _NO_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"  # made anew, not learned
@@ -189,7 +195,7 @@ def _check_settings(preset: str, kind: str, text: dict[str, Any]) -> None:
     settings = [(name, text.get(name), accepted) for name, accepted in known]
     if kind != "gpt_oss":
         settings.append(("quantization_config", text.get("quantization_config"), ()))
-    if kind not in _OWN_FREQUENCIES:
+    if kind != "gemma4_text":  # whose converter reads all of them
         settings += _rotary_settings(kind, text)
     for name, value, accepted in settings:
         if value is not None and value not in accepted:
@@ -203,12 +209,15 @@ def _check_settings(preset: str, kind: str, text: dict[str, Any]) -> None:
 
 
 def _warn_of_windows(preset: str, kind: str, text: dict[str, Any]) -> None:
-    """Say so where KerasHub has the windows of GPT-OSS on the other blocks, as of all published."""
-    window, types = text.get("sliding_window"), text.get("layer_types") or ["sliding_attention"]
-    if kind == "gpt_oss" and window is not None and types[0] == "sliding_attention":
+    """Say so where KerasHub has the windows of GPT-OSS on other blocks, as of all published."""
+    window, number = text.get("sliding_window"), text.get("num_hidden_layers", 0)
+    if kind != "gpt_oss" or window is None:
+        return
+    types = ["sliding_attention" if i % 2 else "full_attention" for i in range(number)]
+    if text.get("layer_types") != types:
         warnings.warn(
             f"from_preset at '{preset}': KerasHub has windows of {window} tokens on every other "
-            "block from the second on, and config.json from the first on. Texts that are longer "
+            "block from the second on, and config.json on other blocks. Texts that are longer "
             "differ from those of `transformers`.",
             stacklevel=2,
         )
@@ -230,7 +239,8 @@ def _rotary_settings(kind: str, text: dict[str, Any]) -> Iterator[tuple[str, Any
     types = ("default", *_FREQUENCIES.get(kind, ()))
     for block, rotary in _rotary(text).items():
         yield "rope_type", rotary.get("rope_type"), types
-        yield "partial_rotary_factor", rotary.get("partial_rotary_factor"), (1.0,)
+        if kind not in _TURNED_IN_PART:
+            yield "partial_rotary_factor", rotary.get("partial_rotary_factor"), (1.0,)
         if kind == "gpt_oss":
             yield from ((name, rotary.get(name), accepted) for name, accepted in _YARN.items())
         if kind in _WAVELENGTHS:
@@ -282,7 +292,9 @@ def _further(kind: str, text: dict[str, Any]) -> dict[str, Any]:
 def _check_all_read(preset: str, kind: str, text: dict[str, Any], unread: list[str]) -> None:
     """Refuse a file with weights that the converter left out; a head may be that of the table."""
     tied = text.get("tie_word_embeddings") or "tie_word_embeddings" in _SETTINGS[kind]
+    shared = text.get("num_hidden_layers", 0) - (text.get("num_kv_shared_layers") or 0)
     left = [name for name in unread if not _NO_WEIGHTS.search(name)]
+    left = [name for name in left if not _is_borrowed(name, shared)]
     left = [name for name in left if not (tied and name.endswith("lm_head.weight"))]
     if left:
         raise SurgeryError(
@@ -291,6 +303,12 @@ def _check_all_read(preset: str, kind: str, text: dict[str, Any], unread: list[s
             f"'{left[0]}'. Compare config.json with the original. If that is what you want, load "
             "it with `keras_hub.models.Backbone.from_preset`."
         )
+
+
+def _is_borrowed(name: str, first: int) -> bool:
+    """Whether a tensor makes keys or values of a block that takes those of an earlier one."""
+    found = re.search(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+    return found is not None and int(found[1]) >= first
 
 
 @contextlib.contextmanager

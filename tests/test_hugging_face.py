@@ -49,6 +49,7 @@ def rope(kind="default", theta=1000.0, **kwargs):
         (FAMILIES / "gemma3_text", {"rope_local_base_freq": 5.0, "rope_parameters": None}, "10000"),
         (FAMILIES / "gpt_oss", {"swiglu_limit": 70.0}, "7.0 as `swiglu_limit`"),
         (FAMILIES / "gpt_oss", rope("yarn", beta_fast=16.0), "32.0 as `beta_fast`"),
+        (FAMILIES / "gemma4_text", {"hidden_activation": "relu"}, "'gelu_new' or"),
         (FAMILIES / "llama", {"attention_bias": True}, "False as `attention_bias`"),
         (FAMILIES / "llama", {"head_dim": 16}, "8 as `head_dim`.*Received 16"),
         (FAMILIES / "llama", rope("linear"), "'default' or 'llama3' as `rope_type`"),
@@ -141,4 +142,19 @@ def test_an_adapter_beside_the_model(copy):
     with pytest.raises(
         bs.SurgeryError, match=r"without an adapter. Received `adapter_config.json`"
     ):
+        load(folder)
+
+
+def test_keys_and_values_that_blocks_take_from_earlier_ones(copy):
+    """Published files of Gemma 4 hold them; `transformers` and KerasHub leave them out."""
+    folder = copy(FAMILIES / "gemma4_text")
+    file = folder / "model.safetensors"
+    config = json.loads((folder / "config.json").read_text())
+    shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    names = {i: f"model.layers.{i}.self_attn.k_proj.bias" for i in (shared - 1, shared)}
+    tensors = load_file(file)
+    save_file({**tensors, names[shared]: np.ones(3, "float32")}, file)
+    load(folder)
+    save_file({**tensors, names[shared - 1]: np.ones(3, "float32")}, file)
+    with pytest.raises(bs.SurgeryError, match=f"1 tensors that .* such as '{names[shared - 1]}'"):
         load(folder)

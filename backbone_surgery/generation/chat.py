@@ -98,7 +98,7 @@ def load_chat(preprocessor: Any, preset: str) -> None:
     path = _find(preset, GENERATION_FILE)
     if path is not None:
         with reading(path, "from_preset", "how `transformers` is to generate"):
-            chat = replace(chat, ends=_ends(read_json(path, _MOST)))
+            chat = replace(chat, ends=_ends(json.loads(path.read_bytes())))
     _chats[preprocessor.tokenizer] = chat
 
 
@@ -128,13 +128,13 @@ def save_chat(preprocessor: Any, folder: Path) -> None:
         (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
 
 
-def _ends(config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids of end tokens: there may be one, several or none."""
-    given = config.get("eos_token_id")
+def _ends(config: Any) -> tuple[int, ...]:
+    """Return the ids of end tokens: there may be one, several or none, which -1 says too."""
+    given = config.get("eos_token_id") if isinstance(config, dict) else None
     ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(i) is int and i >= 0 for i in ids):
+    if not all(type(i) is int for i in ids):
         raise ValueError(f"eos_token_id is {shown(given)}")
-    return tuple(ids)
+    return tuple(i for i in ids if i >= 0)
 
 
 def _from_config(config: dict[str, Any]) -> Chat:

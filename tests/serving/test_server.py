@@ -26,6 +26,7 @@ from backbone_surgery.serving.web import ending, limits
 from backbone_surgery.serving.web.steering import Vectors, read_steering
 
 NAMES = ("mood", "pet")
+JSON = {"Content-Type": "application/json"}
 PROMPT = "Once upon a time"
 CHAT = '{"messages": [{"role": "user", "content": %s}]}'
 
@@ -271,7 +272,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
     other = (tmp_path / "g.safetensors").read_bytes()
     answer = server.send("POST", "/v1/steering/vectors?name=mine", content=other)
     assert answer.status_code == 400
-    assert "with field 'family' 'gpt2'. Received 'gemma'" in answer.json()["error"]["message"]
+    assert "a model of family 'gpt2'. Received one of 'gemma'" in answer.json()["error"]["message"]
     for content, words in (
         (data[:-40], "mine"),
         (b"garbage", "mine"),
@@ -600,7 +601,7 @@ def test_with_a_key_every_route_but_health_wants_it(lm):
         assert server.send("GET", "/", auth=("any", "sesame")).status_code == 200
         assert server.send("GET", "/", auth=("any", "wrong")).status_code == 401
         assert server.send("GET", "/health").status_code == 200
-        answer = server.send("POST", "/v1/completions", content=b"{")  # the body is not read
+        answer = server.send("POST", "/v1/completions", content=b"{", headers=JSON)  # not read
         assert answer.status_code == 401
         assert answer.headers["WWW-Authenticate"]
         with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):

@@ -31,7 +31,7 @@ class KeyCheck:
         if is_open or self._is_key(Headers(scope=scope).get("authorization", "")):
             await self.app(scope, receive, send)
             return
-        headers = {"WWW-Authenticate": 'Basic realm="API key"', "Connection": "close"}
+        headers = {"WWW-Authenticate": 'Basic realm="API key"'}
         text = f"{scope['method']} {scope['path']}: {_TEXT}"
         await answer(401, text, headers=headers)(scope, receive, send)
 

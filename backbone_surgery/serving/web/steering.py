@@ -68,9 +68,15 @@ class Vectors:
             path = Path(folder) / f"vector{suffix}"
             path.write_bytes(data)
             try:
-                vector = ControlVector.load(path, lm=self.lm)
+                vector = ControlVector.load(path)
             except SurgeryError as error:
                 raise SurgeryError(str(error).replace(str(path), name)) from error
+        family = self.lm.opened.family.name
+        if vector.info.get("family", family) != family:
+            raise SurgeryError(
+                f"vector '{name}': expected one made for a model of family '{family}'. Received "
+                f"one of '{vector.info['family']}'. Use a vector of this model."
+            )
         self.add(name, vector)
         return vector
 
