@@ -1,4 +1,4 @@
-"""Models of Hugging Face, as KerasHub's converters load them, but nothing left out in silence.
+"""Models of Hugging Face, as KerasHub's converters load them, checked for what these leave out.
 
 A converter reads some settings of `config.json` and some tensors of the files, and passes over all
 others. Here the backbone is given what it can have; what it cannot have is refused, and so are
@@ -292,9 +292,10 @@ def _further(kind: str, text: dict[str, Any]) -> dict[str, Any]:
 def _check_all_read(preset: str, kind: str, text: dict[str, Any], unread: list[str]) -> None:
     """Refuse a file with weights that the converter left out; a head may be that of the table."""
     tied = text.get("tie_word_embeddings") or "tie_word_embeddings" in _SETTINGS[kind]
-    shared = text.get("num_hidden_layers", 0) - (text.get("num_kv_shared_layers") or 0)
     left = [name for name in unread if not _NO_WEIGHTS.search(name)]
-    left = [name for name in left if not _is_borrowed(name, shared)]
+    if text.get("num_kv_shared_layers"):
+        first = text["num_hidden_layers"] - text["num_kv_shared_layers"]
+        left = [name for name in left if not _is_borrowed(name, first)]
     left = [name for name in left if not (tied and name.endswith("lm_head.weight"))]
     if left:
         raise SurgeryError(

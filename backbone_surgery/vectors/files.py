@@ -148,8 +148,8 @@ def check_made_for(
         if name in info and info[name] != model[name]:
             raise SurgeryError(
                 f"{where}: expected a vector made for this model, with field '{name}' "
-                f"{model[name]!r}. Received {info[name]!r}. Load the vector of this "
-                "model, or leave out `lm` to go without this check."
+                f"{model[name]!r}. Received {info[name]!r}. Load the vector of this model, or "
+                "leave out `lm` to go without this check."
             )
     hint = info.get("model_hint")
     if hint is not None and hint not in types:
