@@ -90,6 +90,13 @@ _WAVELENGTHS = {
 _TURNED_IN_PART = ("qwen3_5_moe_text", "qwen3_5_text")
 """Model types that rotate a part of each head."""
 
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 256},
+    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False},
+    "mixtral": {"output_router_logits": False},
+}
+"""What `transformers` takes where a published `config.json` says nothing and converters stop."""
+
 _NO_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"  # made anew, not learned
     r"|(^|\.)(mtp|vision|visual|audio|embed_vision|embed_audio|multi_modal)"  # not of the text
@@ -116,12 +123,13 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
         SurgeryError: the config has what KerasHub's backbone has not, the converter leaves out a
             tensor, or it stops.
     """
-    kind, text = _text_of(loader.config)
+    whole = _filled(loader.config)
+    kind, text = _text_of(whole)
     with _in_words(preset, kind):
         _check_adapter(preset, Path(loader.preset))
         _check_settings(preset, kind, text)
         _warn_of_windows(preset, kind, text)
-        config, own = _respelled(kind, loader.config), _further(kind, text)
+        config, own = _respelled(kind, whole), _further(kind, text)
         found = loader.converter.convert_backbone_config(config)
         backbone = loader.check_backbone_class()(**{**found, **own, **kwargs})
     if load_weights:
@@ -177,6 +185,16 @@ def _text_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if kind not in _WITH_IMAGES:
         return kind, config
     return _WITH_IMAGES[kind], {**config, **(config.get("text_config") or {})}
+
+
+def _filled(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with what `transformers` takes for the settings that are not there."""
+    kind = config["model_type"]
+    if kind in _WITH_IMAGES and config.get("text_config"):
+        text = {**_LEFT_OUT.get(_WITH_IMAGES[kind], {}), **config["text_config"]}
+        return {**config, "text_config": text}
+    heads = {"num_key_value_heads": config.get("num_attention_heads")} if kind == "llama" else {}
+    return {**_LEFT_OUT.get(kind, {}), **heads, **config}
 
 
 def _check_adapter(preset: str, folder: Path) -> None:

@@ -78,6 +78,33 @@ def test_frequencies_as_transformers_5_saves_them():
     assert config["rope_frequency_adjustment_factor"] == scaled["rope_parameters"]["factor"] == 8
 
 
+def without(folder, *names, part=None):
+    """Take settings out of a folder's config."""
+    config = json.loads((folder / "config.json").read_text())
+    for name in names:
+        del (config[part] if part else config)[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_settings_that_early_folders_leave_out(copy):
+    """`LlamaConfig()` of `transformers` has a theta of 10,000, an epsilon of 1e-6, heads alike."""
+    names = ("rope_parameters", "tie_word_embeddings", "rms_norm_eps", "num_key_value_heads")
+    backbone = load(without(copy(FAMILIES / "llama"), *names), load_weights=False)
+    assert backbone.rope_max_wavelength == 10_000
+    assert backbone.layer_norm_epsilon == 1e-6
+    assert backbone.num_key_value_heads == backbone.num_query_heads == 4
+    assert not backbone.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("gemma3_text", "head_dim"), ("mixtral", "output_router_logits")]
+)
+def test_a_setting_that_published_folders_leave_out(copy, family, name):
+    backbone = load(without(copy(FAMILIES / family), name), load_weights=False)
+    assert getattr(backbone, name) == {"head_dim": 256, "output_router_logits": False}[name]
+
+
 def test_a_width_of_the_mlp(copy):
     folder = copy(FIXTURES / "hf_gpt2", n_inner=40)
     assert load(folder, load_weights=False).intermediate_dim == 40
