@@ -137,6 +137,16 @@ def test_an_easysteer_vector_without_a_scale_acts_at_1(lm, entry):
     assert control.strength == 1.0
 
 
+def test_a_vector_may_come_from_a_model_in_another_dtype(tmp_path):
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    assert {"family", "source_digest"} <= set(vector.info)  # of a model in float32
+    vector.save(tmp_path / "mood.safetensors")
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2", dtype="bfloat16")
+    vectors = Vectors(lm, {})
+    vectors.read("mine", (tmp_path / "mood.safetensors").read_bytes())
+    assert vectors["mine"].directions.keys() == vector.directions.keys() != set()
+
+
 def texts_alone(control):
     plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
     steer = bs.Steer("mood", bs.ControlVector.from_preset("tiny_gpt2", "mood"), strength=0.0)
