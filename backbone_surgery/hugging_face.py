@@ -149,6 +149,8 @@ class _Files(graph.SafetensorLoader):
 
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
         """Return the name of a tensor in the files, as upstream."""
+        if not any(name.endswith(hf_weight_key) for name in dict_like.keys()):
+            hf_weight_key = hf_weight_key.replace(".vision_model.", ".")  # since `transformers` 5
         name = super().get_prefixed_key(hf_weight_key, dict_like)
         self.read.add(name)
         return name

@@ -163,6 +163,53 @@ def test_a_model_that_takes_images_too(copy):
         load(folder)
 
 
+def vision_tensors(rng, width, text_width):
+    """Make the tensors of a vision tower of one block, by the names of `transformers` 5."""
+    block = "encoder.layers.0"
+    shapes = {
+        "embeddings.patch_embedding.weight": (width, 3, 4, 4),
+        "embeddings.patch_embedding.bias": (width,),
+        "embeddings.position_embedding.weight": (16, width),
+        f"{block}.mlp.fc1.weight": (24, width),
+        f"{block}.mlp.fc1.bias": (24,),
+        f"{block}.mlp.fc2.weight": (width, 24),
+        f"{block}.mlp.fc2.bias": (width,),
+    }
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        shapes[f"{block}.self_attn.{name}.weight"] = (width, width)
+        shapes[f"{block}.self_attn.{name}.bias"] = (width,)
+    for name in (f"{block}.layer_norm1", f"{block}.layer_norm2", "post_layernorm"):
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    shapes = {f"vision_tower.{name}": shape for name, shape in shapes.items()}
+    shapes["multi_modal_projector.mm_input_projection_weight"] = (width, text_width)
+    shapes["multi_modal_projector.mm_soft_emb_norm.weight"] = (width,)
+    return {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+
+
+def test_a_vision_tower_by_the_names_of_transformers_5(copy, rng):
+    config = json.loads((FAMILIES / "gemma3_text" / "config.json").read_text())
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "num_hidden_layers": 1, "patch_size": 4}
+    folder = copy(
+        FAMILIES / "gemma3_text", model_type="gemma3", text_config=config, vision_config=vision
+    )
+    file = folder / "model.safetensors"
+    text = {f"language_{name}": x for name, x in load_file(file).items()}
+    text = {name.replace("language_model.", "language_model.model."): x for name, x in text.items()}
+    vision = vision_tensors(rng, 16, config["hidden_size"])
+    save_file({**text, **vision}, file)
+    backbone = load(folder)
+    encoder = backbone.vision_encoder.get_layer("image_encoder")
+    position = encoder.vision_embeddings.position_embedding.embeddings
+    np.testing.assert_array_equal(
+        position, vision["vision_tower.embeddings.position_embedding.weight"]
+    )
+    plain = load(FAMILIES / "gemma3_text")
+    prompt = {"token_ids": np.array([[1, 5, 9]]), "padding_mask": np.ones((1, 3), "int32")}
+    got, wanted = (bs.open_backbone(model).predict_on_batch(prompt) for model in (backbone, plain))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_an_adapter_beside_the_model(copy):
     folder = copy(FAMILIES / "llama")
     (folder / "adapter_config.json").write_text("{}")

@@ -170,6 +170,13 @@ def _from_arrays(inputs: Any, operation: str) -> Prompts:
             f"{operation}: expected a dict of arrays `token_ids` and `padding_mask`, or text with "
             f"a preprocessor attached. Received {received}. Pass one of these."
         )
+    others = [name for name in inputs if name not in ("token_ids", "padding_mask")]
+    others = [name for name in others if _says_something(name, inputs[name])]
+    if others:
+        raise SurgeryError(
+            f"{operation}: expected `token_ids` and `padding_mask`, since the model takes text "
+            f"alone. Received {shown(sorted(others, key=str))} too. Leave them out."
+        )
     ids, mask = read_array(inputs["token_ids"]), read_mask(inputs["padding_mask"])
     if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise SurgeryError(
@@ -190,6 +197,16 @@ def _from_arrays(inputs: Any, operation: str) -> Prompts:
         )
     rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
     return Prompts(rows, width=ids.shape[1])
+
+
+def _says_something(name: str, value: Any) -> bool:
+    """Whether an input is other than what a preprocessor gives where there are no images."""
+    try:
+        array = np.asarray(value)
+        plain = np.arange(array.shape[-1]) if name == "position_ids" else 0
+        return array.size > 0 and (array.ndim > 2 or bool(np.any(array != plain)))
+    except Exception:  # whatever the conversion of an object runs into
+        return True
 
 
 def _described(value: Any) -> str:

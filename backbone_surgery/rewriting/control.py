@@ -185,11 +185,15 @@ def strength_rows(value: Any, batch: int, blocks: int, where: str) -> tuple[np.n
         return bind_amounts(value, where, batch, (blocks,), ", or a Schedule"), ones
     numbers = [1.0 if isinstance(r, Schedule) else r for r in rows]
     tables = [r.table() if isinstance(r, Schedule) else np.ones(2, "float32") for r in rows]
-    steps = max(SCHEDULE_STEPS, *(len(t) - 1 for t in tables))
-    width = 1 + (1 << (steps - 1).bit_length())
+    width = schedule_width(max(len(t) - 1 for t in tables))
     padded = [np.pad(t, (0, width - len(t)), mode="edge") for t in tables]
     strengths = bind_amounts(numbers, where, batch, (blocks,), ", or a Schedule")
     return strengths, np.broadcast_to(np.stack(padded), (batch, width))
+
+
+def schedule_width(steps: int) -> int:
+    """Return how many factors the input of a schedule of so many steps has, with the prompt's."""
+    return 1 + (1 << (max(steps, SCHEDULE_STEPS) - 1).bit_length())
 
 
 def _check_strength(value: Any, where: str) -> None:

@@ -127,4 +127,7 @@ def in_range(positions, tokens):
 
 
 def _norm(x):
-    return ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
+    """Return the norms of vectors, whose gradient is 0 where the norm is."""
+    squares = ops.sum(ops.square(x), axis=-1, keepdims=True)
+    is_zero = ops.equal(squares, 0)
+    return ops.where(is_zero, 0.0, ops.sqrt(ops.where(is_zero, 1.0, squares)))

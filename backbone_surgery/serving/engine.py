@@ -185,8 +185,8 @@ class Engine:
     def warm_up(self, captures: bool = False) -> None:
         """Compile every program that requests can need, so that none waits for it.
 
-        What is not covered are controls of other sizes than their defaults: a `Schedule` of more
-        than 64 steps, or a `Patch` of more positions.
+        What is not covered are a `Patch` of more positions than its default, and a `Schedule` of
+        more steps than `length`.
 
         Args:
             captures: whether requests with `return_captures=True` are to come, too.

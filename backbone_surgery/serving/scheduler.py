@@ -11,6 +11,8 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.rewriting.control import schedule_width
+from backbone_surgery.rewriting.steer import Steer
 from backbone_surgery.serving.batch import Chunk, RowBatch, controls_of_sizes
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.logprobs import RecordedSampling
@@ -91,7 +93,7 @@ class Scheduler:
         self._queue: deque[Job] = deque()
         self._prefill: Prefill | None = None
         self._chunk: Chunk | None = None
-        self._sizes = {name: x.shape for name, x in lm.opened.defaults.items()}
+        self._sizes = _sizes(lm.opened, length)
         self._sizes_run = dict(self._sizes)
         self._weights: list[weakref.ref] = []
         self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
@@ -165,7 +167,7 @@ class Scheduler:
 
     def warm_up(self, captures: bool) -> None:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
-        controls = _one_row(self.lm.opened)
+        controls = controls_of_sizes(_one_row(self.lm.opened), self._sizes)
         with self._lock, self.programs.weights_of_now():
             for kept in {False, captures}:
                 warm_up(
@@ -267,6 +269,16 @@ class Scheduler:
         self._queue.clear()
         self._prefill, self._chunk = None, None
         self._batch.clear()
+
+
+def _sizes(model: EditedBackbone, length: int) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of controls: schedules for as many tokens as a job can have, else defaults.
+
+    So no schedule of a job takes another program.
+    """
+    sizes = {name: x.shape for name, x in model.defaults.items()}
+    steers = [fired.rewrite for fired in model.report if isinstance(fired.rewrite, Steer)]
+    return sizes | {f"{steer.name}_schedule": (schedule_width(length),) for steer in steers}
 
 
 def _one_row(model: EditedBackbone) -> dict[str, np.ndarray]:

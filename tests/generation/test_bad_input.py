@@ -76,6 +76,23 @@ def test_generate_options(lm, prompt, options, words):
             "padding between tokens in row 0",
         ),
         (
+            {
+                "token_ids": np.ones((1, 3), int),
+                "padding_mask": np.ones((1, 3)),
+                "images": np.zeros((1, 1, 4, 4, 3)),  # a black one
+                "vision_mask": np.zeros((1, 3)),
+            },
+            r"the model takes text alone. Received \['images'\] too",
+        ),
+        (
+            {
+                "token_ids": np.ones((1, 3), int),
+                "padding_mask": np.ones((1, 3)),
+                "position_ids": np.array([[1, 2, 3]]),
+            },
+            r"Received \['position_ids'\] too. Leave them out",
+        ),
+        (
             {"token_ids": np.ones((2, 3), int), "padding_mask": np.array([[1, 1, 0], [0, 0, 0]])},
             "at row 1: expected at least one token",
         ),

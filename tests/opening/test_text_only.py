@@ -74,6 +74,18 @@ def test_a_backbone_with_images_opens_for_text_alone(name, make, rng):
     bs.rewire(opened)
 
 
+def test_what_a_preprocessor_gives_without_images_is_left_out(backbone, rng):
+    prompt = without_images(backbone, ragged(rng, (5, 3), 8))
+    prompt["position_ids"] = np.tile(np.arange(8), (2, 1))  # as of Gemma 4
+    assert {"images", "vision_mask", "vision_indices"} < set(prompt)
+    lm = bs.CachedCausalLM(bs.open_backbone(backbone))
+    lm.compile(sampler="greedy")
+    text = {name: prompt[name] for name in ("token_ids", "padding_mask")}
+    settings = {"max_length": 8, "stop_token_ids": None}
+    got, wanted = lm.generate(prompt, **settings), lm.generate(text, **settings)
+    np.testing.assert_array_equal(got["token_ids"], wanted["token_ids"])
+
+
 def make_tokenizer(special):
     """Train a tokenizer with these tokens, and the usual ones of Gemma."""
     proto = train_pieces(

@@ -1,10 +1,13 @@
 """Steering: ranges, schedules, vectors and strengths of each row, against steering by hand."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.rewriting.steering import Steering
 from tests.by_hand import generate_by_hand, model_by_hand
 from tests.helpers import make_deep_gpt2, make_gpt2, ragged, relative
 
@@ -176,6 +179,18 @@ def test_modes_equal_numpy(rng, mode, renormalize):
         wanted = wanted * norms[0] / norms[1]
     wanted = np.asarray(backbone.layer_norm(wanted))
     assert relative(run(bs.operate(backbone, [steer]), inputs), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("strength", [0.0, 2.0])
+def test_gradients_where_a_renormalised_site_is_zero(rng, strength):
+    layer = Steering(0, "add", renormalize=True)
+    scale, directions = jnp.ones((1, 2)), jnp.asarray(rng.normal(size=(1, 1, 8)), "float32")
+
+    def total(x):
+        return layer(x, scale, jnp.full((1, 1), strength), directions).sum()
+
+    x = jnp.asarray(rng.normal(size=(1, 2, 8)), "float32").at[0, 0].set(0.0)
+    assert np.isfinite(jax.grad(total)(x)).all()
 
 
 @pytest.mark.slow

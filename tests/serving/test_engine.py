@@ -202,6 +202,8 @@ def test_mixed_requests_compile_nothing_after_the_warm_up(lm, monkeypatch, platf
     engine.warm_up(captures=True)
     before = engine.stats.compilations
     requests = [random_request(rng, PREFIXES).submit(engine) for _ in range(300)]
+    schedule = bs.Schedule([1.0] * 112)  # as many steps as a job can have tokens
+    requests.append(ask(PREFIXES[0], controls={"mood": schedule}, max_new_tokens=3).submit(engine))
     while engine.step():
         pass
     assert all(request.finish_reason in ("stop", "length") for request in requests)

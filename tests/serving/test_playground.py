@@ -110,6 +110,28 @@ def test_bad_input_shows_the_error(page):
     assert page.inner_text("#error") == ""
 
 
+def test_numbers_may_lie_between_steps_and_none_may_be_left_out(page):
+    page.fill("#strengths", "1")
+    page.fill("#temperature", "0.75")
+    page.fill("#top_p", "0.92")
+    with page.expect_request("**/v1/completions") as request:
+        assert texts(page, columns=1)
+    assert request.value.post_data_json["temperature"] == 0.75
+    assert request.value.post_data_json["top_p"] == 0.92
+    sent = []
+    page.on("request", lambda request: sent.append(request.url))
+    for field in ("tokens", "temperature", "top_k", "top_p", "seed"):
+        old = page.input_value(f"#{field}")
+        page.fill(f"#{field}", "")
+        page.click("#go")
+        page.press("#prompt", "Control+Enter")
+        page.fill(f"#{field}", old)
+    assert not sent
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector(".out span[title]")
+    assert [url.rpartition("/")[2] for url in sent] == ["completions", "mood"]
+
+
 def test_what_is_shown_can_be_copied(page):
     page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; }")
     page.click("#python")
@@ -119,6 +141,9 @@ def test_what_is_shown_can_be_copied(page):
     assert '"strength":-1.5' in python
     page.click("#curl")
     assert page.evaluate("window.copied").startswith("curl http://127.0.0.1:")
+    assert all(
+        "BACKBONE_SURGERY_API_KEY" in text for text in (python, page.evaluate("window.copied"))
+    )
 
 
 def test_a_control_whose_default_steers_is_off_at_0(browser):

@@ -23,7 +23,7 @@ from backbone_surgery.cli import app
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import check_server, make_server_app
 from backbone_surgery.serving.web import ending, limits
-from backbone_surgery.serving.web.steering import Vectors, read_steering
+from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
 
 NAMES = ("mood", "pet")
 JSON = {"Content-Type": "application/json"}
@@ -71,6 +71,11 @@ class Server:
 
     def send(self, method, path, **more):
         return httpx.request(method, f"{self.url}{path}", timeout=60, **more)
+
+    def upload(self, name, content, kind="application/octet-stream"):
+        headers = {} if kind is None else {"Content-Type": kind}
+        path = f"/v1/steering/vectors?name={name}"
+        return self.send("POST", path, content=content, headers=headers)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +150,15 @@ def test_a_vector_may_come_from_a_model_in_another_dtype(tmp_path):
     vectors = Vectors(lm, {})
     vectors.read("mine", (tmp_path / "mood.safetensors").read_bytes())
     assert vectors["mine"].directions.keys() == vector.directions.keys() != set()
+
+
+def test_inputs_belong_to_one_control():
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
+    edited = bs.operate(plain.backbone, [bs.Steer(name, vector) for name in ("mood", "mood_b")])
+    for control in describe_controls(bs.CachedCausalLM(edited)):
+        parts = ("strength", "directions", "tokens", "schedule")
+        assert set(control["inputs"]) == {f"{control['name']}_{part}" for part in parts}
 
 
 def texts_alone(control):
@@ -268,7 +282,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
     vector.save(tmp_path / "m.gguf")
     data = (tmp_path / "m.gguf").read_bytes()
-    assert server.send("POST", "/v1/steering/vectors?name=mine", content=data).status_code == 201
+    assert server.upload("mine", data).status_code == 201
     mine = complete(client, steering={"pet": {"strength": 2, "vector": "mine"}})
     assert mine.choices[0].text == complete(client, steering={"mood": 2.0}).choices[0].text
     listed = server.send("GET", "/v1/steering/vectors").json()["vectors"]
@@ -280,7 +294,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         assert "Known: mood, pet" in answer.json()["error"]["message"]
     bs.ControlVector(vector.directions, {"family": "gemma"}).save(tmp_path / "g.safetensors")
     other = (tmp_path / "g.safetensors").read_bytes()
-    answer = server.send("POST", "/v1/steering/vectors?name=mine", content=other)
+    answer = server.upload("mine", other)
     assert answer.status_code == 400
     assert "a model of family 'gpt2'. Received one of 'gemma'" in answer.json()["error"]["message"]
     for content, words in (
@@ -288,10 +302,10 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         (b"garbage", "mine"),
         (save({"direction.1": np.ones(7, "float32")}), "mine"),
     ):
-        answer = server.send("POST", "/v1/steering/vectors?name=mine", content=content)
+        answer = server.upload("mine", content)
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
-    answer = server.send("POST", "/v1/steering/vectors?name=../mine", content=data)
+    answer = server.upload("../mine", data)
     assert "letters, digits and underscores" in answer.json()["error"]["message"]
 
 
@@ -416,6 +430,9 @@ def test_json_by_another_header_is_told_which_one(server, kind):
         f"the header Content-Type: expected application/json. Received {kind or 'none'}. Send it."
     )
     assert answer.json()["error"]["message"] == words
+    answer = server.upload("mine", b"a", kind)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == words.replace("json", "octet-stream")
 
 
 @pytest.mark.by_default(1)
@@ -467,7 +484,7 @@ def test_malformed_bodies(server):
         assert answer.status_code == 400, content
     large = b'{"prompt": "' + b"x" * 2**22 + b'"}'
     assert server.send("POST", "/v1/completions", content=large).status_code == 413
-    answer = server.send("POST", "/v1/steering/vectors?name=large", content=large)
+    answer = server.upload("large", large)
     assert answer.status_code == 400
     assert "control vector" in answer.text
 
@@ -475,7 +492,7 @@ def test_malformed_bodies(server):
         for _ in range(20):
             yield b"x" * 2**20
 
-    answer = server.send("POST", "/v1/steering/vectors?name=large", content=pieces())
+    answer = server.upload("large", pieces())
     assert answer.status_code == 413
 
 

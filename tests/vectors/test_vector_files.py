@@ -330,6 +330,14 @@ def test_every_truncation_is_refused(vector, tmp_path, suffix):
             bs.ControlVector.load(path)
 
 
+def test_a_gguf_file_whose_checksum_was_renamed_is_damaged(tmp_path):
+    path = tmp_path / "v.gguf"
+    bs.ControlVector({1: ONE}, INFO).save(path)
+    path.write_bytes(path.read_bytes().replace(b"controlvector.sha256", b"controlvector.sha257"))
+    with pytest.raises(bs.SurgeryError, match="expected the contents that were saved"):
+        bs.ControlVector.load(path)
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_flipped_bits_never_change_a_vector_silently(tmp_path_factory, suffix):
     folder = tmp_path_factory.mktemp("flips")

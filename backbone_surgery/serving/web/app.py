@@ -289,6 +289,12 @@ def _add_steering(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/steering/vectors", status_code=201)
     async def upload(http: Request, name: str = Query()) -> dict[str, Any]:
+        kind = http.headers.get("content-type", "none")
+        if kind != "application/octet-stream":  # a page of another site can send all but this
+            raise SurgeryError(
+                "the header Content-Type: expected application/octet-stream. Received "
+                f"{kind}. Send it."
+            )
         data = await http.body()
         vector = await asyncio.to_thread(service.vectors.read, name, data)
         return {"name": name, "hidden_dim": vector.hidden_dim, "blocks": sorted(vector.directions)}

@@ -101,14 +101,17 @@ class Vectors:
 
 def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
     """Return for each control its name, what it is, where it acts, and its inputs."""
-    defaults = lm.opened.defaults
+    edits = [f for f in lm.opened.report if isinstance(f.rewrite, Rewrite) and f.rewrite.control]
+    starts = [f"{fired.rewrite.control}_" for fired in edits]
+    # Of two controls `mood` and `mood_b`, an input `mood_b_strength` is the second one's.
+    owners = {
+        k: max((s for s in starts if k.startswith(s)), key=len, default=None)
+        for k in lm.opened.defaults
+    }
     described = []
-    for fired in lm.opened.report:
-        rewrite = fired.rewrite
-        if not isinstance(rewrite, Rewrite) or rewrite.control is None:
-            continue
-        name = rewrite.control
-        inputs = {k: x for k, x in defaults.items() if k.startswith(f"{name}_")}
+    for fired in edits:
+        rewrite, name = fired.rewrite, fired.rewrite.control
+        inputs = {k: x for k, x in lm.opened.defaults.items() if owners[k] == f"{name}_"}
         described.append(
             {
                 "name": name,
