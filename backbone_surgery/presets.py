@@ -6,6 +6,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,22 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
             backbone = hugging_face.convert(loader, preset, load_weights, **kwargs)
         else:
             backbone = keras_hub.models.Backbone.from_preset(
-                path, load_weights=load_weights, **kwargs
+                path, load_weights=load_weights, **{**_cap_of_task(path), **kwargs}
             )
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone
+
+
+def _cap_of_task(path: str) -> dict[str, Any]:
+    """Return the cap of logits that the task of a preset has, for the backbone.
+
+    KerasHub's task of Gemma 4 may have one, of its own.
+    """
+    if not graph.check_file_exists(path, "task.json"):
+        return {}
+    cap = graph.load_json(path, "task.json").get("config", {}).get("final_logit_cap")
+    return {} if cap is None else {"final_logit_soft_cap": cap}
 
 
 def dtypes_of_layers(preset: str) -> Any:
@@ -148,7 +160,7 @@ def _in_words(preset: str) -> Iterator[None]:
     """Say of what preset it is that KerasHub stumbles over a file that is not of its format."""
     try:
         yield
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, UnicodeDecodeError, JSONDecodeError) as error:
         raise SurgeryError(
             f"from_preset at '{preset}': expected files and arguments that KerasHub takes. "
             f"Received others ({type(error).__name__}: {str(error)[:200]}). Compare the JSON files "

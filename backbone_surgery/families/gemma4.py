@@ -10,8 +10,8 @@ KerasHub multiplies with the kernels of the MLP instead of calling its layers, s
 after int8 quantisation is wrong (LoRA counts); here the layers are called. In float16 KerasHub
 clips the stream: such a backbone is refused, as is one whose tokens attend to later ones, and that
 of a drafter. KerasHub's task has a `final_logit_cap` of its own. It is not the backbone's, so it is
-not seen here: set `backbone.token_embedding.logit_soft_cap` for the same logits. That task fails
-with beam search, which works here.
+seen here in a preset alone: make the backbone with `final_logit_soft_cap` for the same logits. That
+task fails with beam search, which works here.
 """
 
 from keras import layers

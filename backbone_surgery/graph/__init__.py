@@ -5,8 +5,10 @@ from backbone_surgery.graph.calibrating import calibrating, is_chosen
 from backbone_surgery.graph.hoisting import hoist
 from backbone_surgery.graph.hub_private import (
     SafetensorLoader,
+    check_file_exists,
     get_preset_loader,
     jax_memory_cleanup,
+    load_json,
 )
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
@@ -72,6 +74,7 @@ __all__ = [
     "autocasting",
     "building",
     "calibrating",
+    "check_file_exists",
     "clone_layer_graph",
     "connect",
     "drop_kernel",
@@ -88,6 +91,7 @@ __all__ = [
     "is_plain_call",
     "jax_memory_cleanup",
     "layers_within",
+    "load_json",
     "members_running",
     "members_tracking",
     "names_given_back",

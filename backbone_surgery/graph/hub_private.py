@@ -1,6 +1,17 @@
 """Private KerasHub that loads presets."""
 
-from keras_hub.src.utils.preset_utils import get_preset_loader, jax_memory_cleanup
+from keras_hub.src.utils.preset_utils import (
+    check_file_exists,
+    get_preset_loader,
+    jax_memory_cleanup,
+    load_json,
+)
 from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 
-__all__ = ["SafetensorLoader", "get_preset_loader", "jax_memory_cleanup"]
+__all__ = [
+    "SafetensorLoader",
+    "check_file_exists",
+    "get_preset_loader",
+    "jax_memory_cleanup",
+    "load_json",
+]

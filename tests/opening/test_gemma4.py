@@ -28,12 +28,16 @@ def test_one_projection_of_keys_and_values_is_two_sites(rng):
     assert not np.any(ablated["blocks.1.head_outputs"])
 
 
-def test_the_cap_of_the_task_is_set_on_the_embedding(rng):
+def test_the_cap_of_the_task_is_that_of_the_backbone(rng, tmp_path):
     backbone = ROWS["gemma4"].make()
     task = keras_hub.models.Gemma4CausalLM(None, backbone, final_logit_cap=2.0)
     inputs = tokens(rng)
     wanted = task.predict_on_batch(complete("gemma4", inputs))
     lm = bs.CachedCausalLM(backbone)
     assert relative(lm.score(inputs["token_ids"]), wanted) > 1e-2
-    backbone.token_embedding.logit_soft_cap = 2.0
-    assert relative(lm.score(inputs["token_ids"]), wanted) <= 5e-6
+    task.save_to_preset(tmp_path / "task")
+    loaded = bs.CachedCausalLM.from_preset(str(tmp_path / "task"))
+    assert relative(loaded.score(inputs["token_ids"]), wanted) <= 5e-6
+    loaded.save_to_preset(tmp_path / "ours")
+    again = bs.CachedCausalLM.from_preset(str(tmp_path / "ours"))
+    assert relative(again.score(inputs["token_ids"]), wanted) <= 5e-6

@@ -1,5 +1,6 @@
 """Presets hold base and edit: KerasHub loads the one, this library both; a save is whole."""
 
+import shutil
 from pathlib import Path
 
 import keras
@@ -223,3 +224,12 @@ def test_an_error_while_it_saves_leaves_the_old_one(gpt2, tmp_path, monkeypatch)
         lm.save_to_preset(tmp_path / "p")
     assert files(tmp_path) == before
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "task.json"])
+@pytest.mark.parametrize("content", [b'{"a":', b"\xff"])
+def test_damaged_json_of_a_preset_is_named(preset, tmp_path, name, content):
+    shutil.copytree(preset, tmp_path / "p")
+    (tmp_path / "p" / name).write_bytes(content)
+    with pytest.raises(bs.SurgeryError, match="expected files and arguments that KerasHub takes"):
+        bs.CachedCausalLM.from_preset(str(tmp_path / "p"))
