@@ -93,6 +93,7 @@ def test_each_pair(backbone, rng, tmp_path, pair):
     assert_equal(pair, backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
 
+@pytest.mark.slow
 @first_by_default
 def test_all_together(backbone, rng, tmp_path):
     assert_equal(list(EDITS), backbone, rng, tmp_path, [[3, 1, 1, 1]])

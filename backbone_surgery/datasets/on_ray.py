@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from backbone_surgery.datasets.job import Job, end, start
 from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
+
+_SECONDS = 30.0
+"""How long a cluster may take to answer."""
 
 
 def run(
@@ -69,9 +73,17 @@ def _connect(ray: Any, job: Job, address: str) -> None:
     backend = {"env_vars": {"KERAS_BACKEND": keras.config.backend()}}
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
+        _reach(address)
         ray.init(address=address, runtime_env=backend, **quiet)
     except Exception as error:  # Ray raises several kinds for an address that is none
         raise _unreachable(job, address, error) from error
+
+
+def _reach(address: str) -> None:
+    """Connect to `host:port` once: Ray itself tries again for ever where nobody listens."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
 
 
 def _shut_down(ray: Any) -> None:

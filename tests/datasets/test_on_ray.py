@@ -1,6 +1,7 @@
 """Jobs that Ray's workers do give the same files."""
 
 import os
+import socket
 import threading
 import time
 
@@ -90,6 +91,16 @@ def test_a_worker_with_another_model_is_refused(lines, tmp_path):
     with pytest.raises(bs.SurgeryError, match=r"expected the model and .*Received another edit"):
         bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **OPTIONS)
     assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_no_cluster_at_an_address(lines, tmp_path):
+    """Ray itself would try again for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for where in (address, f"ray://{address}"):
+        words = f"at '{where}': expected a cluster of Ray that answers. Received ConnectionRefused"
+        with pytest.raises(bs.SurgeryError, match=words):
+            bs.generate_dataset(make_lm, lines, tmp_path / "out", ray=where, **OPTIONS)
 
 
 def test_a_cluster_that_does_not_answer_may_ask_for_a_token(lines, tmp_path, monkeypatch):
