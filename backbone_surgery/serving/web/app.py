@@ -92,7 +92,7 @@ class Service:
     ) -> list[EngineRequest]:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
         if body.model not in (None, self.name):
-            raise SurgeryError(self.no_model(body.model))
+            raise HTTPException(404, self.no_model(body.model))  # as OpenAI's
         count, most = len(prompts) * body.choices, self.engine.max_waiting
         if count > most:
             raise SurgeryError(
