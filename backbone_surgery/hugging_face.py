@@ -91,7 +91,7 @@ _TURNED_IN_PART = ("qwen3_5_moe_text", "qwen3_5_text")
 """Model types that rotate a part of each head."""
 
 _LEFT_OUT: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"head_dim": 256},
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False},
     "mixtral": {"output_router_logits": False},
 }
@@ -149,8 +149,9 @@ class _Files(graph.SafetensorLoader):
 
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
         """Return the name of a tensor in the files, as upstream."""
-        if not any(name.endswith(hf_weight_key) for name in dict_like.keys()):
-            hf_weight_key = hf_weight_key.replace(".vision_model.", ".")  # since `transformers` 5
+        if ".vision_model." in hf_weight_key:  # `transformers` 5 saves names without it
+            if not any(name.endswith(hf_weight_key) for name in dict_like.keys()):
+                hf_weight_key = hf_weight_key.replace(".vision_model.", ".")
         name = super().get_prefixed_key(hf_weight_key, dict_like)
         self.read.add(name)
         return name
@@ -190,13 +191,17 @@ def _text_of(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _filled(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with what `transformers` takes for the settings that are not there."""
+    """Return a config with what `transformers` takes for settings that are not there, or null."""
     kind = config["model_type"]
     if kind in _WITH_IMAGES and config.get("text_config"):
-        text = {**_LEFT_OUT.get(_WITH_IMAGES[kind], {}), **config["text_config"]}
-        return {**config, "text_config": text}
-    heads = {"num_key_value_heads": config.get("num_attention_heads")} if kind == "llama" else {}
-    return {**_LEFT_OUT.get(kind, {}), **heads, **config}
+        text = {**config["text_config"], "model_type": _WITH_IMAGES[kind]}
+        return {**config, "text_config": _filled(text)}
+    taken = dict(_LEFT_OUT.get(kind, {}))
+    if kind == "llama":
+        taken["num_key_value_heads"] = config.get("num_attention_heads")
+    by_default = (*taken, "rope_parameters")
+    given = {k: x for k, x in config.items() if x is not None or k not in by_default}
+    return {**taken, **given}
 
 
 def _check_adapter(preset: str, folder: Path) -> None:

@@ -112,14 +112,14 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
             backbone = hugging_face.convert(loader, preset, load_weights, **kwargs)
         else:
             backbone = keras_hub.models.Backbone.from_preset(
-                path, load_weights=load_weights, **{**_cap_of_task(path), **kwargs}
+                path, load_weights=load_weights, **{**_cap_of_task(preset, path), **kwargs}
             )
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone
 
 
-def _cap_of_task(path: str) -> dict[str, Any]:
+def _cap_of_task(preset: str, path: str) -> dict[str, Any]:
     """Return the cap of logits that the task of a preset has, for the backbone.
 
     KerasHub's task of Gemma 4 may have one, of its own.
@@ -127,7 +127,16 @@ def _cap_of_task(path: str) -> dict[str, Any]:
     if not graph.check_file_exists(path, "task.json"):
         return {}
     cap = graph.load_json(path, "task.json").get("config", {}).get("final_logit_cap")
-    return {} if cap is None else {"final_logit_soft_cap": cap}
+    if cap is None:
+        return {}
+    own = graph.load_json(path)["config"].get("final_logit_soft_cap")
+    if own is not None:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected one cap of logits. Received {own} of the "
+            f"backbone in config.json, and {cap} of the task in task.json. KerasHub applies one "
+            "after the other; set one of them to null."
+        )
+    return {"final_logit_soft_cap": cap}
 
 
 def dtypes_of_layers(preset: str) -> Any:

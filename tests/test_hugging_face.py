@@ -97,9 +97,16 @@ def test_settings_that_early_folders_leave_out(copy):
     assert not backbone.tie_word_embeddings
 
 
+def test_settings_that_are_null_are_those_that_are_left_out(copy):
+    settings = dict.fromkeys(("rope_parameters", "rope_theta", "num_key_value_heads"))
+    backbone = load(copy(FAMILIES / "llama", **settings), load_weights=False)
+    assert (backbone.rope_max_wavelength, backbone.num_key_value_heads) == (10_000, 4)
+
+
 def test_settings_that_published_folders_leave_out(copy):
     folder = without(copy(FAMILIES / "gemma3_text"), "head_dim", "query_pre_attn_scalar")
-    assert load(folder, load_weights=False).head_dim == 256
+    backbone = load(folder, load_weights=False)
+    assert (backbone.head_dim, backbone.query_head_dim_normalize) == (256, True)
     shutil.rmtree(folder)
     load(without(copy(FAMILIES / "mixtral"), "output_router_logits"))
 

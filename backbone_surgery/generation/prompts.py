@@ -201,6 +201,8 @@ def _from_arrays(inputs: Any, operation: str) -> Prompts:
 
 def _says_something(name: str, value: Any) -> bool:
     """Whether an input is other than what a preprocessor gives where there are no images."""
+    if value is None:
+        return False
     try:
         array = np.asarray(value)
         plain = np.arange(array.shape[-1]) if name == "position_ids" else 0

@@ -280,7 +280,7 @@ def controls_of_sizes(
     """Lengthen controls of one row to some sizes; what comes past their end is their last entry."""
     result: dict[str, Any] = {}
     for name, x in controls.items():
-        pairs = zip(x.shape[1:], sizes[name], strict=True)
+        pairs = zip(x.shape[1:], sizes.get(name, x.shape[1:]), strict=True)
         widths = [(0, 0), *((0, size - own) for own, size in pairs)]
         result[name] = np.pad(x, widths, mode="edge")
     return result

@@ -38,6 +38,10 @@ def test_the_cap_of_the_task_is_that_of_the_backbone(rng, tmp_path):
     task.save_to_preset(tmp_path / "task")
     loaded = bs.CachedCausalLM.from_preset(str(tmp_path / "task"))
     assert relative(loaded.score(inputs["token_ids"]), wanted) <= 5e-6
+    task.backbone.final_logit_soft_cap = 3.0
+    task.save_to_preset(tmp_path / "both")
+    with pytest.raises(bs.SurgeryError, match=r"expected one cap.* 3.0 of the backbone .* 2.0 of"):
+        bs.CachedCausalLM.from_preset(str(tmp_path / "both"))
     loaded.save_to_preset(tmp_path / "ours")
     again = bs.CachedCausalLM.from_preset(str(tmp_path / "ours"))
     assert relative(again.score(inputs["token_ids"]), wanted) <= 5e-6

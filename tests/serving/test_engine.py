@@ -3,6 +3,7 @@
 import functools
 import threading
 
+import keras
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import backbone_surgery as bs
 from backbone_surgery.serving import scheduler as scheduler_module
-from tests.helpers import relative
+from tests.helpers import make_gpt2, relative
 from tests.serving.traffic import VOCABULARY, Asked, edited, random_gpt2, random_request
 
 PREFIXES = np.random.default_rng(5).integers(0, VOCABULARY, (2, 64)).tolist()
@@ -207,6 +208,24 @@ def test_mixed_requests_compile_nothing_after_the_warm_up(lm, monkeypatch, platf
     while engine.step():
         pass
     assert all(request.finish_reason in ("stop", "length") for request in requests)
+    assert engine.stats.compilations == before
+
+
+@pytest.mark.slow
+def test_a_graph_with_an_input_of_its_own_is_warmed_up():
+    backbone = make_gpt2(num_layers=1)
+    scale = keras.Input((1,), name="scale")
+    model = keras.Model({**backbone.input, "scale": scale}, backbone.output * scale[:, None])
+    lm = bs.CachedCausalLM(bs.operate(model, [bs.Steer("mood", {0: np.ones(32)})]))
+    lm.compile(sampler="greedy")
+    engine = make_engine(lm, length=32)
+    engine.warm_up()
+    before = engine.stats.compilations
+    controls = {"scale": np.array([[2.0]], "float32")}
+    request = ask([1, 2, 3], controls=controls, max_new_tokens=3).submit(engine)
+    while engine.step():
+        pass
+    assert request.finish_reason == "length"
     assert engine.stats.compilations == before
 
 

@@ -290,7 +290,8 @@ def _add_steering(app: FastAPI, service: Service) -> None:
     @app.post("/v1/steering/vectors", status_code=201)
     async def upload(http: Request, name: str = Query()) -> dict[str, Any]:
         kind = http.headers.get("content-type", "none")
-        if kind != "application/octet-stream":  # a page of another site can send all but this
+        # Pages of other sites can send all other types.
+        if kind.partition(";")[0] != "application/octet-stream":
             raise SurgeryError(
                 "the header Content-Type: expected application/octet-stream. Received "
                 f"{kind}. Send it."
