@@ -93,14 +93,16 @@ def measure_effect(model: str, count: int, new_tokens: int) -> dict[str, Any]:
 def tokens_per_second(
     runs: dict[str, Callable[[], Any]], tokens: int, repeats: int
 ) -> dict[str, float]:
-    """Time some runs in turn, again and again, and return the median rate of each."""
+    """Time some runs in turn, each round from the next one on; return the median rate of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
-    for _ in range(repeats):
-        for name, run in runs.items():
+    names = list(runs)
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            run()
+            runs[name]()
             times[name].append(time.perf_counter() - start)
     return {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
 
