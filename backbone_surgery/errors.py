@@ -6,6 +6,7 @@ to do about it.
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -73,3 +74,31 @@ def shown(value: object, longest: int = 200) -> str:
     except Exception:  # an integer of thousands of digits, or an object that cannot show itself
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def shown_array(value: Any) -> str:
+    """Return an array as an error shows it, by its dtype and shape; anything else as it is.
+
+    Examples:
+        >>> shown_array(np.zeros(2)), shown_array("all")
+        ('float64[2]', "'all'")
+    """
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return shown(value)
+
+
+def shown_ids(value: Any) -> str:
+    """Return token ids as an error shows them, with the smallest and the largest of them.
+
+    Examples:
+        >>> shown_ids(np.array([[1, 999]])), shown_ids([0.5])
+        ('int64[1, 2], from 1 to 999', '[0.5]')
+    """
+    try:
+        ids = np.asarray(value)
+    except Exception:  # whatever the conversion of an object runs into
+        return shown_array(value)
+    if ids.dtype.kind not in "iu" or not ids.size:
+        return shown_array(value)
+    return f"{shown_array(ids)}, from {ids.min()} to {ids.max()}"

@@ -26,6 +26,18 @@ STORABLE = FLOATS | INTEGERS | {np.dtype(bool)}
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
 
 
+def found_at(path: Path) -> str:
+    """Return what lies at a path, as an error shows it.
+
+    Examples:
+        >>> found_at(Path("/")), found_at(Path("/nowhere.csv"))
+        ('a folder', "'nowhere.csv', which is not there")
+    """
+    if os.path.isdir(path):  # `Path.is_dir` raises where a name is too long
+        return "a folder"
+    return f"'{path.name}'" if os.path.exists(path) else f"'{path.name}', which is not there"
+
+
 @contextlib.contextmanager
 def reading(
     place: object,

@@ -15,8 +15,9 @@ import keras_hub
 
 from backbone_surgery import graph, hosts, hugging_face
 from backbone_surgery.bundled import bundled_models
-from backbone_surgery.errors import SurgeryError, closest
+from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import as_path
+from backbone_surgery.opening.checkpoint import check_layers
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -111,9 +112,13 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
         if hugging_face.is_hugging_face(loader):
             backbone = hugging_face.convert(loader, preset, load_weights, **kwargs)
         else:
-            backbone = keras_hub.models.Backbone.from_preset(
-                path, load_weights=load_weights, **{**_cap_of_task(preset, path), **kwargs}
-            )
+            kwargs = {**_cap_of_task(preset, path), **kwargs}
+            with _weights_in_words(preset, path, load_weights):
+                backbone = keras_hub.models.Backbone.from_preset(
+                    path, load_weights=load_weights, **kwargs
+                )
+            if load_weights and Path(path).is_dir():
+                check_layers(backbone, _weights_file(preset, path), "from_preset")
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone
@@ -175,6 +180,38 @@ def _in_words(preset: str) -> Iterator[None]:
             f"Received others ({type(error).__name__}: {str(error)[:200]}). Compare the JSON files "
             "with those of the original."
         ) from error
+
+
+@contextlib.contextmanager
+def _weights_in_words(preset: str, path: str, load_weights: bool) -> Iterator[None]:
+    """Say that the weights in a folder are damaged, or those of another model than its config."""
+    if not load_weights or not Path(path).is_dir():
+        yield
+        return
+    file = _weights_file(preset, path)
+    try:
+        yield
+    except SurgeryError:
+        raise
+    except (OSError, ValueError) as error:
+        raise WeightMismatchError(
+            f"from_preset at '{preset}': expected weights of the model that `config.json` "
+            f"describes. Received others, or a damaged file, in '{file.name}' "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}). Compare both files "
+            "with those of the original."
+        ) from error
+
+
+def _weights_file(preset: str, path: str) -> Path:
+    """Return the file of weights in a folder of KerasHub, or the index of those in shards."""
+    found = [Path(path) / f"model.weights.{ending}" for ending in ("h5", "json")]
+    for file in found:
+        if file.is_file():
+            return file
+    raise SurgeryError(
+        f"from_preset at '{preset}': expected weights, in {found[0].name} or {found[1].name} with "
+        "its shards. Received a folder without them. Get them too, or pass `load_weights=False`."
+    )
 
 
 def _load_preprocessor(preset: str, path: str) -> Any:

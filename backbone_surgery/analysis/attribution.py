@@ -68,6 +68,9 @@ def attribution(
         at: site selector; any site but a pattern.
         controls: for the controls of `lm`'s own rewrites.
 
+    Returns:
+        An `Attribution`, with `values` float32[sites, tokens].
+
     Raises:
         SurgeryError: bad input, or another backend.
 

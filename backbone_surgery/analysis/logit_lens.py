@@ -67,6 +67,9 @@ def logit_lens(
             `residual_mid`.
         controls: for the controls of `lm`'s own rewrites.
 
+    Returns:
+        A `LogitLens`, with arrays [sites, tokens].
+
     Raises:
         SurgeryError: a site that is not of the residual stream.
 

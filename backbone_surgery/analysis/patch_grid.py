@@ -89,6 +89,9 @@ def patch_grid(
         controls: for the controls of `lm`'s own rewrites.
         batch_size: how many cells to run at once, at most.
 
+    Returns:
+        A `PatchGrid`, with `values` float[sites, tokens].
+
     Raises:
         SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
             or what `Patch` refuses.

@@ -69,7 +69,7 @@ def states_of(backbone_with_cache: keras.Model) -> tuple[dict[str, StateSpec], .
     if not isinstance(backbone_with_cache, BackboneWithCache):
         received = shown(getattr(backbone_with_cache, "name", backbone_with_cache))
         raise SurgeryError(
-            f"new_cache: expected a backbone_with_cache. Received {received}, which has no cache "
+            f"cache: expected a backbone_with_cache. Received {received}, which has no cache "
             "inputs. Call `backbone_surgery.rewire` first."
         )
     return backbone_with_cache.states

@@ -99,9 +99,7 @@ def derive(
         devices = 1 if placement is None else placement.shares_of_heads
     rewirer = _Rewirer(opened.compute_dtype, probe, devices)
     inputs = rewirer.inputs
-    controls = {
-        t.name: t for t in tree.flatten(opened.input) if t.name not in ("token_ids", "padding_mask")
-    }
+    controls = opened.control_inputs
     values = {"token_ids": inputs["token_ids"], "padding_mask": rewirer.chunk_mask, **controls}
     mapping = {id(t): values[t.name] for t in tree.flatten(opened.input)}
     outputs, emitted = graph.replay(opened.output, mapping, rewirer.visit, per_use=True)

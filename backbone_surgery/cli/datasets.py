@@ -178,13 +178,13 @@ def _find_scores(texts: Sequence[str]) -> dict[str, Callable[[str], Any]]:
         if name in scores:
             raise SurgeryError(
                 f"--score: expected functions of different names. Received two of '{name}', which "
-                "would be one column."
+                "would be one column. Rename one."
             )
         try:
             scores[name] = getattr(importlib.import_module(module), name)
         except Exception as error:  # whatever the module of a user runs into
             raise SurgeryError(
                 f"--score: expected MODULE:FUNCTION that can be imported. Received {text!r}: "
-                f"{error}."
+                f"{error}. Run it in the folder of the module, or install that."
             ) from error
     return scores

@@ -130,7 +130,7 @@ def _parse_named(
         name, _, rest = text.partition("=")
         value = read(rest)
         if not name or value is None:
-            raise SurgeryError(f"{option}: expected {expected}. Received {text!r}.")
+            raise SurgeryError(f"{option}: expected {expected}. Received {text!r}. Pass that.")
         if name in values:
             raise SurgeryError(
                 f"{option} at '{name}': expected one strength. Received two. Pass one of them."
@@ -151,7 +151,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         known = name in ("batch", "model") and name not in sizes
         if not known or not number.isdecimal() or not 1 <= int(number) < 2**20:
             raise SurgeryError(
-                f"--mesh: expected numbers of devices, such as batch=2,model=4. Received {text!r}."
+                f"--mesh: expected numbers of devices, such as batch=2,model=4. Received {text!r}. "
+                "Name each axis once."
             )
         sizes[name] = int(number)
     return {"batch": 1, "model": 1, **sizes}
@@ -166,7 +167,8 @@ def parse_strengths(text: str) -> list[float]:
     strengths = [_number(part) for part in text.split(",")]
     if None in strengths:
         raise SurgeryError(
-            f"--strengths: expected numbers separated by commas, such as -2,0,2. Received {text!r}."
+            f"--strengths: expected numbers separated by commas, such as -2,0,2. Received "
+            f"{text!r}. Put a number between any two commas."
         )
     return [strength for strength in strengths if strength is not None]
 

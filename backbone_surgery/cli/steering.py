@@ -111,9 +111,8 @@ def _load(
     """Load the model; return it with the name of the control whose strengths are compared."""
     if (vector is None) == (control is None):
         raise SurgeryError(
-            "expected one of --vector and --control, which says what to compare strengths of. "
-            f"Received {'neither' if vector is None else 'both'}. Name a vector, such as "
-            "--vector mood."
+            "--vector: expected one of --vector and --control, to compare strengths of. Received "
+            f"{'neither' if vector is None else 'both'}. Name a vector, such as --vector mood."
         )
     vectors = {} if vector is None else parse_vectors([vector])
     name = next(iter(vectors)) if control is None else control

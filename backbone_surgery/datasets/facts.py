@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import keras
 import keras_hub
 import numpy as np
 
@@ -102,12 +101,6 @@ def vectors_digest(vectors: Any, by_column: Mapping[str, Columns]) -> dict[str, 
     return digests
 
 
-def by_hand(lm: CachedCausalLM) -> dict[str, keras.KerasTensor]:
-    """Return the inputs that a user put into the graph, by name."""
-    known = {"token_ids", "padding_mask", *lm.opened.defaults}
-    return {t.name: t for t in lm.opened.inputs if t.name not in known}
-
-
 def defaults(
     lm: CachedCausalLM, fixed: Controls, by_column: Mapping[str, Columns]
 ) -> dict[str, Any]:
@@ -115,7 +108,7 @@ def defaults(
 
     An input that a user put into the graph has none, and takes 0.
     """
-    inputs = by_hand(lm)
+    inputs = lm.opened.inputs_by_hand
     return {**fixed, **{name: 0 if name in inputs else None for name in by_column}}
 
 

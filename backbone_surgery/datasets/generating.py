@@ -14,7 +14,6 @@ from backbone_surgery.datasets.facts import (
     LM,
     Columns,
     Controls,
-    by_hand,
     controls_digest,
     defaults,
     read_controls,
@@ -349,7 +348,7 @@ class _Work:
         self, lm: CachedCausalLM, controls: Mapping[str, _Values], index: list[int]
     ) -> dict[str, Any]:
         """Return the controls of some of the rows, for `generate`."""
-        axes = {name: len(tensor.shape) for name, tensor in by_hand(lm).items()}
+        axes = {name: len(tensor.shape) for name, tensor in lm.opened.inputs_by_hand.items()}
         own = {}
         for name, (strengths, vectors) in controls.items():
             chosen: Any = [strengths[i] for i in index]

@@ -19,6 +19,7 @@ from backbone_surgery.datasets.shards import Shard, count_rows, find_shards
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import (
     as_path,
+    found_at,
     hidden_beside,
     is_part,
     put_in_place,
@@ -145,9 +146,10 @@ def plan_job(
             f"'{folder.readlink()}', where there is nothing. Make that folder, or choose another."
         )
     if (folder.exists() and not folder.is_dir()) or not folder.parent.is_dir():
+        found = "a file" if folder.exists() else f"one in {found_at(folder.parent)}"
         raise SurgeryError(
             f"{operation} at '{folder}': expected a new folder, or that of the same job, in one "
-            "that exists. Received another path. Choose one."
+            f"that exists. Received {found}. Choose another path."
         )
     return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import as_path, reading, without_repeats
+from backbone_surgery.files import as_path, found_at, reading, without_repeats
 
 _ENDINGS = (".parquet", ".jsonl")
 _ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -27,6 +27,7 @@ class Shard:
         start: the first of them.
         stop: the one after the last.
         name: of its output, without an ending.
+        stamp: of the file, when it was cut into shards: its size and the time of its last change.
         offset: where the first row begins in a file of JSON lines, in bytes.
     """
 
@@ -34,17 +35,36 @@ class Shard:
     start: int
     stop: int
     name: str
+    stamp: tuple[int, int]
     offset: int = 0
 
     def read(self, columns: Sequence[str] | None = None) -> "Rows":
-        """Read the rows: some columns of a Parquet file, or all; of JSON lines all, always."""
+        """Read the rows: some columns of a Parquet file, or all; of JSON lines all, always.
+
+        Raises:
+            SurgeryError: the file has changed since it was cut into shards, or is damaged.
+        """
         with reading(self.file, "data set", f"a {self.file.suffix} file"):
-            if self.file.suffix == ".jsonl":
-                lines = itertools.islice(_lines(self.file, self.offset), self.stop - self.start)
-                rows = enumerate((line for _, line in lines), self.start)
-                return JsonRows([_object(self.file, row, line) for row, line in rows])
-            chosen = None if columns is None else tuple(columns)
-            return ParquetRows(_read_parquet(self.file, self.start, self.stop, chosen))
+            self._check_same()
+            rows = self._read(columns)
+            self._check_same()  # nor while it was read
+            return rows
+
+    def _read(self, columns: Sequence[str] | None) -> "Rows":
+        if self.file.suffix == ".jsonl":
+            lines = itertools.islice(_lines(self.file, self.offset), self.stop - self.start)
+            rows = enumerate((line for _, line in lines), self.start)
+            return JsonRows([_object(self.file, row, line) for row, line in rows])
+        chosen = None if columns is None else tuple(columns)
+        return ParquetRows(_read_parquet(self.file, self.start, self.stop, chosen))
+
+    def _check_same(self) -> None:
+        if _stamp(self.file) != self.stamp:
+            raise SurgeryError(
+                f"data set at '{self.file}': expected the file as it was when the job began. "
+                "Received one that was changed since. Put it back as it was, and start the job "
+                "again."
+            )
 
 
 class Rows(Protocol):
@@ -125,9 +145,10 @@ def find_shards(operation: str, inputs: Any, most: int) -> list[Shard]:
         files[file.stem] = file
     shards = []
     for name, file in files.items():
+        stamp = _stamp(file)
         rows, offsets = _count(file, most)
         shards += [
-            Shard(file, i * most, min((i + 1) * most, rows), f"{name}-{i:05}", offset)
+            Shard(file, i * most, min((i + 1) * most, rows), f"{name}-{i:05}", stamp, offset)
             for i, offset in enumerate(offsets)
         ]
     if not shards:
@@ -158,7 +179,7 @@ def check_columns(operation: str, shards: Sequence[Shard], columns: Sequence[str
 def column_names(file: Path) -> list[str]:
     """Return the names of the columns of a file; of JSON lines, those of its first row."""
     if file.suffix == ".jsonl":
-        return Shard(file, 0, 1, "").read().names()
+        return Shard(file, 0, 1, "", _stamp(file)).read().names()
     with (
         reading(file, "data set", f"a {file.suffix} file"),
         _arrow()[1].ParquetFile(file) as opened,
@@ -196,11 +217,18 @@ def _files(operation: str, inputs: Any) -> Iterator[Path]:
         inner = sorted(path.iterdir()) if path.is_dir() else [path]
         files = [file for file in inner if file.suffix in _ENDINGS and file.is_file()]
         if not files:
+            found = "a folder without any" if path.is_dir() else found_at(path)
             raise SurgeryError(
                 f"{operation} at '{path}': expected a {' or '.join(_ENDINGS)} file that exists, or "
-                "a folder of them. Received another path. Check it."
+                f"a folder of them. Received {found}. Check the path."
             )
         yield from files
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    """Return the size of a file in bytes, and when it was changed, in nanoseconds."""
+    facts = file.stat()
+    return facts.st_size, facts.st_mtime_ns
 
 
 def _count(file: Path, most: int) -> tuple[int, list[int]]:

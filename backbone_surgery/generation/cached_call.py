@@ -9,8 +9,8 @@ from keras import ops
 
 from backbone_surgery.caching.chunk import cache_length, check_chunk
 from backbone_surgery.caching.model import BackboneWithCache
-from backbone_surgery.errors import SurgeryError
-from backbone_surgery.generation.controls import read_inputs, shown_array
+from backbone_surgery.errors import SurgeryError, shown_array, shown_ids
+from backbone_surgery.generation.controls import read_inputs
 from backbone_surgery.numbers import read_int32, read_mask
 
 _OPERATION = "call_with_cache"
@@ -77,7 +77,10 @@ def _read_ids(name: str, value: Any, count: int | None) -> Any:
     ids = read_int32(value, 0, (count or 2**31) - 1)
     if ids is None or ids.ndim != 2:
         limit = "" if count is None else f" from 0 to {count - 1}"
-        raise _error(name, f"int[batch, time]{limit}", value)
+        raise SurgeryError(
+            f"{_OPERATION} at '{name}': expected int[batch, time]{limit}. Received "
+            f"{shown_ids(value)}. Pass a row for each row of the cache."
+        )
     return ids
 
 

@@ -22,8 +22,8 @@ class GeneratedActivations:
     Attributes:
         token_ids: int32[batch, tokens], the tokens that the activations belong to.
         lengths: int32[batch], how many tokens of each row are no padding.
-        values: `{site path: array}` of [batch, tokens, ...]; an attention pattern is
-            [batch, heads, tokens, tokens].
+        values: `{site path: float32[batch, tokens, ...]}`; an attention pattern is
+            float32[batch, heads, tokens, tokens].
     """
 
     token_ids: np.ndarray
@@ -58,7 +58,11 @@ class GeneratedActivations:
         return self.values.items()
 
     def row(self, index: int) -> dict[str, np.ndarray]:
-        """Return the activations of one row, without padding: [length, ...] for each site."""
+        """Return the activations of one row, without padding: float32[length, ...] for each site.
+
+        Raises:
+            SurgeryError: there is no such row.
+        """
         rows = len(self.lengths)
         if not is_int(index) or not -rows <= index < rows:
             raise SurgeryError(

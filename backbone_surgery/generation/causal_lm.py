@@ -19,7 +19,7 @@ from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.lookup import look_up
 from backbone_surgery.generation.presets import Presets
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.generation.prompts import Prompts, check_preprocessor, pack_right, text_alone
+from backbone_surgery.generation.prompts import Prompts, check_preprocessor, text_alone
 from backbone_surgery.generation.run_batch import Batch, Row, run_batch
 from backbone_surgery.generation.samplers import Strategy, get_sampler, make_strategy
 from backbone_surgery.generation.score import InterceptFn
@@ -55,6 +55,10 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
         rewired_by: `trust` and `precision`, as they were passed.
         max_positions: how many positions the model has learned; `None` if it is not limited.
 
+    Raises:
+        SurgeryError: no family opens the backbone, its cached graph would be wrong, or another
+            argument does not fit.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
@@ -83,10 +87,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
         self.backbone = backbone
         self.preprocessor = preprocessor
         inputs = {t.name: t for t in opened.inputs if t.name in ("token_ids", "padding_mask")}
-        others = {t.name: t for t in opened.inputs if t.name not in inputs}
-        by_hand = {n: t for n, t in others.items() if n not in opened.defaults}
-        check_by_hand(by_hand.values())
-        inputs = {**inputs, **by_hand}
+        check_by_hand(opened.inputs_by_hand.values())
+        inputs = {**inputs, **opened.inputs_by_hand}
         hidden_states = opened.hidden_states(opened(inputs))
         object.__setattr__(self, "opened", opened)
         object.__setattr__(self, "trained_layers", opened.trained_layers)
@@ -120,9 +122,11 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             **kwargs: `filters`.
 
         Raises:
-            SurgeryError: it is another mode; a layer is quantised already, or none is chosen; for
+            SurgeryError: it is a mode of Keras that KerasHub's models do not have, such as
+                `"float8"`; a layer is quantised already, or none is chosen; for
                 GPTQ and AWQ, KerasHub does not say where the blocks are, there is LoRA, processes
                 share the model, or for GPTQ weights are in half precision.
+            ValueError: Keras knows no such mode.
         """
         self.opened.quantize(mode, config, **kwargs)
         self._rewire()
@@ -206,7 +210,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             check_flag("generate", name, flag)
         if batch_size is not None:
             check_count("generate", "batch_size", batch_size, "rows")
-        prompts, limits, batch = request.read_request(
+        asked = request.read_request(
             self,
             inputs,
             max_length,
@@ -217,27 +221,21 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             seed,
             bool(return_captures),
         )
-        at_once = min(len(prompts.rows), batch_size or len(prompts.rows))
-        strategy = self._strategy(lookup, at_once, "generate")
+        prompts, batch = asked.prompts.rows, asked.batch
+        strategy = self._strategy(lookup, min(len(prompts), batch_size or len(prompts)), "generate")
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
-            task = progress.add_task("generating", total=len(prompts.rows))
+            task = progress.add_task("generating", total=len(prompts))
             for part in batch.split(batch_size):
                 *_, finished = run_batch(self.programs, strategy, part, chunk)
                 rows.extend(finished)
                 progress.advance(task, len(part.rows))
-        pairs = [(prompt, row.new) for prompt, row in zip(prompts.rows, rows, strict=True)]
-        result: Any
-        if self.preprocessor is None:
-            shown = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
-            result = pack_right(shown, limits.width, 0)
-        else:
-            texts = [batch.stops.render(p, n, strip_prompt) for p, n in pairs]
-            result = texts[0] if prompts.scalar else texts
+        result = asked.results([row.new for row in rows], strip_prompt)
         if not return_captures:
             return result
-        return result, pack([np.append(p, n[:-1]) for p, n in pairs], [r.captures for r in rows])
+        run = [np.append(p, row.new[:-1]) for p, row in zip(prompts, rows, strict=True)]
+        return result, pack(run, [row.captures for row in rows])
 
     def _strategy(self, lookup: int | None, rows: int, operation: str) -> Strategy:
         """Return how tokens are chosen for some rows at once."""
@@ -276,6 +274,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             soon as the prompt was run. A character that takes several tokens is held back until it
             is whole. While you hold a later piece the next one is computed, so a change of weights
             takes effect one piece later.
+
+        Raises:
+            SurgeryError: bad input, before anything is compiled; or there is no preprocessor.
         """
         if self.preprocessor is None:
             raise SurgeryError(
@@ -376,7 +377,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
 
         Args:
             token_ids: int[batch, time].
-            padding_mask: [batch, length], false at padding; no padding by default.
+            padding_mask: bool[batch, time], false at padding; no padding by default.
             scoring_mode: `"logits"` or `"loss"`.
             layer_intercept_fn: `(activations, index) -> activations`, float[batch, time,
                 hidden_dim]. It is called on the embeddings with index -1, and on the output of each

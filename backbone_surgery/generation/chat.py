@@ -6,6 +6,7 @@ and sees plain data alone.
 
 import functools
 import json
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -107,10 +108,20 @@ def _find(preset: str, name: str) -> Path | None:
         path = Path(preset) / name
         return path if path.is_file() else None
     hub = import_extra("from_preset", "huggingface_hub")
-    missing = import_extra("from_preset", "huggingface_hub.errors").EntryNotFoundError
+    errors = import_extra("from_preset", "huggingface_hub.errors")
+    repository = preset.removeprefix(_HUB)
     try:
-        return Path(hub.hf_hub_download(repo_id=preset.removeprefix(_HUB), filename=name))
-    except missing:
+        return Path(hub.hf_hub_download(repo_id=repository, filename=name))
+    except errors.LocalEntryNotFoundError:
+        if hub.try_to_load_from_cache(repository, name) is None:  # nor is it known to be missing
+            warnings.warn(
+                f"from_preset at '{preset}': expected '{name}', if the repository has it. The hub "
+                "cannot be reached, and it is not in the cache. Chat templates and what ends a "
+                "turn may be missing. Load the model once with the hub at hand.",
+                stacklevel=2,
+            )
+        return None
+    except errors.EntryNotFoundError:
         return None
 
 

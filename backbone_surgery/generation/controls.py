@@ -8,10 +8,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.errors import SurgeryError, closest, shown, shown_array
 from backbone_surgery.numbers import fits, read_as
 from backbone_surgery.opening.model import EditedBackbone
-from backbone_surgery.rewriting import Rewrite, Rows
+from backbone_surgery.rewriting import Rows
+from backbone_surgery.rewriting.rewrite import by_control
 
 
 def bind_controls(
@@ -31,12 +32,11 @@ def bind_controls(
         prompt_lengths: int[batch].
         operation: whose controls they are, for errors.
     """
-    inputs = {t.name: t for t in model.inputs if t.name not in ("token_ids", "padding_mask")}
+    inputs, by_hand = model.control_inputs, model.inputs_by_hand
     shapes = {name: t.shape[1:] for name, t in inputs.items()}
     rows = Rows(np.asarray(prompt_lengths), (), shapes, model.defaults, model.max_positions)
     fired = {id(f.rewrite): f.sites for f in model.report}
-    rewrites = {r.control: r for r in model.rewrites if isinstance(r, Rewrite) and r.control}
-    by_hand = {name: t for name, t in inputs.items() if name not in model.defaults}
+    rewrites = by_control(model.rewrites)
     values = check_names(operation, controls, [*rewrites, *by_hand])
     bound = {name: np.broadcast_to(d, (rows.batch, *d.shape)) for name, d in model.defaults.items()}
     for name, rewrite in rewrites.items():
@@ -140,10 +140,3 @@ def read_inputs(
             )
         values[name] = array
     return values
-
-
-def shown_array(value: Any) -> str:
-    """Return an array as an error shows it, by its dtype and shape; anything else as it is."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}{list(value.shape)}"
-    return shown(value)

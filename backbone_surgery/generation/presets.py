@@ -137,8 +137,7 @@ class Presets:
         Raises:
             SurgeryError: the backbone is quantised by GPTQ or AWQ, which Keras does not save whole.
         """
-        check_saves(self.opened.owner)
-        self.backbone.save_weights(filepath, **kwargs)
+        self.opened.save_weights(filepath, **kwargs)
 
     def load_weights(self, filepath: Any, **kwargs: Any) -> None:
         """Load a checkpoint of the backbone, whatever was edited.

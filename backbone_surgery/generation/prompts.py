@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SurgeryError, shown, shown_array
 from backbone_surgery.generation.chat import ChatPrompt, chat_ids
 from backbone_surgery.numbers import read_array, read_mask
 
@@ -181,12 +181,12 @@ def _from_arrays(inputs: Any, operation: str) -> Prompts:
     if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise SurgeryError(
             f"{operation} at 'token_ids': expected int[batch, length]. Received "
-            f"{_described(inputs['token_ids'])}. Pass right-padded or left-padded arrays."
+            f"{shown_array(inputs['token_ids'])}. Pass right-padded or left-padded arrays."
         )
     if mask is None or mask.shape != ids.shape:
         raise SurgeryError(
             f"{operation} at 'padding_mask': expected bool{list(ids.shape)}, of the same shape as "
-            f"`token_ids`. Received {_described(inputs['padding_mask'])}. Pass true, or 1, where "
+            f"`token_ids`. Received {shown_array(inputs['padding_mask'])}. Pass true, or 1, where "
             "there is a token."
         )
     changes = np.abs(np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)).sum(axis=1)
@@ -209,13 +209,6 @@ def _says_something(name: str, value: Any) -> bool:
         return array.size > 0 and (array.ndim > 2 or bool(np.any(array != plain)))
     except Exception:  # whatever the conversion of an object runs into
         return True
-
-
-def _described(value: Any) -> str:
-    """Return the dtype and shape of an array, and anything else as it is."""
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{list(value.shape)}"
-    return shown(value)
 
 
 def pack_left(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.chat import chat_of, token_id
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.generation.prompts import Prompts, read_prompts, text_list
+from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts, text_list
 from backbone_surgery.generation.run_batch import Batch
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.numbers import is_int, read_array, read_int32
@@ -53,6 +53,15 @@ class Request(NamedTuple):
     prompts: Prompts
     limits: Limits
     batch: Batch
+
+    def results(self, new: Sequence[np.ndarray], strip_prompt: bool) -> Any:
+        """Return rows with these new tokens as `generate` does: as text, or as padded arrays."""
+        pairs = zip(self.prompts.rows, new, strict=True)
+        if self.batch.stops.preprocessor is None:
+            rows = [n if strip_prompt else np.concatenate([p, n]) for p, n in pairs]
+            return pack_right(rows, self.limits.width, 0)
+        texts = [self.batch.stops.render(p, n, strip_prompt) for p, n in pairs]
+        return texts[0] if self.prompts.scalar else texts
 
 
 def read_request(

@@ -10,18 +10,17 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.contexts import setting
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SurgeryError, shown, shown_array, shown_ids
 from backbone_surgery.generation.controls import (
     bind_controls,
     check_names,
     read_inputs,
-    shown_array,
 )
 from backbone_surgery.numbers import read_int32, read_mask
 from backbone_surgery.opening.logits import logits_of
 from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.site import BLOCK, Identity, Site
-from backbone_surgery.rewriting import Rewrite
+from backbone_surgery.rewriting.rewrite import by_control
 
 InterceptFn = Callable[[Any, int], Any]
 """Maps activations float[batch, time, hidden_dim] and a layer's index to what takes their place."""
@@ -29,9 +28,6 @@ InterceptFn = Callable[[Any, int], Any]
 _intercept: contextvars.ContextVar[InterceptFn | None] = contextvars.ContextVar(
     "intercept", default=None
 )
-
-
-_OWN = ("token_ids", "padding_mask")
 
 
 class Intercept(Identity):
@@ -76,15 +72,12 @@ def score(
     head = lm.programs.head
     ids = _read_ids("token_ids", token_ids, head.input_dim)
     mask = _read_padding(padding_mask, ids)
-    tensors = {n: t for n, t in model.input.items() if n not in _OWN}
+    tensors = model.control_inputs
     by_name, by_input = _split(lm.opened, tensors, controls)
     values = read_inputs("score", tensors, by_input, ids.shape[0])
     if prompt_lengths is not None or by_name:
-        if prompt_lengths is None:
-            lengths = np.asarray(mask, "int32").sum(axis=1)
-        else:
-            lengths = _read_lengths(prompt_lengths, _most_tokens(padding_mask, *ids.shape))
-        values = {**_bound(lm.opened, tensors, by_name, lengths), **values}
+        lengths = _prompt_lengths(prompt_lengths, padding_mask, *ids.shape)
+        values = {**_bound(lm.opened, by_name, lengths), **values}
     with setting({_intercept: layer_intercept_fn}):
         hidden_states = model({**values, "token_ids": ids, "padding_mask": mask})
     logits = logits_of(head, hidden_states)
@@ -165,20 +158,23 @@ def _read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
         size = "[batch, time]" if like is None else f"{list(like.shape)}, as `token_ids`"
         raise SurgeryError(
             f"score at '{name}': expected int{size}, from 0 to {count - 1}. Received "
-            f"{shown(value)}. Pass what `generate` returned, say."
+            f"{shown_ids(value)}. Pass what `generate` returned, say."
         )
     return ids
 
 
-def _most_tokens(padding_mask: Any, batch: int, time: int) -> np.ndarray:
-    """Return how many tokens each row has: all, where there is no mask or JAX traces it."""
+def _prompt_lengths(value: Any, padding_mask: Any, batch: int, time: int) -> np.ndarray:
+    """Read how many tokens of each row are its prompt, by default all of them: int32[batch]."""
     mask = None if padding_mask is None else read_mask(padding_mask)
-    return np.full(batch, time) if mask is None else mask.sum(axis=1)
-
-
-def _read_lengths(value: Any, tokens: np.ndarray) -> np.ndarray:
-    """Read how many tokens of each row, which has `tokens`, are its prompt: int32[batch]."""
-    lengths, batch = read_int32(value, 0), len(tokens)
+    if value is None and mask is None and padding_mask is not None:
+        raise SurgeryError(
+            "score at 'prompt_lengths': expected an int, or one for each row, since JAX traces "
+            "`padding_mask`, which would tell. Received None. Pass how many tokens prompts have."
+        )
+    tokens = np.full(batch, time) if mask is None else mask.sum(axis=1)
+    if value is None:
+        return tokens
+    lengths = read_int32(value, 0)
     if lengths is None or lengths.shape not in ((), (batch,)) or (lengths > tokens).any():
         raise SurgeryError(
             f"score at 'prompt_lengths': expected an int, or int[{batch}], one for each row, of at "
@@ -192,8 +188,7 @@ def _split(
     opened: EditedBackbone, inputs: Iterable[str], controls: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tell controls that are named as rewrites name them from those named as inputs."""
-    names = [r.control for r in opened.rewrites if isinstance(r, Rewrite) and r.control]
-    names = [name for name in names if name not in inputs]
+    names = [name for name in by_control(opened.rewrites) if name not in inputs]
     controls = check_names("score", controls, [*names, *inputs])
     by_name = {name: value for name, value in controls.items() if name in names}
     return by_name, {name: value for name, value in controls.items() if name not in names}
@@ -201,12 +196,11 @@ def _split(
 
 def _bound(
     opened: EditedBackbone,
-    inputs: Iterable[str],
     controls: Mapping[str, Any],
     prompt_lengths: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """Return controls and the defaults of the others, as generation binds them to prompts."""
-    others = dict.fromkeys(set(inputs) - set(opened.defaults), 0)
+    others = dict.fromkeys(opened.inputs_by_hand, 0)
     bound = bind_controls(opened, {**others, **controls}, prompt_lengths, "score")
     return {name: array for name, array in bound.items() if name in opened.defaults}
 

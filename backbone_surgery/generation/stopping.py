@@ -70,8 +70,7 @@ class Stops:
         """Return the text of a row, and where its new part begins."""
         rows = [prompt, np.concatenate([prompt, new])]
         before, text = to_text(rows, self.preprocessor)
-        pairs = zip(before, text, strict=False)
-        return text, next((i for i, (a, b) in enumerate(pairs) if a != b), len(before))
+        return text, goes_on_at(before, text)
 
     def _first_text(self, prompt: np.ndarray, new: np.ndarray) -> int | None:
         """Return the smallest number of new tokens whose text holds a stop sequence."""
@@ -83,6 +82,12 @@ class Stops:
         if not holds(len(new)):
             return None
         return bisect.bisect_left(range(len(new)), True, key=holds)
+
+
+def goes_on_at(before: str, text: str) -> int:
+    """Return where a text leaves that of its prompt, which may end in half a character."""
+    pairs = zip(before, text, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(before))
 
 
 def _first_end(row: np.ndarray, sequence: np.ndarray) -> int | None:

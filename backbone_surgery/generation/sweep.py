@@ -13,7 +13,7 @@ from rich.text import Text
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import picture_path
+from backbone_surgery.files import picture_path, writing
 from backbone_surgery.generation.controls import check_names
 from backbone_surgery.generation.prompts import text_list
 from backbone_surgery.generation.text_scores import Score, read_scores, score_text
@@ -55,7 +55,11 @@ class Sweep:
     names: tuple[str, ...]
 
     def mean(self, name: str = "score") -> dict[float, float]:
-        """Return the mean score of each strength."""
+        """Return the mean score of each strength.
+
+        Raises:
+            SurgeryError: there is no score of this name.
+        """
         if name not in self.names:
             raise SurgeryError(
                 f"sweep at score '{name}': expected one of {list(self.names)}. Received another. "
@@ -121,7 +125,8 @@ class Sweep:
         if len(self.names) > 1:
             axes.legend(frameon=False)
         if to_file is not None:
-            axes.figure.savefig(to_file, dpi=150)
+            with writing(to_file, "plot"):
+                axes.figure.savefig(to_file, dpi=150)
         return axes
 
     def __str__(self) -> str:
@@ -173,8 +178,8 @@ def sweep(
     for name in ("strip_prompt", "return_captures"):
         if name in options:
             raise SurgeryError(
-                f"sweep at '{name}': expected options of `generate` that leave what is returned. "
-                "Received another. Leave it out."
+                f"sweep at '{name}': expected other options of `generate`, since `sweep` decides "
+                f"what is returned. Received {shown(options[name])}. Leave it out."
             )
     floats = [float(strength) for strength in np.atleast_1d(strengths)]
     pairs = [(text, strength) for text in texts for strength in floats]

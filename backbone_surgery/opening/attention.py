@@ -25,22 +25,16 @@ class _Attention(keras.layers.Layer):
     """What the attention layers share: their settings, and the two halves of the computation.
 
     Args:
-        num_heads: number of query heads.
-        num_key_value_heads: number of key/value heads; divides `num_heads`.
-        head_dim: size of one head.
-        scale: float, what query-key products are multiplied by.
-        logit_soft_cap: float or `None`; products become `cap * tanh(products / cap)`.
-        sliding_window_size: int or `None`; how many latest tokens a token can see, itself
-            included.
-        alibi_slopes: `num_heads` floats or `None`; how much a score falls for each token that the
-            key lies back (ALiBi, https://arxiv.org/abs/2108.12409).
-        sinks: the layer that owns `sinks`, float[num_heads], or `None`. A sink is one more score
-            in each softmax, of no key, so that the rows of a pattern sum to less than one
-            (https://arxiv.org/abs/2309.17453).
-        keeps_state: whether the layer keeps its keys and values itself. Else it is given those of
-            all tokens, by a `SharedKeysAndValues`.
-        dropout: a `keras.layers.Dropout` of the block this was opened from, or `None`. It is
-            shared, so that training behaves as upstream.
+        num_heads: see `SelfAttention`, as for all that follow.
+        num_key_value_heads: see there.
+        head_dim: see there.
+        scale: see there.
+        logit_soft_cap: see there.
+        sliding_window_size: see there.
+        alibi_slopes: see there.
+        sinks: see there.
+        keeps_state: see there.
+        dropout: see there.
     """
 
     __new__ = graph.new_layer
@@ -287,6 +281,34 @@ class SelfAttention(_Attention):
 
     and returns the mix of values for each head, float[batch, time, num_heads, head_dim]: zeros for
     a token that sees nothing.
+
+    Args:
+        num_heads: number of query heads.
+        num_key_value_heads: number of key/value heads; divides `num_heads`.
+        head_dim: size of one head.
+        scale: float, what query-key products are multiplied by.
+        logit_soft_cap: float or `None`; products become `cap * tanh(products / cap)`.
+        sliding_window_size: int or `None`; how many latest tokens a token can see, itself
+            included.
+        alibi_slopes: `num_heads` floats or `None`; how much a score falls for each token that the
+            key lies back (ALiBi, https://arxiv.org/abs/2108.12409).
+        sinks: the layer that owns `sinks`, float[num_heads], or `None`. A sink is one more score
+            in each softmax, of no key, so that the rows of a pattern sum to less than one
+            (https://arxiv.org/abs/2309.17453).
+        keeps_state: whether the layer keeps its keys and values itself. Else it is given those of
+            all tokens, by a `SharedKeysAndValues`.
+        dropout: a `keras.layers.Dropout` of the block this was opened from, or `None`. It is
+            shared, so that training behaves as upstream.
+
+    Raises:
+        SurgeryError: when it is called on tensors of other sizes.
+
+    Examples:
+        >>> import backbone_surgery as bs, numpy as np
+        >>> attention = bs.SelfAttention(4, 2, head_dim=8, scale=8**-0.5)
+        >>> query, key = np.ones((1, 3, 4, 8)), np.ones((1, 3, 2, 8))
+        >>> attention(query, key, key, np.ones((1, 3))).shape
+        (1, 3, 4, 8)
     """
 
     inner_site = "attention_pattern"

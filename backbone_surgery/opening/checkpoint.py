@@ -6,6 +6,7 @@ gained one, or is quantised and the file is not, loading fails half way. The fil
 names of the layers and the shapes of their arrays, and that is enough to tell beforehand.
 """
 
+import os
 import re
 import zipfile
 from collections import Counter
@@ -20,7 +21,7 @@ import keras
 
 from backbone_surgery import graph
 from backbone_surgery.errors import WeightMismatchError
-from backbone_surgery.files import as_path, read_json, reading
+from backbone_surgery.files import as_path, read_json, reading, replace_file, writing
 
 _MOST = 2**26
 """Bytes of the index of a checkpoint in shards."""
@@ -61,6 +62,51 @@ def check_checkpoint(model: keras.Model, filepath: Any) -> None:
             f"'{model.name}', in their order, quantised as they are. Received "
             f"{difference[:1000]}. Load it into the model that it was saved from, and copy with "
             "`transfer_weights`."
+        )
+
+
+def save(model: keras.Model, filepath: Any, **kwargs: Any) -> None:
+    """Save the weights of a model as Keras does; one file in one step, see `replace_file`.
+
+    Raises:
+        SurgeryError: the system does not write it.
+    """
+    path, asks = Path(filepath), kwargs.get("overwrite") is False
+
+    def put(part: Path) -> None:
+        whole = part.with_name(f"{part.name}.weights.h5")  # no other name may end in anything else
+        try:
+            model.save_weights(whole, **kwargs)
+            os.replace(whole, part)
+        finally:
+            whole.unlink(missing_ok=True)
+
+    with writing(filepath, "save_weights"):
+        if path.name.endswith(".weights.h5") and "://" not in str(filepath) and not asks:
+            replace_file(path, put)
+        else:
+            model.save_weights(filepath, **kwargs)
+
+
+def check_layers(model: keras.Model, file: Path, operation: str) -> None:
+    """Check that a file of weights has the layers of a model: Keras passes over any others.
+
+    Args:
+        model: a Functional model, which has loaded the file.
+        file: `.weights.h5`, or `.weights.json` with its shards.
+        operation: named in the error.
+
+    Raises:
+        WeightMismatchError: it has more layers, or fewer.
+    """
+    wanted = _layers_of_model(model)
+    with reading(file, operation, "weights that Keras saved", WeightMismatchError):
+        filed = _layers_of_file(file) or {}
+    if set(filed) != set(wanted):
+        raise WeightMismatchError(
+            f"{operation} at '{file}': expected the weights of the model that its config "
+            f"describes, with {_names(wanted)}. Received {_names(filed)}. Compare the files with "
+            "those of the original."
         )
 
 

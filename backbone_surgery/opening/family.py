@@ -59,6 +59,9 @@ class Family:
         sampler: the sampler that KerasHub's own task for this family takes by default.
         model_types: the names that Hugging Face and llama.cpp have for the architecture.
         model_type: `(block) -> one of them`; the first by default.
+
+    Raises:
+        SurgeryError: a field that could not open a block.
     """
 
     name: str

@@ -16,7 +16,7 @@ from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import reading
 from backbone_surgery.numbers import check_count
 from backbone_surgery.opening import quantizing
-from backbone_surgery.opening.checkpoint import check_checkpoint
+from backbone_surgery.opening.checkpoint import check_checkpoint, save
 from backbone_surgery.opening.layers import RowConstant
 from backbone_surgery.opening.training import TrainsOwnLayers
 
@@ -157,6 +157,16 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
             remember(self, trained_layers=(*self.trained_layers, *layers))
 
     @property
+    def control_inputs(self) -> dict[str, keras.KerasTensor]:
+        """The inputs beside the tokens and their mask, by name."""
+        return {t.name: t for t in self.inputs if t.name not in ("token_ids", "padding_mask")}
+
+    @property
+    def inputs_by_hand(self) -> dict[str, keras.KerasTensor]:
+        """Those that no rewrite declared: a user put them into the graph, without a default."""
+        return {name: t for name, t in self.control_inputs.items() if name not in self.defaults}
+
+    @property
     def captures(self) -> dict[str, keras.KerasTensor]:
         """The symbolic tensors that the model captures, by the path of their site."""
         return self.output["captures"] if isinstance(self.output, dict) else {}
@@ -191,7 +201,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
                 "trained by `save_recipe`, and layers of your own by themselves.",
                 stacklevel=2,
             )
-        self.owner.save_weights(filepath, **kwargs)
+        save(self.owner, filepath, **kwargs)
 
     def load_weights(self, filepath: str, **kwargs: Any) -> None:
         """Load a checkpoint of the owning backbone, as if nothing had been edited.

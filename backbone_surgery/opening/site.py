@@ -65,6 +65,9 @@ class Site(Identity):
 
     Args:
         role: what the tensor is, such as `attention_output`: the last part of the site's path.
+
+    Raises:
+        SurgeryError: the role is no identifier.
     """
 
     def __init__(self, role: str, **kwargs) -> None:

@@ -39,6 +39,9 @@ class StateSpec:
         head_axis: which axis counts attention heads, or channels that do not depend on each other:
             devices may share the array along it.
         initial: the number that the array is filled with before the first token.
+
+    Raises:
+        SurgeryError: a field does not fit the others.
     """
 
     name: str
@@ -106,7 +109,7 @@ class Stateful(Protocol):
     Any `keras.layers.Layer` with these two methods takes part; it need not name this class.
     Its `call` is the layer over whole rows. `docs/state.md` has an example that runs. Where a token
     depends on the latest tokens alone, the layer may say on how many, as `sliding_window_size`:
-    `check` then runs more tokens than that.
+    `check` then runs four tokens more than that, but never more than 64.
     """
 
     def state_specs(self, *args: Any, **kwargs: Any) -> Sequence[StateSpec]:

@@ -19,7 +19,7 @@ from backbone_surgery.caching.rewire import rewire_for
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import FLOATS, as_path, read_json, reading
 from backbone_surgery.generation.programs import Programs
-from backbone_surgery.generation.samplers import make_strategy
+from backbone_surgery.generation.samplers import get_sampler, make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import check_count, is_int
 from backbone_surgery.opening.packed_axes import PACKED
@@ -84,6 +84,9 @@ def plan(
             needed.
         verbose: 0 shows no progress bar.
 
+    Returns:
+        A `Plan`: its figures are attributes, and it is shown as a table.
+
     Raises:
         SurgeryError: an argument does not fit, or the compiler is not installed.
 
@@ -99,13 +102,12 @@ def plan(
     for name, value in {"length": length, "prompt": prompt}.items():
         if value is not None:
             check_count("plan", name, value, "tokens")
-    strategy = make_strategy(keras_hub.samplers.get(sampler))
+    strategy = make_strategy(get_sampler(sampler))
     if compile:
         _check_compilable(devices, mesh_sizes)
     with graph.without_values():
-        backbone = preset_or_backbone
-        if not isinstance(backbone, keras.Model):
-            backbone = _load(preset_or_backbone, dtype)
+        is_model = isinstance(preset_or_backbone, keras.Model)
+        backbone = preset_or_backbone if is_model else _load(preset_or_backbone, dtype)
         edits = [*edits] if isinstance(edits, Iterable) else edits
         edited = operate(backbone, edits) if edits != [] else backbone
         held = {v.path for v in edited.variables}
@@ -117,8 +119,7 @@ def plan(
         run = sizes_of_run(asked, platform, placement)
         programs = {}
         if compile:
-            embedding = cached.source.token_embedding
-            made = Programs(cached, embedding, platform, placement)
+            made = Programs(cached, cached.source.token_embedding, platform, placement)
             programs = trace(made, strategy, run, asked.rows)
     rows = [math.ceil(n / mesh_sizes["batch"]) * strategy.width for n in (asked.rows, run.rows)]
     weights = edited.weights

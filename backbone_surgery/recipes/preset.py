@@ -11,7 +11,7 @@ import keras
 
 from backbone_surgery import hosts
 from backbone_surgery.errors import RecipeError, SurgeryError
-from backbone_surgery.files import as_path, read_json
+from backbone_surgery.files import as_path, read_json, writing
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.recipes.folder import new_folder
 from backbone_surgery.recipes.quantization import quantization
@@ -51,7 +51,8 @@ def save_preset(
             "the edit."
         )
     replaceable = _is_preset(path)
-    with new_folder(path, lambda name: replaceable and _OURS.fullmatch(name)) as folder:
+    own = new_folder(path, lambda name: replaceable and _OURS.fullmatch(name))
+    with writing(path, "save_to_preset"), own as folder:
         tuned = lora(owner)
         if edited.rewrites or tuned:
             save_recipe(edited, folder / FOLDER)

@@ -124,6 +124,9 @@ def load_recipe(path: str | Path, backbone: keras.Model | None = None) -> Edited
             holds LoRA factors or a quantisation, these go to a copy of it. `None` is enough for an
             edit of a bundled model.
 
+    Returns:
+        The edited model, as `operate` returned it. Its `owner` is `backbone`, or the copy.
+
     Raises:
         RecipeError: the recipe is damaged, of another version, or of another backbone.
         SurgeryError: a backbone is needed and not given.

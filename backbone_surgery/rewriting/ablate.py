@@ -57,6 +57,9 @@ class Ablate(ControlledRewrite):
             resampling `{site path: float[entries, ...]}`.
         name: name of the control.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
@@ -80,9 +83,8 @@ class Ablate(ControlledRewrite):
             if getattr(self, field) is not None:
                 fields.keep(field, _read_units(field, getattr(self, field), fields))
         if self.heads is not None and self.experts is not None:
-            raise fields.refuse(
-                "`heads` or `experts`", {"heads": self.heads, "experts": self.experts}, "Use two."
-            )
+            both = {"heads": self.heads, "experts": self.experts}
+            raise fields.refuse("`heads` or `experts`", both, "Use one `Ablate` for each.")
         if (self.values is None) != (self.to == "zero"):
             raise SurgeryError(
                 f"{fields.where}: expected to='zero' without `values`, or 'mean' or 'resample' "

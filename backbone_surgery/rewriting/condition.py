@@ -42,6 +42,9 @@ class Condition(ControlledRewrite):
         tokens: which tokens are watched, as of `Steer`.
         signed: whether to compare cos(h, v) instead of its absolute value: for vectors that point
             one way in rows that meet the condition and the other way in the rest.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
     """
 
     name: str

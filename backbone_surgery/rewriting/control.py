@@ -32,6 +32,9 @@ class Schedule:
         values: the strength at each step, at least one.
         prompt: the strength over the prompt; `None` takes the first of `values`.
 
+    Raises:
+        SurgeryError: `values` are no finite numbers, or too many.
+
     Examples:
         >>> import backbone_surgery as bs
         >>> bs.Schedule.linear(2.0, 0.0, steps=5).values
@@ -59,8 +62,20 @@ class Schedule:
         object.__setattr__(self, "prompt", prompt)
 
     @classmethod
-    def linear(cls, start: float, stop: float, steps: int, prompt: float | None = None):
-        """Go from one strength to another in equal steps."""
+    def linear(
+        cls, start: float, stop: float, steps: int, prompt: float | None = None
+    ) -> "Schedule":
+        """Go from one strength to another in equal steps.
+
+        Args:
+            start: the strength of the first generated token.
+            stop: that of the last step; it holds from there on.
+            steps: how many tokens that takes.
+            prompt: as of `Schedule`.
+
+        Raises:
+            SurgeryError: a strength is not finite, or `steps` no positive int.
+        """
         first, last = read_number(start), read_number(stop)
         counted = is_int(steps) and 1 <= steps <= _MOST_STEPS
         if first is None or last is None or not counted:
@@ -83,8 +98,8 @@ class Control:
     Of a `Reft` it may change the strength and the tokens.
 
     Attributes:
-        strength: a number, [batch], [batch, blocks], a `Schedule`, or a list of a number or a
-            `Schedule` for each row.
+        strength: a number, float[batch], float[batch, blocks], a `Schedule`, or a list of a number
+            or a `Schedule` for each row.
         directions: a vector for all rows (a `ControlVector` or `{block: array}`), a list of one
             for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
             steered; blocks that the rewrite does not steer are an error.
@@ -92,6 +107,9 @@ class Control:
             such as `[0, 12]`, is one range for all rows. Negative positions count from the end of
             the prompt: `(-1, None)` are its last token and all that follow. `"last"` is that token
             alone.
+
+    Raises:
+        SurgeryError: a field that no model could use.
 
     Examples:
         >>> import backbone_surgery as bs

@@ -85,6 +85,9 @@ class Repeat(Depth):
         at: selector of whole blocks, such as `blocks.2:6`.
         times: how often they run, 2 at least.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
@@ -116,6 +119,9 @@ class Remove(Depth):
     Attributes:
         at: selector of whole blocks, such as `blocks.-1`.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
@@ -141,6 +147,9 @@ class Reorder(Depth):
 
     Attributes:
         blocks: numbers of blocks in the order in which they run; -1 is the last block.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -295,6 +304,9 @@ class Skip(ControlledRewrite):
         at: selector of whole blocks, such as `blocks.5:7`.
         amount: the default of the control.
         name: name of the control: `generate(controls={name: amount})`.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

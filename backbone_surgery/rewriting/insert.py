@@ -31,6 +31,9 @@ class Insert(SiteRewrite):
         layer: a `keras.layers.Layer` that takes and returns one tensor. If its `call` has arguments
             `padding_mask` or `positions`, it gets these too, int[batch, time].
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
@@ -64,6 +67,9 @@ class Replace(SiteRewrite):
         at: site selector.
         layer: a `keras.layers.Layer` that returns a tensor of the shape of the site. All sites
             that the selector picks share it.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
 
     Examples:
         >>> import backbone_surgery as bs, keras, keras_hub

@@ -44,6 +44,9 @@ class LowRank(SiteRewrite):
         strength: the default of a control named `name`, for all rows or one for each. By default
             there is no such control. `fit` trains at it: at 0 there is no gradient.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)

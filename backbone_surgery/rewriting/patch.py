@@ -41,6 +41,9 @@ class Patch(ControlledRewrite):
             values alone.
         name: name of the control.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)

@@ -52,6 +52,9 @@ class Reft(ControlledRewrite):
         seed: of R at first.
         interventions: `{site path: layer}` to use instead of new ones.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
@@ -133,6 +136,13 @@ class Reft(ControlledRewrite):
     def applied(self, surgery: Surgery) -> "Reft":
         """Return the rewrite with its layers."""
         return replace(self, interventions=surgery.once("interventions", dict))
+
+    def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Leave out what acts on generated tokens alone, or on tokens from `end` on."""
+        start, stop = bound[f"{self.name}_tokens"][0, :2]
+        if start >= min(stop, end) or not bound[f"{self.name}_strength"].any():
+            return {f"{self.name}_{part}": np.zeros(0) for part in ("strength", "tokens")}
+        return {f"{self.name}_tokens": np.array([start, min(stop, end)])}
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind a strength, or a `Control`. `None` takes the fields of the rewrite."""

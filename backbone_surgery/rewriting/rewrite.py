@@ -1,7 +1,7 @@
 """What a rewrite is: frozen data that knows which nodes to put where, and its run-time controls."""
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -216,11 +216,10 @@ class Rewrite(abc.ABC):
         return None
 
     def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return those inputs of the rewrite that say more than what acts on the first tokens.
+        """Return what stands in for some inputs where only the tokens before `end` count.
 
-        A prefix cache compares controls by their values. What is returned here stands in for those
-        that were bound, so that two values that act alike on a prompt's tokens before `end` are
-        equal. By default nothing is, and all values count.
+        A prefix cache compares controls by their values. Two values that act alike on those tokens
+        get equal stand-ins here. By default there are none, and the values themselves count.
 
         Args:
             end: a position, the length of the prompt at most.
@@ -239,6 +238,11 @@ class Rewrite(abc.ABC):
             f"Received the value {shown(value)} for one that declares none. Leave it out of "
             "`controls`."
         )
+
+
+def by_control(rewrites: Iterable[Any]) -> dict[str, Rewrite]:
+    """Return those that declare a control, by its name."""
+    return {r.control: r for r in rewrites if isinstance(r, Rewrite) and r.control}
 
 
 class SiteRewrite(Rewrite):

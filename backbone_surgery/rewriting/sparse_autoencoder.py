@@ -73,6 +73,9 @@ class SparseAutoencoder(ControlledRewrite):
         name: name of the control.
         error: whether to keep the error of the reconstruction, for a splice.
         layers: the layers, to use instead of reading `path`.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
     """
 
     at: str

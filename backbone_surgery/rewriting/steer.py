@@ -55,6 +55,9 @@ class Steer(ControlledRewrite):
         learned: the layer that holds learned directions, to continue with instead of starting at
             `vector`.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)

@@ -112,6 +112,9 @@ class Wrap(Rewrite):
         make_layer: `(block) -> keras.layers.Layer`. Registered by
             `keras.saving.register_keras_serializable`, it can be in a recipe.
 
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
     Examples:
         >>> import backbone_surgery as bs, keras, keras_hub
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)

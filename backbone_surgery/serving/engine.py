@@ -32,9 +32,14 @@ class Engine:
         length: tokens that a request can have, its prompt and new ones; at most as many as the
             model has learned positions.
         prefix_cache: bytes of prefilled chunks to keep, for prompts that begin alike; 0 for none.
-        prefill_chunk: tokens of a prompt that are run between two chunks of steps.
+        prefill_chunk: tokens of a prompt that are run at once. Between two chunks of steps, less
+            than twice as many are.
         chunk_size: tokens that rows take between two looks at them.
         max_waiting: requests that may wait for a row.
+
+    Raises:
+        SurgeryError: `lm` is no `CachedCausalLM`, or lies in several processes; a number does not
+            fit.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -120,6 +125,9 @@ class Engine:
             return_captures: see there.
             logprobs: whether to note log-probabilities, for `EngineRequest.logprobs`.
 
+        Returns:
+            The request: iterate over it for pieces of text, or wait for its `result`.
+
         Raises:
             QueueFullError: `max_waiting` requests wait already.
             SurgeryError: bad input, before anything is run.
@@ -168,6 +176,10 @@ class Engine:
 
         Returns:
             The texts in the order of the prompts; int32[tokens] for each without a preprocessor.
+
+        Raises:
+            QueueFullError: `max_waiting` requests of others wait already.
+            SurgeryError: bad input, before anything is run.
         """
         requests = self._submit(
             inputs,
@@ -185,8 +197,7 @@ class Engine:
     def warm_up(self, captures: bool = False) -> None:
         """Compile every program that requests can need, so that none waits for it.
 
-        What is not covered are a `Patch` of more positions than its default, and a `Schedule` of
-        more steps than `length`.
+        What is not covered is a `Patch` of more positions than its default.
 
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
@@ -206,7 +217,7 @@ class Engine:
         return self._scheduler.step()
 
     def close(self) -> None:
-        """Refuse new requests, finish those that are here, and end the thread."""
+        """Refuse new requests; if a thread runs the engine, let it finish those that are here."""
         self._closed = True
         thread = self._thread
         if thread is not None:
@@ -249,7 +260,11 @@ class Engine:
         batch = read_request(
             self.lm, inputs, whole, captures=bool(captures), operation=operation, **asked
         ).batch
-        self._check(batch, count)
+        if count is not None and len(batch.rows) != count:
+            raise SurgeryError(
+                f"submit: expected one prompt. Received {len(batch.rows)}. Use `generate` for many."
+            )
+        self._check(batch, operation)
         jobs = [
             Job(
                 prompt=part.rows[0],
@@ -265,29 +280,25 @@ class Engine:
         with self._scheduler.work:
             if self._closed:
                 raise SurgeryError(
-                    "submit: expected an engine that is open. Received one that was closed. Make "
-                    "another, or enter it again."
+                    f"{operation}: expected an engine that is open. Received one that was closed. "
+                    "Make another, or enter it again."
                 )
             # `generate` may bring more prompts than may wait, as long as nobody else does.
             self._scheduler.add(jobs, may_exceed=count is None)
         return [EngineRequest(job, self._advance, bool(strip_prompt)) for job in jobs]
 
-    def _check(self, batch: Any, count: int | None) -> None:
-        if count is not None and len(batch.rows) != count:
-            raise SurgeryError(
-                f"submit: expected one prompt. Received {len(batch.rows)}. Use `generate` for many."
-            )
+    def _check(self, batch: Any, operation: str) -> None:
         for i, (row, budget) in enumerate(zip(batch.rows, batch.budget, strict=True)):
             if len(row) + budget > self.length:
                 raise TooLongError(
-                    f"submit at row {i}: expected a prompt and new tokens of at most {self.length} "
-                    f"together. Received {len(row)} and {budget}. Make an engine of a larger "
-                    "`length`, as far as the model has positions.",
+                    f"{operation} at row {i}: expected a prompt and new tokens of at most "
+                    f"{self.length} together. Received {len(row)} and {budget}. Make an engine of "
+                    "a larger `length`, as far as the model has positions.",
                     len(row) + int(budget),
                 )
         if len(batch.stops.ids) >= STOP_IDS:
             raise SurgeryError(
-                f"submit at 'stop_token_ids': expected fewer than {STOP_IDS}. Received "
+                f"{operation} at 'stop_token_ids': expected fewer than {STOP_IDS}. Received "
                 f"{len(batch.stops.ids)}. Pass the others as `stop_sequences`."
             )
 

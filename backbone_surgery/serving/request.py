@@ -98,7 +98,11 @@ class EngineRequest:
 
     @property
     def text(self) -> str:
-        """The text so far. A character that takes several tokens is held back until it is whole."""
+        """The text so far. A character that takes several tokens is held back until it is whole.
+
+        Raises:
+            SurgeryError: the model has no preprocessor.
+        """
         job = self._job
         if self.preprocessor is None:
             raise SurgeryError(
@@ -158,7 +162,11 @@ class EngineRequest:
 
     @property
     def captures(self) -> GeneratedActivations:
-        """What the graph captured, of the prompt and the new tokens but the last; waits for it."""
+        """What the graph captured, of the prompt and the new tokens but the last; waits for it.
+
+        Raises:
+            SurgeryError: the request did not ask for it, or did not run to its end.
+        """
         self.result()
         job = self._job
         if job.captured is None:
@@ -171,7 +179,11 @@ class EngineRequest:
 
     @property
     def logprobs(self) -> TokenLogprobs:
-        """Log-probabilities of the new tokens so far."""
+        """Log-probabilities of the new tokens so far.
+
+        Raises:
+            SurgeryError: the request did not ask for them.
+        """
         job = self._job
         if not job.sampling.logprobs:
             raise SurgeryError(

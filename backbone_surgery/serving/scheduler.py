@@ -63,7 +63,7 @@ class Scheduler:
         rows: how many jobs run at once; at least two on a GPU or TPU, see `target.least_rows`.
         length: tokens that a job can have.
         prefix_cache: bytes of prefilled chunks to keep.
-        prefill_chunk: tokens of a prompt that are run between two chunks of steps.
+        prefill_chunk: tokens of a prompt that are run at once.
         chunk_size: tokens that rows take between two looks at them.
         max_waiting: jobs that may wait.
 
@@ -93,7 +93,11 @@ class Scheduler:
         self._queue: deque[Job] = deque()
         self._prefill: Prefill | None = None
         self._chunk: Chunk | None = None
-        self._sizes = _sizes(lm.opened, length)
+        self._schedules = _schedules(lm.opened, length)
+        self._sizes: dict[str, tuple[int, ...]] = {
+            **{name: x.shape for name, x in lm.opened.defaults.items()},
+            **{name: (width,) for name, width in self._schedules.items()},
+        }
         self._sizes_run = dict(self._sizes)
         self._weights: list[weakref.ref] = []
         self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
@@ -137,6 +141,8 @@ class Scheduler:
             )
         for job in jobs:
             for name, x in job.controls.items():
+                if name in self._schedules:  # what is past the length of a job never acts
+                    job.controls[name] = x = x[:, : self._schedules[name]]
                 known = self._sizes.get(name, x.shape[1:])
                 self._sizes[name] = tuple(np.maximum(known, x.shape[1:]).tolist())
         self._queue.extend(jobs)
@@ -156,7 +162,9 @@ class Scheduler:
     def cancel_all(self) -> None:
         """Cancel all jobs."""
         with self._lock:
-            for job in [*self._queue, *self._running()]:
+            with self.work:
+                waiting = [*self._queue]
+            for job in [*waiting, *self._running()]:
                 job.cancel()
 
     def clear(self) -> None:
@@ -205,7 +213,7 @@ class Scheduler:
             self._new_tokens += sum(len(row.job.new) for row in chunk.rows) - before
 
     def _admit(self) -> None:
-        """Run prompts, one chunk of them at most while there are rows to keep waiting."""
+        """Run prompts; less than two chunks of them while there are rows to keep waiting."""
         spent = 0
         while spent < self.prefill_chunk or not self._batch.running:
             if self._prefill is None:
@@ -260,33 +268,32 @@ class Scheduler:
             self._weights = [weakref.ref(x) for x in weights]
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all that wait, and begin anew."""
-        for job in [*self._queue, *self._running(), *(job for job, *_ in self._batch.first_tokens)]:
-            job.fail(error)
+        """Begin anew, and tell all that waited; who is told may submit again."""
+        with self.work:
+            waiting, self._queue = self._queue, deque()
+        jobs = [*waiting, *self._running(), *(job for job, *_ in self._batch.first_tokens)]
         if self._chunk is not None:
-            for row in self._chunk.rows:
-                row.job.fail(error)
-        self._queue.clear()
+            jobs += [row.job for row in self._chunk.rows]
         self._prefill, self._chunk = None, None
         self._batch.clear()
+        for job in jobs:
+            job.fail(error)
 
 
-def _sizes(model: EditedBackbone, length: int) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of controls: schedules for as many tokens as a job can have, else defaults.
+def _schedules(model: EditedBackbone, length: int) -> dict[str, int]:
+    """Return the widths of schedules: for as many tokens as a job can have, from the start.
 
     So no schedule of a job takes another program.
     """
-    sizes = {name: x.shape for name, x in model.defaults.items()}
     steers = [fired.rewrite for fired in model.report if isinstance(fired.rewrite, Steer)]
-    return sizes | {f"{steer.name}_schedule": (schedule_width(length),) for steer in steers}
+    return {f"{steer.name}_schedule": schedule_width(length) for steer in steers}
 
 
 def _one_row(model: EditedBackbone) -> dict[str, np.ndarray]:
     """Return one row of each control: its default, or zeros where an input has none."""
-    inputs = [t for t in model.inputs if t.name not in ("token_ids", "padding_mask")]
-    known = model.defaults
-    rows = {t.name: known[t.name] if t.name in known else np.zeros(t.shape[1:]) for t in inputs}
-    return {t.name: np.asarray(rows[t.name])[None].astype(t.dtype) for t in inputs}
+    zeros = {name: np.zeros(t.shape[1:]) for name, t in model.inputs_by_hand.items()}
+    rows = {**zeros, **model.defaults}
+    return {n: np.asarray(rows[n])[None].astype(t.dtype) for n, t in model.control_inputs.items()}
 
 
 def _lengths(length: int, chunk: int) -> tuple[int, ...]:

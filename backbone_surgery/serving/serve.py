@@ -80,6 +80,11 @@ def check_server(host: str, port: int, api_key: str | None) -> None:
         raise SurgeryError(
             f"serve at 'port': expected a number from 0 to 65535. Received {shown(port)}. Pass one."
         )
+    if not isinstance(host, str):
+        raise SurgeryError(
+            f"serve at 'host': expected the address to listen on. Received {shown(host)}. Pass "
+            "'127.0.0.1', say."
+        )
     asyncio.run(_bind(host, port))
 
 

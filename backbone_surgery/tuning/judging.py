@@ -7,6 +7,8 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.prompts import to_text
+from backbone_surgery.generation.stopping import goes_on_at
 from backbone_surgery.numbers import read_finite
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.tuning.learning import losses_of, pack_texts, width_of
@@ -38,6 +40,15 @@ def _numbers(said: Any) -> Any:
         return [float(x) if isinstance(x, bool | np.bool_) else x for x in said]
     is_mask = isinstance(said, np.ndarray) and said.dtype == bool
     return said.astype("float32") if is_mask else said
+
+
+def added(lm: CachedCausalLM, prompts: list[str], texts: list[str]) -> list[str]:
+    """Return what generated texts add to their prompts, a space at the beginning included.
+
+    Many a SentencePiece model leaves that out of a text that is made without its prompt.
+    """
+    before = to_text(read_texts(lm, prompts, "tune"), lm.preprocessor)
+    return [text[goes_on_at(b, text) :] for b, text in zip(before, texts, strict=True)]
 
 
 def as_judged(fluency: Judge) -> Callable[[list[str], list[str]], np.ndarray]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.files import reading
+from backbone_surgery.files import reading, writing
 from backbone_surgery.tuning.candidates import Candidate
 
 Measured = np.ndarray
@@ -74,7 +74,7 @@ class Record:
             place = {"start": start, "stop": stop, "measured": measured.tolist()}
             lines.append(json.dumps({**vars(candidate), **place}) + "\n")
         if self.file is not None:
-            with self.file.open("a") as stream:
+            with writing(self.file, "tune"), self.file.open("a") as stream:
                 stream.write(("" if stream.tell() else self.header) + "".join(lines))
 
     def all_of(self, candidate: Candidate, start: int, stop: int) -> Measured:

@@ -24,7 +24,7 @@ from backbone_surgery.tuning.checks import (
     check_prompts,
     check_vectors,
 )
-from backbone_surgery.tuning.judging import Judge, Perplexity, as_judged, ask
+from backbone_surgery.tuning.judging import Judge, Perplexity, added, as_judged, ask
 from backbone_surgery.tuning.methods import Methods
 from backbone_surgery.tuning.record import Measured, Record
 from backbone_surgery.tuning.result import Trial, Tuning
@@ -239,13 +239,13 @@ class _Search:
         signs, index = (1, -1), range(start, stop)
         rows = [(c, i, sign) for c in new for i in index for sign in signs]
         prompts = [self.prompt_of(i) for _, i, _ in rows]
-        written = runner.lm.generate(
+        texts = runner.lm.generate(
             prompts,
             controls=runner.controls([(c, sign) for c, _, sign in rows]),
             seed=[(self.seed + i) % 2**32 for _, i, _ in rows],
-            strip_prompt=True,
             **self.options,
         )
+        written = added(runner.lm, prompts, texts)
         judged = ask(self.judge, written, "judge")
         fluent = self.fluent(prompts, written)
         values = np.stack([judged, fluent], axis=-1).reshape(len(new), len(index), 2, 2)

@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from backbone_surgery import graph
 from backbone_surgery.caching.known import is_known
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SurgeryError, shown, shown_ids
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
@@ -103,13 +103,23 @@ def check_lengths(lm: CachedCausalLM, rows: list[np.ndarray], operation: str) ->
         )
 
 
+def check_counted(rows: list[np.ndarray], operation: str) -> None:
+    """Refuse a text of one token, where the first token of each is not counted."""
+    for i, row in enumerate(rows):
+        if len(row) < 2:
+            raise SurgeryError(
+                f"{operation} at text {i}: expected at least two tokens, since the first is not "
+                "counted. Received one. Pass longer texts."
+            )
+
+
 def read_ids(text: Any, vocabulary: int, operation: str) -> np.ndarray:
     """Read the token ids of one text, int32[tokens]."""
     ids = read_int32(text, 0, vocabulary - 1)
     if ids is None or ids.ndim != 1 or not len(ids):
         raise SurgeryError(
             f"{operation}: expected token ids from 0 to {vocabulary - 1}, int[tokens], since the "
-            f"model has no preprocessor. Received {shown(text)}. Pass token ids, or attach a "
+            f"model has no preprocessor. Received {shown_ids(text)}. Pass token ids, or attach a "
             "preprocessor."
         )
     return ids

@@ -9,7 +9,7 @@ from keras import ops
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import check_count
-from backbone_surgery.vectors.activations import measure, read_texts
+from backbone_surgery.vectors.activations import check_counted, measure, read_texts
 from backbone_surgery.vectors.vector import ControlVector, check_fits
 
 
@@ -103,11 +103,7 @@ def largest_projections(
     Returns:
         `{block: float32[texts]}`.
     """
-    if min(map(len, rows)) < 2:
-        raise SurgeryError(
-            "score_detection: expected texts of at least two tokens, since the first is not "
-            "counted. Received a shorter one. Pass longer texts."
-        )
+    check_counted(rows, "score_detection")
     check_fits(lm, vector, "score_detection")
     measured = measure(
         lm,

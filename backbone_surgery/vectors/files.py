@@ -5,11 +5,12 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.files import replace_file, writing
+from backbone_surgery.files import found_at, replace_file, writing
 from backbone_surgery.numbers import read_number
 from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.vectors import gguf_file, safetensors_file
@@ -95,9 +96,10 @@ def write(path: Path, directions: Directions, info: Info) -> None:
     format_ = _format(path)
     info = {**info, "hidden_dim": str(len(next(iter(directions.values()))))}
     if os.path.isdir(path) or not path.parent.is_dir():
+        found = "a folder" if os.path.isdir(path) else f"one in {found_at(path.parent)}"
         raise SurgeryError(
-            f"save at '{path}': expected a file in a folder that exists. Received another path. "
-            "Make the folder first, or choose another path."
+            f"save at '{path}': expected a file in a folder that exists. Received {found}. Make "
+            "the folder first, or choose another path."
         )
     if format_ is gguf_file and 0 in directions:
         if len(directions) == 1:
@@ -112,8 +114,23 @@ def write(path: Path, directions: Directions, info: Info) -> None:
         )
         directions = {block: d for block, d in directions.items() if block != 0}
     digest = checksum(directions, info)
+
+    def put(part: Path) -> None:
+        format_.write(part, directions, info, digest)
+        if not _holds(format_, part, digest):  # the `gguf` package does not tell of a full disk
+            raise OSError("the file came out incomplete, as on a full disk")
+
     with writing(path, "save"):
-        replace_file(path, lambda part: format_.write(part, directions, info, digest))
+        replace_file(path, put)
+
+
+def _holds(format_: Any, path: Path, digest: str) -> bool:
+    """Tell whether a file can be read, and holds what a checksum was made of."""
+    try:
+        directions, info, _ = format_.read(path)
+    except SurgeryError:
+        return False
+    return checksum(directions, info) == digest
 
 
 def checksum(directions: Mapping[int, np.ndarray], info: Mapping[str, str]) -> str:

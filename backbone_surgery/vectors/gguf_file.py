@@ -31,6 +31,15 @@ _MOST_ENTRIES, _MOST_ELEMENTS = 4096, 65536
 def write(path: Path, directions: dict[int, np.ndarray], info: dict[str, str], digest: str) -> None:
     """Write a file."""
     writer = gguf.GGUFWriter(path, _ARCHITECTURE)
+    try:
+        _write(writer, directions, info, digest)
+    finally:
+        writer.close()
+
+
+def _write(
+    writer: gguf.GGUFWriter, directions: dict[int, np.ndarray], info: dict[str, str], digest: str
+) -> None:
     writer.add_string(f"{_ARCHITECTURE}.model_hint", info.get("model_hint", "unknown"))
     writer.add_uint32(f"{_ARCHITECTURE}.layer_count", len(directions))
     for key, value in info.items():
@@ -42,7 +51,6 @@ def write(path: Path, directions: dict[int, np.ndarray], info: dict[str, str], d
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
-    writer.close()
 
 
 def read(path: Path) -> tuple[dict[int, np.ndarray], dict[str, str], str | None]:

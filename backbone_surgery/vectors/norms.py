@@ -7,10 +7,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from backbone_surgery.errors import SurgeryError
 from backbone_surgery.numbers import check_count
 from backbone_surgery.opening import site
-from backbone_surgery.vectors.activations import check_task, measure, read_texts
+from backbone_surgery.vectors.activations import check_counted, check_task, measure, read_texts
 
 _NEUTRAL_TEXTS = (
     "The town lies on the bank of a wide river, between two hills.",
@@ -60,11 +59,7 @@ def residual_norms(
     if texts is None:
         texts = _NEUTRAL_TEXTS if lm.preprocessor is not None else _random_tokens(lm)
     rows = read_texts(lm, texts, "relative_to")
-    if min(len(row) for row in rows) < 2:
-        raise SurgeryError(
-            "relative_to: expected texts of at least two tokens, since the first is not "
-            "counted. Received a shorter one. Pass longer texts."
-        )
+    check_counted(rows, "relative_to")
     norms = measure(lm, rows, TokenNorms, "relative_to", batch_size=batch_size)
     blocks = {block: path for path in norms if (block := site.block_of(path)) is not None}
     return {block: float(norms[path].mean()) for block, path in sorted(blocks.items())}

@@ -155,6 +155,9 @@ class ControlVector:
                 refused, with the field that differs; a `.gguf` file for another type of model
                 gives a warning.
 
+        Returns:
+            The vector, with float32 directions.
+
         Raises:
             SurgeryError: the file is damaged, or holds something else.
         """
@@ -184,6 +187,9 @@ class ControlVector:
         Args:
             preset: `tiny_gpt2`, `tiny_gemma`, or a folder.
             name: such as `mood`: of a file in the folder's `vectors`.
+
+        Raises:
+            SurgeryError: there is no such model or vector.
         """
         return cls.load(find_vector(preset, name))
 
@@ -192,6 +198,9 @@ class ControlVector:
 
         A link is followed: the file that it points to is replaced. GGUF files have no place
         for block 0: its direction is left out, with a warning.
+
+        Raises:
+            SurgeryError: another ending, or a place that cannot be written.
         """
         files.write(as_path(path, "save"), dict(self.directions), dict(self.info))
 
@@ -215,7 +224,11 @@ class ControlVector:
         return self.info.get("model_hint")
 
     def normalized(self) -> ControlVector:
-        """Return the vector with a direction of norm 1 at each block."""
+        """Return the vector with a direction of norm 1 at each block.
+
+        Raises:
+            SurgeryError: a direction is zero.
+        """
         norms = {block: np.linalg.norm(d) for block, d in self.directions.items()}
         zero = [block for block, norm in norms.items() if norm == 0]
         if zero:
@@ -275,6 +288,12 @@ class ControlVector:
             texts: what to measure on; a few neutral sentences, or random tokens for a model
                 without a preprocessor, by default.
             batch_size: how many texts to run at once.
+
+        Returns:
+            A new vector, with float32 directions.
+
+        Raises:
+            SurgeryError: the vector does not fit the model, or a text is too short.
         """
         check_task(lm, "relative_to")
         check_fits(lm, self, "relative_to")

@@ -13,7 +13,7 @@ import numpy as np
 
 from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, WeightMismatchError
-from backbone_surgery.files import FLOATS, reading
+from backbone_surgery.files import FLOATS, found_at, reading
 from backbone_surgery.weights.arrays import Array, of_file, of_value, of_variable
 from backbone_surgery.weights.paths import aliases, is_lora, owner_of, resolve, variable_paths
 from backbone_surgery.weights.report import Difference, TransferReport
@@ -212,8 +212,8 @@ def _arrays(
         if path.suffix != ".safetensors" or not path.is_file():
             raise SurgeryError(
                 f"transfer_weights at '{source}': expected a `.safetensors` file that exists. "
-                "Received another path. Load files of Keras by `load_weights`, into the backbone "
-                "that they were saved from."
+                f"Received {found_at(path)}. Load files of Keras by `load_weights`, into the "
+                "backbone that they were saved from."
             )
         with reading(path, "transfer_weights", "a `.safetensors` file"):
             return {**of_file(path)}, {}

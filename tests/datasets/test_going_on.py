@@ -58,6 +58,25 @@ def test_lines_that_are_missing_are_made_anew(lm, lines, tmp_path):
     assert paths[0].read_bytes() == whole
 
 
+def test_a_file_of_input_that_changes_meanwhile_ends_the_job(lm, lines, tmp_path):
+    changed = max(lines.iterdir())
+    before = changed.read_bytes()
+
+    def score(text):
+        changed.write_bytes(before.splitlines(keepends=True)[0])
+        return 1.0
+
+    def run():
+        return bs.generate_dataset(lm, lines, tmp_path / "out", score=score, **OPTIONS)
+
+    with pytest.raises(bs.SurgeryError, match=f"data set at '{changed}': expected the file as it"):
+        run()
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == ["_manifest.json", "a-00000.jsonl"]
+    with pytest.raises(bs.SurgeryError, match="differs in: inputs"):
+        run()
+
+
 @pytest.mark.parametrize("more", [b'{"prompt": [1]}\n', b'{"pro'])
 def test_a_file_of_more_rows_than_its_shard_is_refused(lm, lines, tmp_path, more):
     paths = generate(lm, lines, tmp_path / "out")

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import backbone_surgery as bs
 from backbone_surgery.datasets.shards import JsonRows, find_shards, forget
 
 
@@ -23,6 +24,29 @@ def test_shards_hold_each_row_once(tmp_path, most):
         assert [n for shard in own for n in shard.read().column("n")] == list(range(7))
         texts = [text for shard in own for text in shard.read(["text"]).column("text")]
         assert texts == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize("rows", [3, 10, 20])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_file_that_was_changed_since_is_refused(tmp_path, ending, rows):
+    """It may be shorter by then, or have as many rows, of another text."""
+
+    def write(text, count):
+        made = [{"text": f"{text} {i}"} for i in range(count)]
+        if ending == "parquet":
+            pq.write_table(pa.Table.from_pylist(made), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in made))
+
+    path = tmp_path / f"in.{ending}"
+    write("a", 10)
+    first, second = find_shards("test", path, 5)
+    assert first.read().column("text")[0] == "a 0"
+    write("b", rows)
+    for shard in (first, second):
+        with pytest.raises(bs.SurgeryError, match="expected the file as it was when the job began"):
+            shard.read()
+    forget()
 
 
 @pytest.mark.parametrize("most", [2, 5])

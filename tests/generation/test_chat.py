@@ -7,6 +7,7 @@ import datetime
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import huggingface_hub
@@ -173,6 +174,25 @@ def test_a_template_in_a_repository(lm, monkeypatch):
     lm.chat_template = None
     load_chat(lm.preprocessor, "hf://some/model")
     assert lm.chat_prompt(CASES[0]["messages"]) == CASES[0]["text"]
+
+
+@pytest.mark.parametrize("known_to_be_missing", [False, True])
+def test_a_repository_that_cannot_be_asked(lm, monkeypatch, known_to_be_missing):
+    """Its weights are in the cache, and the hub is out of reach."""
+
+    def download(repo_id, filename):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    found = object() if known_to_be_missing else None
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: found)
+    lm.chat_template = None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        load_chat(lm.preprocessor, "hf://some/model")
+    told = [str(w.message) for w in warned if "The hub cannot be reached" in str(w.message)]
+    assert len(told) == (0 if known_to_be_missing else 3)
+    assert all(message.startswith("from_preset at 'hf://some/model'") for message in told)
 
 
 def test_a_template_can_be_set_and_taken_away(lm):

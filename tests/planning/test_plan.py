@@ -120,6 +120,8 @@ def test_a_model_of_70_billion_parameters_is_planned_from_its_config(tmp_path):
         ({"dtype": "int8"}, "at 'dtype': expected a float.* quantise a backbone"),
         ({"edits": bs.Capture("blocks.*")}, "expected a list of rewrites"),
         ({"device": "v5e:3x5"}, "expected a slice that there is"),
+        ({"sampler": "gredy"}, "Did you mean 'greedy'"),
+        ({"sampler": 3}, "expected the name of one, an instance of a keras_hub Sampler"),
     ],
 )
 def test_bad_arguments_are_refused(settings, words):

@@ -220,10 +220,50 @@ def test_an_error_while_it_saves_leaves_the_old_one(gpt2, tmp_path, monkeypatch)
         raise OSError("no space left")
 
     monkeypatch.setattr(type(gpt2), "save_weights", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(bs.SurgeryError, match=r"expected a place that can .*: no space left"):
         lm.save_to_preset(tmp_path / "p")
     assert files(tmp_path) == before
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _fewer_blocks(file):
+    config = file.with_name("config.json")
+    config.write_text(config.read_text().replace('"num_layers": 2', '"num_layers": 1'))
+
+
+def _another_size(file):
+    config = file.with_name("config.json")
+    config.write_text(config.read_text().replace('"hidden_dim": 32', '"hidden_dim": 36'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, "Received others, or a damaged file, in 'model.weights.h5'.*truncated file"),
+        (lambda file: file.write_bytes(b""), "or a damaged file, in 'model.weights.h5'"),
+        (
+            Path.unlink,
+            "expected weights, in model.weights.h5 or model.weights.json with its shards",
+        ),
+        (
+            _fewer_blocks,
+            "expected the weights of the model that its config describes, with 4 layers",
+        ),
+        (_another_size, "expected weights of the model that `config.json` describes"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
+def test_weights_that_are_damaged_or_of_another_model(gpt2, tmp_path, damage, words):
+    gpt2.save_to_preset(str(tmp_path / "p"))
+    whole = bs.CachedCausalLM.from_preset(tmp_path / "p").backbone
+    assert len(whole.weights) == len(gpt2.weights)
+    damage(tmp_path / "p" / "model.weights.h5")
+    with pytest.raises(bs.SurgeryError, match=words):
+        bs.CachedCausalLM.from_preset(tmp_path / "p")
 
 
 @pytest.mark.parametrize("name", ["config.json", "task.json"])

@@ -203,8 +203,10 @@ def test_mixed_requests_compile_nothing_after_the_warm_up(lm, monkeypatch, platf
     engine.warm_up(captures=True)
     before = engine.stats.compilations
     requests = [random_request(rng, PREFIXES).submit(engine) for _ in range(300)]
-    schedule = bs.Schedule([1.0] * 112)  # as many steps as a job can have tokens
-    requests.append(ask(PREFIXES[0], controls={"mood": schedule}, max_new_tokens=3).submit(engine))
+    for steps in (112, 300):  # as many as a job can have tokens, and more
+        controls = {"mood": bs.Schedule(np.linspace(0, 1, steps))}
+        asked = ask(PREFIXES[0], controls=controls, max_new_tokens=3)
+        requests.append(asked.submit(engine))
     while engine.step():
         pass
     assert all(request.finish_reason in ("stop", "length") for request in requests)
@@ -329,6 +331,20 @@ def test_an_error_is_told_to_all_that_wait_and_the_engine_goes_on(lm, monkeypatc
         request.result()
     good = ask([1, 2, 3], max_new_tokens=9)
     assert_as_alone(lm, good, good.submit(engine))
+
+
+def test_who_is_told_of_an_error_may_ask_again(lm, monkeypatch):
+    engine, again = make_engine(lm), []
+    asked = ask([1, 2, 3], max_new_tokens=3)
+    request = asked.submit(engine)
+    request.listen(lambda: again.append(asked.submit(engine)))
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._scheduler.programs, "insert", None)
+        with pytest.raises(TypeError):
+            engine.step()
+    assert request.finish_reason == "error"
+    assert engine.stats.waiting == len(again) == 1
+    assert_as_alone(lm, asked, again[0])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.logprobs import TokenLogprobs
 from backbone_surgery.serving.serve import make_server_app
 from backbone_surgery.serving.web.logprobs import ShownLogprobs
+from backbone_surgery.tuning.judging import added
 from tests.helpers import train_pieces
 
 # KerasHub leaves the file of a SentencePiece model to the garbage collector to close.
@@ -68,6 +69,14 @@ def test_an_answer_joins_to_its_prompt_and_stops_before_it_is_shown(lm, client):
     ends = [*logprobs["text_offset"][1:], len(added)]
     shown = [added[a:b] for a, b in zip(logprobs["text_offset"], ends, strict=True)]
     assert logprobs["tokens"] == shown
+
+
+def test_fluency_is_of_the_text_that_was_written(lm):
+    lm.compile(sampler="random")
+    texts = lm.generate([PROMPT] * 40, max_new_tokens=5, seed=list(range(40)), stop_token_ids=None)
+    written = added(lm, [PROMPT] * 40, texts)
+    assert [PROMPT + text for text in written] == texts
+    assert any(text.startswith(" ") for text in written)
 
 
 def test_a_special_token_before_one_takes_no_space_from_it(lm):

@@ -119,6 +119,22 @@ def test_controls_that_act_alike_on_the_prompt_hit(engine, controls, first):
     assert reused(engine, controls={"mood": controls}) == 48
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "tokens"),
+    [
+        (None, None, 16),  # a longer prompt, on the same first tokens
+        (0.0, bs.Control(1.0, tokens="generated"), 16),
+        (None, bs.Control(1.0, tokens=(20, None)), 0),
+        (1.0, 0.5, 0),
+    ],
+)
+def test_controls_of_interventions(rng, first, then, tokens):
+    lm = bs.CachedCausalLM(bs.operate(random_gpt2(rng), [bs.Reft("mood", 2, "blocks.1")]))
+    engine = bs.Engine(lm, rows=2, length=64, prefill_chunk=CHUNK)
+    reused(engine, PROMPT[:24], controls={"mood": first})
+    assert reused(engine, PROMPT[:30], controls={"mood": then}) == tokens
+
+
 @pytest.mark.slow
 def test_a_range_that_begins_later_forks_the_prefix_there(engine):
     reused(engine, controls={"mood": 0.0})

@@ -10,10 +10,12 @@ import threading
 import time
 
 import httpx
+import keras
 import numpy as np
 import openai
 import pytest
 import uvicorn
+from fastapi.testclient import TestClient
 from safetensors.numpy import load, save
 from scipy.special import log_softmax
 from typer.testing import CliRunner
@@ -28,6 +30,7 @@ from backbone_surgery.serving.web.steering import Vectors, describe_controls, re
 NAMES = ("mood", "pet")
 JSON = {"Content-Type": "application/json"}
 PROMPT = "Once upon a time"
+TWICE = '{"prompt": "a", "steering": {"mood": 1, "mood": 2}}'
 CHAT = '{"messages": [{"role": "user", "content": %s}]}'
 
 
@@ -159,6 +162,28 @@ def test_inputs_belong_to_one_control():
     for control in describe_controls(bs.CachedCausalLM(edited)):
         parts = ("strength", "directions", "tokens", "schedule")
         assert set(control["inputs"]) == {f"{control['name']}_{part}" for part in parts}
+
+
+def test_an_input_put_in_by_hand_is_a_control():
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    nudge = keras.Input((plain.backbone.hidden_dim,), name="nudge")
+    inputs = {**plain.backbone.input, "nudge": nudge}
+    model = keras.Model(inputs, plain.backbone.output + nudge[:, None])
+    lm = bs.CachedCausalLM(model, plain.preprocessor)
+    lm.compile(sampler="greedy")
+    values = [float(i % 7) for i in range(nudge.shape[1])]
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    with TestClient(make_server_app(lm, warm_up=False, rows=2, length=64)) as client:
+        (listed,) = client.get("/v1/steering").json()["controls"]
+        assert (listed["name"], listed["kind"]) == ("nudge", "Input")
+        assert listed["inputs"]["nudge"]["shape"] == [len(values)]
+        answer = client.post("/v1/completions", json={**body, "steering": {"nudge": values}})
+        refused = client.post("/v1/completions", json=body)
+    controls = {"nudge": [values]}
+    wanted = lm.generate(PROMPT, max_new_tokens=4, controls=controls, strip_prompt=True)
+    assert answer.json()["choices"][0]["text"] == wanted
+    assert refused.status_code == 400
+    assert "control 'nudge': expected a value" in refused.json()["error"]["message"]
 
 
 def texts_alone(control):
@@ -399,7 +424,9 @@ def test_what_is_surely_too_long_is_not_tokenized(lm, server, monkeypatch):
         ("POST", "/v1/completions", "", 400, "'body': expected a value. Received none. Send one."),
         ("POST", "/v1/completions", "[]", 400, "'body': expected an object. Received []."),
         ("POST", "/v1/completions", "{}", 400, "'prompt': expected a value. Received none."),
-        ("POST", "/v1/completions", b'{"prompt": "\xff"}', 400, "a body of JSON in UTF-8."),
+        ("POST", "/v1/completions", b'{"prompt": "\xff"}', 400, "a body of JSON in UTF-8"),
+        ("POST", "/v1/completions", '{"prompt": "a", "prompt": "b"}', 400, "'prompt' 2 times"),
+        ("POST", "/v1/completions", TWICE, 400, "the name 'mood' 2 times"),
         ("POST", "/v1/chat/completions", '{"messages": 3}', 400, "'messages': expected a list."),
         ("POST", "/v1/chat/completions", CHAT % 3, 400, "'messages'.0.content: expected a text or"),
         ("POST", "/v1/chat/completions", CHAT % "[{}]", 400, "content.0.type: expected a value."),
@@ -711,6 +738,11 @@ def test_a_template_with_an_error_is_told_before_anything_is_compiled(lm, monkey
 def test_a_key_that_no_client_can_send_is_told_without_a_model(key, words):
     with pytest.raises(bs.SurgeryError, match=f"'api_key': expected a text of .* {words}"):
         check_server("127.0.0.1", 0, key)
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(bs.SurgeryError, match="'host': expected the address to listen on"):
+        check_server(3, 0, None)
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_compiled(lm, monkeypatch):

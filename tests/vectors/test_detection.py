@@ -67,7 +67,7 @@ def test_what_cannot_be_scored_is_refused(rng):
         bs.score_detection(lm, vector, [], [[1, 2]])
     with pytest.raises(bs.SurgeryError, match=r"^score_detection at control 'mood'"):
         bs.score_detection(lm, vector, [[1, 2]], [[1, 2]], controls={"mood": 1})
-    with pytest.raises(bs.SurgeryError, match="texts of at least two tokens"):
+    with pytest.raises(bs.SurgeryError, match=r"at text \d: expected at least two tokens"):
         bs.score_detection(lm, vector, [[1, 2]], [[1]])
     for other in ({1: np.ones(16)}, {5: np.ones(32)}):
         with pytest.raises(bs.SurgeryError, match="expected a vector of size 32 for blocks 0 to"):

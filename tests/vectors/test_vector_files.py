@@ -1,6 +1,7 @@
 """Files of control vectors: what others accept is what we write, and damage is refused."""
 
 import os
+import resource
 import struct
 import tracemalloc
 
@@ -66,6 +67,24 @@ def test_llama_cpp_accepts_what_we_write(vector, tmp_path):
     reader = gguf.GGUFReader(tmp_path / "mood.gguf")
     assert reader.get_field("controlvector.model_hint").contents() == "gpt2"
     assert reader.get_field("controlvector.layer_count").contents() == 3
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("room", [100, 1500, 2600])
+def test_a_disk_that_is_full_is_told_and_the_old_file_stays(tmp_path, suffix, room):
+    path = tmp_path / f"v{suffix}"
+    old, new = (bs.ControlVector({1: np.ones(n), 2: np.ones(n)}) for n in (8, 300))
+    old.save(path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(bs.SurgeryError, match=f"save at '{path}': expected a place that can"):
+            new.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
 def test_block_0_is_left_out_of_gguf_with_a_warning(rng, tmp_path):

@@ -1,6 +1,7 @@
 """Weights move by path: each lands where it belongs, or the error says why not."""
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -379,6 +380,25 @@ def test_sharded_files_and_archives_are_told_apart_too(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("save", ["model", "task"])
+def test_weights_that_cannot_be_written_leave_the_old_ones(backbone, tmp_path, monkeypatch, save):
+    edited = bs.operate(backbone, [bs.Skip("blocks.0")])
+    model = edited if save == "model" else bs.CachedCausalLM(edited)
+    path = tmp_path / "w.weights.h5"
+    model.save_weights(path)
+    before = path.read_bytes()
+
+    def fail(model, filepath, **kwargs):
+        filepath.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(type(backbone), "save_weights", fail)
+    with pytest.raises(bs.SurgeryError, match=r"save_weights at .*: No space left on device"):
+        model.save_weights(path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+
+
 def test_a_file_without_names_is_refused(tmp_path):
     path = str(tmp_path / "old.h5")
     make_deep_gpt2(3).save(path)

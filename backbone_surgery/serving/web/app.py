@@ -24,6 +24,7 @@ from backbone_surgery.serving.web.key import KeyCheck
 from backbone_surgery.serving.web.limits import BodyLimit
 from backbone_surgery.serving.web.metrics import Metrics
 from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
+from backbone_surgery.serving.web.strict_json import StrictRoute
 from backbone_surgery.vectors import ControlVector
 
 _NEW_TOKENS = 16
@@ -199,6 +200,7 @@ def make_app(service: Service, most_bytes: int = 2**22) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
+    app.router.route_class = StrictRoute
     app.add_middleware(BodyLimit, most_bytes=most_bytes)
     app.add_middleware(KeyCheck, api_key=service.api_key)
     app.state.engine = service.engine

@@ -48,7 +48,10 @@ def add_errors(app: FastAPI, length: int) -> None:
     async def http_error(http: Request, error: HTTPException) -> JSONResponse:
         detail = error.detail
         if error.status_code == 400:  # FastAPI's own, of what Python's parser of JSON refuses
-            detail = "expected a body of JSON in UTF-8. Received another. Change it."
+            detail = (
+                "expected a body of JSON in UTF-8, with each name once in an object. Received "
+                f"another ({error.__cause__}). Change it."
+            )
         text = f"{http.method} {http.scope['path']}: {detail}"
         return answer(error.status_code, text, headers=error.headers)
 

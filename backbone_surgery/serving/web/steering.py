@@ -12,12 +12,15 @@ from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
 from backbone_surgery.rewriting import Control, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting.rewrite import by_control
 from backbone_surgery.vectors import ControlVector
 from backbone_surgery.vectors.vector import check_fits
 
 _KEYS = ("strength", "vector", "tokens", "schedule")
 _EASYSTEER_KEYS = ("name", "scale", "layers", "apply")
 _MOST_VECTORS = 256
+_DEFAULTS = ("strength", "threshold", "amount")
+"""Fields of rewrites that hold the default of their control."""
 
 
 class Vectors:
@@ -100,7 +103,10 @@ class Vectors:
 
 
 def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
-    """Return for each control its name, what it is, where it acts, and its inputs."""
+    """Return for each control its name, what it is, where it acts, and its inputs.
+
+    An input that was put into the graph by hand is one of kind `Input`.
+    """
     edits = [f for f in lm.opened.report if isinstance(f.rewrite, Rewrite) and f.rewrite.control]
     starts = [f"{fired.rewrite.control}_" for fired in edits]
     # Of two controls `mood` and `mood_b`, an input `mood_b_strength` is the second one's.
@@ -117,13 +123,19 @@ def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
                 "name": name,
                 "kind": type(rewrite).__name__,
                 "sites": list(fired.sites),
-                "default": getattr(rewrite, "strength", getattr(rewrite, "threshold", None)),
+                "default": next(
+                    (getattr(rewrite, n) for n in _DEFAULTS if hasattr(rewrite, n)), None
+                ),
                 "tokens": getattr(rewrite, "tokens", None),
                 "inputs": {
                     k: {"shape": list(x.shape), "dtype": x.dtype.name} for k, x in inputs.items()
                 },
             }
         )
+    own: dict[str, Any] = {"kind": "Input", "sites": [], "default": None, "tokens": None}
+    for name, tensor in lm.opened.inputs_by_hand.items():
+        facts = {"shape": list(tensor.shape[1:]), "dtype": tensor.dtype}
+        described.append({"name": name, **own, "inputs": {name: facts}})
     return described
 
 
@@ -141,17 +153,18 @@ def read_steering(
     Raises:
         SurgeryError: a control, key or vector that is not known, or a value that says nothing.
     """
-    rewrites = {r.control: r for r in lm.opened.rewrites if isinstance(r, Rewrite) and r.control}
+    rewrites = by_control(lm.opened.rewrites)
+    known = [*rewrites, *lm.opened.inputs_by_hand]
     if "vectors" in steering and "vectors" not in rewrites:
         steering = _of_easysteer(steering, rewrites, vectors)
     controls: dict[str, Any] = {}
     for name, value in steering.items():
-        if name not in rewrites:
+        if name not in known:
             raise SurgeryError(
                 f"steering at '{name}': expected a control of this model. "
-                f"{closest(name, rewrites)} `GET /v1/steering` lists them."
+                f"{closest(name, known)} `GET /v1/steering` lists them."
             )
-        steers = isinstance(rewrites[name], Steer)
+        steers = isinstance(rewrites.get(name), Steer)
         if isinstance(value, Mapping) and steers:
             controls[name] = _control(name, value, vectors, length)
         elif isinstance(value, bool | str) or value is None:
@@ -221,7 +234,8 @@ def _of_easysteer(
             f"beside it. Received {shown(dict(steering))}. `GET /v1/steering` lists controls."
         )
     names = [entry.get("name") for entry in entries]
-    free = [n for n, r in rewrites.items() if isinstance(r, Steer) and n not in names]
+    steers = [n for n, r in rewrites.items() if isinstance(r, Steer)]
+    free = [n for n in steers if n not in names]
     result: dict[str, Any] = {}
     for entry in entries:
         unknown = [key for key in entry if key not in _EASYSTEER_KEYS]
@@ -235,8 +249,9 @@ def _of_easysteer(
         control = name if name in rewrites else (free.pop(0) if free else None)
         if control is None or control in result:
             raise SurgeryError(
-                f"steering at vector {shown(name)}: expected a control for each vector. Received "
-                f"more than the model has: {', '.join(rewrites) or 'none'}. Serve it with more."
+                f"steering at vector {shown(name)}: expected a `Steer` for each vector. Received "
+                f"{len(entries)} vectors for a model with: {', '.join(steers) or 'none'}. Serve it "
+                "with more."
             )
         if entry.get("layers") is not None:
             vector = _of_blocks(vector, entry["layers"])
