@@ -195,10 +195,11 @@ def _weights_in_words(preset: str, path: str, load_weights: bool) -> Iterator[No
         raise
     except (OSError, ValueError) as error:
         raise WeightMismatchError(
-            f"from_preset at '{preset}': expected weights of the model that `config.json` "
-            f"describes. Received others, or a damaged file, in '{file.name}' "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}). Compare both files "
-            "with those of the original."
+            f"from_preset at '{preset}': expected weights that KerasHub loads into the model that "
+            f"`config.json` describes. Received '{file.name}', at which it stopped "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}). The file may be "
+            "damaged, of another model, or quantised as KerasHub does not load it. Compare both "
+            "files with those of the original."
         ) from error
 
 
