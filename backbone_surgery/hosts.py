@@ -109,6 +109,28 @@ def refuse(model: keras.Model, operation: str, instead: str) -> None:
         )
 
 
+def refuse_parts(model: keras.Model, operation: str, instead: str) -> None:
+    """Refuse what reads weights where no process has all parts of one.
+
+    Args:
+        model: the model.
+        operation: named in the error.
+        instead: what to do, a sentence.
+    """
+    if span(model) and not all(_is_here(v.value) for v in model.variables):
+        raise SurgeryError(
+            f"{operation}: expected weights that one process can read. Received a model whose "
+            f"weights several processes hold in parts. {instead}"
+        )
+
+
+def _is_here(value: Any) -> bool:
+    """Whether the devices of this process hold all parts of an array."""
+    here = value.sharding.addressable_devices
+    parts = value.sharding.devices_indices_map(value.shape).items()
+    return {str(part) for _, part in parts} == {str(part) for d, part in parts if d in here}
+
+
 def by_first(
     model: keras.Model, operation: str, parts: Mapping[str, Any], write: Callable[[], object]
 ) -> None:

@@ -69,6 +69,7 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
     path = preset_path(preset)
     _check_there(preset, path)
     files = [(Path(path) / name).is_file() for name in _TOKENIZER_FILES]
+    _loader(preset, path)
     has_tokenizer = any(files) or not Path(path).is_dir()
     preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
     return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
@@ -108,7 +109,7 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
     as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
     with _in_words(preset), on_host, as_assigned:
-        loader = graph.get_preset_loader(path)
+        loader = _loader(preset, path)
         if hugging_face.is_hugging_face(loader):
             backbone = hugging_face.convert(loader, preset, load_weights, **kwargs)
         else:
@@ -122,6 +123,20 @@ def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> kera
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone
+
+
+def _loader(preset: str, path: str) -> Any:
+    """Return KerasHub's loader of a preset, or of a folder or repository of Hugging Face."""
+    try:
+        with _in_words(preset):
+            return graph.get_preset_loader(path)
+    except SurgeryError:
+        raise
+    except ValueError as error:
+        raise SurgeryError(
+            f"from_preset at '{preset}': expected a model that KerasHub loads. Received another: "
+            f"{error} Convert it to one of those that docs/families.md lists."
+        ) from error
 
 
 def _cap_of_task(preset: str, path: str) -> dict[str, Any]:

@@ -36,6 +36,12 @@ def rope(kind="default", theta=1000.0, **kwargs):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **kwargs}}
 
 
+def yarn(**kwargs):
+    """Rotary positions as those of the published GPT-OSS, with other settings."""
+    usual = {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    return rope("yarn", **{**usual, **kwargs})
+
+
 @pytest.mark.parametrize(
     ("source", "settings", "words"),
     [
@@ -59,6 +65,38 @@ def rope(kind="default", theta=1000.0, **kwargs):
         (FAMILIES / "qwen2", {"use_sliding_window": True}, "False as `use_sliding_window`"),
         (FAMILIES / "qwen2", {"quantization_config": {}}, "null as `quantization_config`"),
         (FAMILIES / "qwen3_moe", {"mlp_only_layers": [0]}, r"\[\] as `mlp_only_layers`"),
+        (FAMILIES / "qwen3_moe", {"rms_norm_eps": 1e-5}, "1e-06 as `rms_norm_eps`"),
+        (FAMILIES / "qwen3", {"rms_norm_eps": 1e-2}, "1e-06 or 1e-05 as `rms_norm_eps`"),
+        (FAMILIES / "smollm3", {"layer_types": ["sliding_attention"]}, ".* as `layer_types`"),
+        (FAMILIES / "mistral", {"layer_types": ["full_attention"]}, ".* as `layer_types`"),
+        (FIXTURES / "hf_gemma", {"hidden_act": "silu"}, ".* or 'gelu' as `hidden_act`"),
+        (
+            FAMILIES / "gemma3_text",
+            {"layer_types": None, "sliding_window_pattern": 2},
+            "6 as `sliding_window_pattern`.*Received 2",
+        ),
+        (
+            FAMILIES / "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "factor": 8.0}}},
+            "1.0 as `factor`.*Received 8.0",
+        ),
+        (FAMILIES / "gemma4_text", {"attn_logit_softcapping": 2.0}, "null as `attn_logit_soft"),
+        (FAMILIES / "gemma4_text", {"use_bidirectional_attention": "all"}, "'vision' as `use_bi"),
+        (FAMILIES / "gemma4_text", rope(), "'proportional' as `rope_type`"),
+        (FAMILIES / "gemma4_text", {"per_layer_config": {"1": {"head_dim": 4}}}, "null as `per_l"),
+        (FAMILIES / "gpt_oss", yarn(truncate=None), "False as `truncate`.*Received True"),
+        (FAMILIES / "gpt_oss", yarn(attention_factor=1.7), "1.34657.* as `attention_factor`"),
+        (FAMILIES / "gpt_oss", yarn(mscale=1.0), "null as `mscale`"),
+        (
+            FAMILIES / "gpt_oss",
+            yarn(original_max_position_embeddings=None),
+            "4096 as `original_max_position_embeddings`",
+        ),
+        (
+            FAMILIES / "gpt_oss",
+            {**yarn(), "original_max_position_embeddings": 64},
+            "4096 as `original_max_position_embeddings`.*Received 64",
+        ),
     ],
 )
 def test_settings_that_kerashub_has_not(copy, source, settings, words):
@@ -111,6 +149,51 @@ def test_settings_that_published_folders_leave_out(copy):
     load(without(copy(FAMILIES / "mixtral"), "output_router_logits"))
 
 
+def test_positions_before_the_long_ones_as_transformers_takes_them(copy):
+    """What stands beside the others goes before what is among them; else it is all positions."""
+    scaled = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    for settings, wanted in (({"original_max_position_embeddings": 16}, 16), ({}, 64)):
+        folder = copy(FAMILIES / "llama", max_position_embeddings=64, **scaled, **settings)
+        config = load(folder, load_weights=False).get_config()
+        assert config["rope_pretraining_sequence_length"] == wanted
+        shutil.rmtree(folder)
+
+
+def test_gpt_oss_without_settings_of_positions(copy):
+    folder = copy(FAMILIES / "gpt_oss", rope_parameters=None, rope_scaling=None)
+    config = load(folder, load_weights=False).get_config()
+    assert (config["rope_scaling_factor"], config["rope_max_wavelength"]) == (32.0, 150_000)
+
+
+def test_heads_of_gemma_4_as_transformers_5_saves_them(copy):
+    """By block, as published for all of those that attend to all tokens, or none for none."""
+    whole = load(FAMILIES / "gemma4_text")
+    folder = without(copy(FAMILIES / "gemma4_text"), "global_head_dim")
+    backbone = load(folder)
+    assert backbone.get_config()["global_head_dim"] == 16
+    logits = [np.asarray(bs.CachedCausalLM(x).score([[5, 6, 7, 8]])) for x in (backbone, whole)]
+    np.testing.assert_array_equal(*logits)
+    shutil.rmtree(folder)
+    folder = without(copy(FAMILIES / "gemma4_text", per_layer_config={}), "global_head_dim")
+    assert load(folder, load_weights=False).get_config()["global_head_dim"] is None
+    without(folder, "per_layer_config")
+    assert load(folder, load_weights=False).get_config()["global_head_dim"] == 512
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "smollm3"])
+def test_settings_that_are_left_out_are_those_of_transformers(copy, name):
+    """As `MistralConfig()` of `transformers` has them, and so on."""
+    folder = copy(FAMILIES / name)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"rms_norm_eps", "rope_parameters", "use_sliding_window", "router_aux_loss_coef"}
+    names |= {"tie_word_embeddings", "norm_topk_prob", "no_rope_layers", "layer_types"}
+    backbone = load(without(folder, *(names & set(config))), load_weights=False)
+    made = backbone.get_config()
+    theta = made.get("rope_max_wavelength", made.get("rope_theta"))
+    assert theta == {"mixtral": 1e6, "smollm3": 2e6}.get(name, 1e4)
+    assert made["layer_norm_epsilon"] == (1e-5 if name == "mixtral" else 1e-6)
+
+
 def test_a_width_of_the_mlp(copy):
     folder = copy(FIXTURES / "hf_gpt2", n_inner=40)
     assert load(folder, load_weights=False).intermediate_dim == 40
@@ -132,6 +215,33 @@ def test_tensors_that_nothing_reads(copy):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_a_head_of_its_own_in_a_model_that_ties_it(copy, name):
+    """`transformers` 5 uses the head then; KerasHub the table."""
+    source = FIXTURES / "hf_gpt2" if name == "gpt2" else FAMILIES / name
+    folder = copy(source, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    table = next(x for n, x in tensors.items() if n.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file({**tensors, "lm_head.weight": table.copy()}, folder / "model.safetensors")
+    load(folder)
+    save_file({**tensors, "lm_head.weight": table * 2}, folder / "model.safetensors")
+    with pytest.raises(bs.SurgeryError, match=r"expected 'lm_head.weight' to be '.*weight', since"):
+        load(folder)
+
+
+def test_two_sets_of_weights_in_a_folder(copy):
+    folder = copy(FAMILIES / "llama")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(bs.SurgeryError, match="Received both, of which `transformers` reads the"):
+        load(folder)
+
+
+def test_a_type_of_model_that_kerashub_has_not(copy):
+    folder = copy(FAMILIES / "llama", model_type="llama9")
+    with pytest.raises(bs.SurgeryError, match=r"a model that KerasHub loads.*'llama9'.* Convert"):
+        load(folder)
+
+
 def test_weights_are_not_rounded_to_float16(copy):
     folder = copy(FAMILIES / "mistral")
     file = folder / "model.safetensors"
@@ -150,8 +260,11 @@ def test_weights_are_not_rounded_to_float16(copy):
 
 def test_a_folder_that_a_converter_stops_at(copy):
     folder = copy(FAMILIES / "llama")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").write_bytes(b"none")
     with pytest.raises(bs.SurgeryError, match=r"`.safetensors` files that .* 'llama' takes"):
+        load(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(bs.SurgeryError, match=r"expected weights in model.safetensors, or .*anew"):
         load(folder)
 
 

@@ -28,6 +28,7 @@ ORDER = [
     "families",
     "rewriting",
     "caching",
+    "hugging_face_settings",
     "hugging_face",
     "presets",
     "meshes",

@@ -37,7 +37,8 @@ def carry_out(
     outputs = [path.name for path in job.outputs]
     hosts.agree(model, job.operation, {"files of output": outputs})  # before weights are gathered
     known = described(job.operation, model)
-    job = replace(job, manifest=make_manifest(job, {**known, **facts(model)}))
+    settings = facts(model)
+    job = replace(job, manifest=make_manifest(job, {**known, **settings}))
     is_begun(job)  # the output of another job is no business of this one
     left = job.left()
     try:
@@ -47,6 +48,7 @@ def carry_out(
             run(job, left, work, model, verbose)
         else:
             del model  # the workers make their own
+            known |= {name: x for name, x in settings.items() if name == "sampler"}
             on_ray.run(job, left, work, lm, known, ray, verbose)
     finally:
         forget()

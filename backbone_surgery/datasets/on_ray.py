@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from rich.progress import Progress
 
-from backbone_surgery.datasets.facts import described
+from backbone_surgery.datasets.facts import described, sampler_facts
 from backbone_surgery.datasets.job import Job, end, start
 from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import SurgeryError
@@ -18,6 +18,8 @@ from backbone_surgery.extras import import_extra
 
 _SECONDS = 30.0
 """How long a cluster may take to answer."""
+_DEATHS = 3
+"""How often a worker that died is started again."""
 
 
 def run(
@@ -38,7 +40,8 @@ def run(
         left: its shards that are left.
         work: called with a model, a shard and a path.
         make: makes a model.
-        known: what is known of the model by `described`; that of a worker must be the same.
+        known: what is known of the model by `described`, and of its sampler where the output
+            depends on it; that of a worker must be the same.
         address: of the cluster, as of `ray.init`.
         verbose: whether to show a progress bar.
 
@@ -131,6 +134,8 @@ def _rows(data: Any, arguments: tuple[Any, ...], workers: int, gpus: int) -> Ite
         compute=data.ActorPoolStrategy(size=min(workers, count)),
         num_gpus=gpus,
         num_cpus=1,  # spread over the nodes, as Ray Data does by itself
+        max_restarts=_DEATHS,  # else one that dies each time would be started for ever
+        max_task_retries=_DEATHS,
     )
     # Blocks that are fetched ahead are asked for by a thread that may outlive the iteration.
     for batch in done.iter_batches(batch_size=1, prefetch_batches=0):
@@ -161,6 +166,7 @@ class _Worker:
         """Make the model, and refuse another one than that of the job."""
         self.lm = make()
         here = described(self.job.operation, self.lm)
+        here["sampler"] = sampler_facts(self.lm.sampler)
         others = [f"{name} {here[name]}" for name in known if here[name] != known[name]]
         if others:
             raise SurgeryError(

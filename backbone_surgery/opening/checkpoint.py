@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 import keras
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.errors import WeightMismatchError
 from backbone_surgery.files import as_path, read_json, reading, replace_file, writing
 
@@ -69,8 +69,11 @@ def save(model: keras.Model, filepath: Any, **kwargs: Any) -> None:
     """Save the weights of a model as Keras does; one file in one step, see `replace_file`.
 
     Raises:
-        SurgeryError: the system does not write it.
+        SurgeryError: the system does not write it, or no process can read all weights.
     """
+    hosts.refuse_parts(
+        model, "save_weights", "Save `weight_tree(model)` in one of them, or use `save_recipe`."
+    )
     path, asks = Path(filepath), kwargs.get("overwrite") is False
 
     def put(part: Path) -> None:
@@ -81,11 +84,14 @@ def save(model: keras.Model, filepath: Any, **kwargs: Any) -> None:
         finally:
             whole.unlink(missing_ok=True)
 
-    with writing(filepath, "save_weights"):
+    def write() -> None:
         if path.name.endswith(".weights.h5") and "://" not in str(filepath) and not asks:
             replace_file(path, put)
         else:
             model.save_weights(filepath, **kwargs)
+
+    with writing(filepath, "save_weights"):
+        hosts.by_first(model, "save_weights", {"path": str(filepath)}, write)
 
 
 def check_layers(model: keras.Model, file: Path, operation: str) -> None:

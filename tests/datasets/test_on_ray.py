@@ -93,6 +93,36 @@ def test_a_worker_with_another_model_is_refused(lines, tmp_path):
     assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
+def test_a_worker_with_another_sampler_is_refused(lines, tmp_path):
+    here = os.getpid()
+
+    def make():
+        from tests.datasets.conftest import make_lm
+
+        lm = make_lm()
+        lm.compile(sampler="top_k" if os.getpid() == here else "greedy")
+        return lm
+
+    with pytest.raises(bs.SurgeryError, match=r"Received another sampler .*GreedySampler"):
+        bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **OPTIONS)
+    options = {"column": "prompt", "batch_size": 4, "verbose": 0}
+    bs.harvest(make, lines, tmp_path / "activations", "blocks.1", ray="local", **options)
+
+
+def test_workers_that_die_each_time_end_the_job(lines, tmp_path):
+    here = os.getpid()
+
+    def make():
+        from tests.datasets.conftest import make_lm
+
+        if os.getpid() != here:
+            os._exit(7)
+        return make_lm()
+
+    with pytest.raises(bs.SurgeryError, match=r"expected a cluster of Ray that answers.* died"):
+        bs.generate_dataset(make, lines, tmp_path / "out", ray="local", **OPTIONS)
+
+
 def test_no_cluster_at_an_address(lines, tmp_path):
     """Ray itself would try again for ever."""
     with socket.create_server(("127.0.0.1", 0)) as free:

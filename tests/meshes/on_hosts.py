@@ -125,7 +125,7 @@ def laid():
     print(f"laid: {orders.count((1, 0, 2))}", flush=True)
 
 
-def narrow():
+def narrow(folder):
     """Quantise to int4, learn and generate; what processes can't do together is told in words."""
     import tensorflow as tf
 
@@ -148,6 +148,7 @@ def narrow():
             lambda: lm.evaluate(batched(7), verbose=0),
             lambda: lm.predict(data[0], batch_size=8, verbose=0),
             lambda: lm.quantize("gptq", config=gptq),
+            lambda: lm.save_weights(folder / "saved.weights.h5"),
         ):
             try:
                 ask()
@@ -198,7 +199,7 @@ def main():
     folder = Path(asked.what)
     with on(mesh, make_wide() if asked.kind == "laid" else make_divisible()):
         if asked.kind in ("texts", "narrow"):
-            arrays = tools(folder) if asked.kind == "texts" else narrow()
+            arrays = tools(folder) if asked.kind == "texts" else narrow(folder)
             np.savez(folder / f"{asked.processes}_{asked.process}.npz", **arrays)
         elif asked.kind == "die":
             die(asked.what, asked.process)

@@ -1,0 +1,378 @@
+"""Settings of Hugging Face's `config.json`: what KerasHub's backbones have, and what they have not.
+
+What a config leaves out is what `transformers` takes. What a converter passes over is refused,
+unless the backbone computes as if it were so. Seen in KerasHub 0.32 and `transformers` 5.24.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from backbone_surgery.errors import SurgeryError, shown
+
+Config = dict[str, Any]
+
+_SILU = {"hidden_act": ("silu", "swish")}
+_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+_TIED, _UNTIED = {"tie_word_embeddings": (True,)}, {"tie_word_embeddings": (False,)}
+_UNBIASED = {"attention_bias": (False,), "mlp_bias": (False,)}
+_ALL_MIXTURES = {"mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
+_NO_WINDOW = {"use_sliding_window": (False,)}  # it has no effect in KerasHub
+_CAUSAL = {"use_bidirectional_attention": (False,)}
+_GEMMA = {"rms_norm_eps": (1e-6,), **_UNBIASED, **_TIED, **_CAUSAL}
+
+SETTINGS: dict[str, dict[str, tuple]] = {
+    "gpt2": {
+        "activation_function": _GELU,
+        "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        **_TIED,
+    },
+    "gemma": {**_GEMMA, "hidden_act": (*_GELU, "gelu")},  # `transformers` takes "gelu" for tanh's
+    "gemma2": {**_GEMMA, "hidden_activation": _GELU},
+    "gemma3_text": {
+        **_GEMMA,
+        "hidden_activation": _GELU,
+        "attn_logit_softcapping": (),
+        "use_query_key_norm": (True,),
+    },
+    "gemma4_text": {
+        "hidden_activation": _GELU,
+        "attn_logit_softcapping": (),
+        "use_bidirectional_attention": ("vision",),
+    },
+    "gpt_oss": {
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+        "attention_bias": (True,),
+        **_UNTIED,
+    },
+    "llama": {**_SILU, **_UNBIASED},
+    "mistral": {**_SILU, **_UNTIED},
+    "mixtral": {**_SILU, **_UNTIED},
+    "qwen2": {**_SILU, **_NO_WINDOW},
+    "qwen2_moe": {**_SILU, **_UNTIED, **_ALL_MIXTURES, **_NO_WINDOW, "qkv_bias": (True,)},
+    # The norms of queries and keys have an epsilon of 1e-5 in KerasHub, and of 1e-6 in mixtures.
+    "qwen3": {**_SILU, **_UNBIASED, **_NO_WINDOW, "rms_norm_eps": (1e-6, 1e-5)},
+    "qwen3_5_moe_text": _SILU,
+    "qwen3_5_text": _SILU,
+    "qwen3_moe": {
+        **_SILU,
+        **_UNBIASED,
+        **_ALL_MIXTURES,
+        **_NO_WINDOW,
+        "rms_norm_eps": (1e-6,),
+    },
+    "smollm3": {**_SILU, **_UNBIASED, **_TIED, **_NO_WINDOW},
+}
+"""By model type, what a setting of `config.json` must be, if it is there and not null."""
+
+_HEADS_SHARE_WIDTH = ("llama", "mixtral", "qwen2", "qwen2_moe", "smollm3")
+
+_WITH_IMAGES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""The model type of the text, where a model takes images too."""
+
+_FREQUENCIES = {
+    "gpt_oss": ("yarn",),
+    "llama": ("llama3",),
+    "gemma3_text": ("linear",),
+    "qwen3_5_text": ("mrope",),
+    "qwen3_5_moe_text": ("mrope",),
+}
+"""The types of rotary frequencies that the converters know, beside the default."""
+
+_YARN = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""Of GPT-OSS: what `transformers` takes where a config says nothing of rotary positions."""
+
+_WAVELENGTHS = {
+    "gemma": {"": 1e4},
+    "gemma2": {"": 1e4},
+    "gemma3_text": {"": 1e6, "full_attention": 1e6, "sliding_attention": 1e4},
+}
+"""Of rotary positions, where the backbone has no other, by the type of block."""
+
+_TURNED_IN_PART = ("gemma4_text", "qwen3_5_moe_text", "qwen3_5_text")
+"""Model types that rotate a part of each head, in some blocks."""
+
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+"""Of how many blocks the last attends to all tokens."""
+
+_EPSILON, _THETA = {"rms_norm_eps": 1e-6}, {"rope_theta": 1e4}
+_WIDE = {"use_sliding_window": False, "sliding_window": 4096}
+_BALANCE = {"decoder_sparse_step": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+_LEFT_OUT: dict[str, Config] = {
+    "gemma2": {
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma4_text": {
+        "global_head_dim": 512,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gpt2": {"resid_pdrop": 0.1},
+    "gpt_oss": {"rope_theta": 150_000.0},
+    "llama": {**_EPSILON, **_THETA, "tie_word_embeddings": False},
+    "mistral": {**_EPSILON, **_THETA},
+    "mixtral": {
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    },
+    "qwen2": {**_EPSILON, **_THETA, **_WIDE, "tie_word_embeddings": False},
+    "qwen2_moe": {
+        **_EPSILON,
+        **_THETA,
+        **_WIDE,
+        **_BALANCE,
+        "num_experts_per_tok": 4,
+        "output_router_logits": False,
+    },
+    "qwen3": {**_EPSILON, **_THETA, **_WIDE, "tie_word_embeddings": False},
+    "qwen3_5_moe_text": {**_EPSILON, "linear_conv_kernel_dim": 4},
+    "qwen3_5_text": {**_EPSILON, "linear_conv_kernel_dim": 4},
+    "qwen3_moe": {**_EPSILON, **_THETA, **_BALANCE, "sliding_window": None},
+    "smollm3": {
+        **_EPSILON,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "rope_theta": 2e6,
+    },
+}
+"""What `transformers` takes where a published `config.json` says nothing and converters stop."""
+
+_NULL_IS_NONE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+"""Settings of these for which null is no default, but means that there is none."""
+
+_ALIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
+"""Where no number of heads of keys is one for each head of queries."""
+
+
+def text_of(config: Config) -> tuple[str, Config]:
+    """Return the model type and the settings of the part that reads text."""
+    kind = config["model_type"]
+    if kind not in _WITH_IMAGES:
+        return kind, config
+    return _WITH_IMAGES[kind], {**config, **(config.get("text_config") or {})}
+
+
+def filled(config: Config) -> Config:
+    """Return a config with what `transformers` takes for settings that are not there, or null."""
+    kind = config["model_type"]
+    if kind in _WITH_IMAGES and config.get("text_config"):
+        text = {**config["text_config"], "model_type": _WITH_IMAGES[kind]}
+        tied = {"tie_word_embeddings": False} if kind.startswith("qwen") else {}
+        return {**tied, **config, "text_config": filled(text)}
+    taken = {**_LEFT_OUT.get(kind, {}), **_by_others(kind, config)}
+    replaced = {*taken, "rope_parameters"} - {*_NULL_IS_NONE}
+    given = {name: x for name, x in config.items() if x is not None or name not in replaced}
+    return {**taken, **given, **_instead(kind, {**taken, **given})}
+
+
+def _by_others(kind: str, config: Config) -> Config:
+    """Return what `transformers` takes for settings that are left out, by what others are."""
+    heads, blocks = config.get("num_attention_heads"), range(config.get("num_hidden_layers", 0))
+    if kind == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        return {"rope_scaling": {"rope_type": "yarn", **_YARN}}
+    if kind == "qwen3_moe" and heads:
+        return {"head_dim": config["hidden_size"] // heads}
+    if kind == "gemma4_text":
+        types = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in blocks]
+        return {"layer_types": [*types[:-1], "full_attention"]}
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
+        period = config.get("full_attention_interval") or 4
+        last = period - 1
+        types = ["linear_attention" if i % period != last else "full_attention" for i in blocks]
+        return {"layer_types": types}
+    taken: Config = {}
+    if kind == "llama" or (kind in _ALIKE and "num_key_value_heads" in config):
+        taken["num_key_value_heads"] = heads
+    if kind == "smollm3":
+        period = config.get("no_rope_layer_interval") or 4
+        taken["no_rope_layers"] = [int((i + 1) % period != 0) for i in blocks]
+        taken["layer_types"] = ["full_attention" for _ in blocks]
+    return taken
+
+
+def _instead(kind: str, config: Config) -> Config:
+    """Return what takes the place of settings that `transformers` 5 writes in another way."""
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
+        usual = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+        rotary = {name: config.get(name) or x for name, x in usual.items()}
+        return {"rope_parameters": {**rotary, **(config.get("rope_parameters") or {})}}
+    heads = _wide_heads(config) if kind == "gemma4_text" else None
+    if heads is None or config.get("per_layer_config") is None:
+        return {}
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    return {"global_head_dim": None, **{names[name]: value for name, value in heads.items()}}
+
+
+def _wide_heads(text: Config) -> Config | None:
+    """Return what `per_layer_config` says of the heads of all blocks that attend to all tokens.
+
+    It is `None` where it says anything else.
+    """
+    blocks = {int(i): x for i, x in (text.get("per_layer_config") or {}).items() if x}
+    full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+    heads: Config = next(iter(blocks.values()), {})
+    known = set(heads) <= {"head_dim", "num_key_value_heads"}
+    alike = all(x == heads for x in blocks.values()) and (not blocks or sorted(blocks) == full)
+    return heads if known and alike else None
+
+
+def check_settings(preset: str, kind: str, text: Config) -> None:
+    """Refuse what KerasHub's backbone has not, or its converter does not give it."""
+    known = [*SETTINGS[kind].items(), *_computed(kind, text)]
+    settings = [(name, text.get(name), accepted) for name, accepted in known]
+    if kind != "gpt_oss":
+        settings.append(("quantization_config", text.get("quantization_config"), ()))
+    for name, value, accepted in [*settings, *_rotary_settings(kind, text)]:
+        if value is not None and value not in accepted:
+            wanted = " or ".join(map(shown, accepted)) or "null"
+            raise SurgeryError(
+                f"from_preset at '{preset}': expected {wanted} as `{name}` in config.json, since "
+                f"KerasHub computes a model of type '{kind}' as if it were so. Received "
+                f"{shown(value)}. If that is what you want, load it with "
+                "`keras_hub.models.Backbone.from_preset`, and make a `CachedCausalLM` of it."
+            )
+
+
+def warn_of_windows(preset: str, kind: str, text: Config) -> None:
+    """Say so where KerasHub has the windows of GPT-OSS on other blocks, as of all published."""
+    window, number = text.get("sliding_window"), text.get("num_hidden_layers", 0)
+    if kind != "gpt_oss" or window is None:
+        return
+    types = ["sliding_attention" if i % 2 else "full_attention" for i in range(number)]
+    if text.get("layer_types") != types:
+        warnings.warn(
+            f"from_preset at '{preset}': KerasHub has windows of {window} tokens on every other "
+            "block from the second on, and config.json on other blocks. Texts that are longer "
+            "differ from those of `transformers`.",
+            stacklevel=2,
+        )
+
+
+def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
+    """Yield settings that must be what others make of them."""
+    number = text.get("num_hidden_layers", 0)
+    if kind in _HEADS_SHARE_WIDTH:
+        yield "head_dim", (text["hidden_size"] // text["num_attention_heads"],)
+    if kind in _PERIODS:
+        period, blocks = _PERIODS[kind], range(1, number + 1)
+        types = ["sliding_attention" if i % period else "full_attention" for i in blocks]
+        yield "layer_types", (types,)
+        if text.get("layer_types") is None:  # else it counts for nothing
+            yield "sliding_window_pattern", (period,)
+    if kind in ("mistral", "smollm3"):
+        is_windowed = kind == "mistral" and text.get("sliding_window") is not None
+        yield "layer_types", ([f"{'sliding' if is_windowed else 'full'}_attention"] * number,)
+    if kind == "gemma4_text" and _wide_heads(text) is None:
+        yield "per_layer_config", ()
+
+
+def _rotary_settings(kind: str, text: Config) -> Iterator[tuple[str, Any, tuple]]:
+    """Yield settings of rotary positions, what each is, and what it may be."""
+    for block, rotary in _rotary(text).items():
+        types = ("default", *_FREQUENCIES.get(kind, ()))
+        if kind == "gemma4_text" and block != "sliding_attention":
+            types = ("proportional",)
+        yield "rope_type", rotary.get("rope_type"), types
+        if kind not in _TURNED_IN_PART:
+            yield "partial_rotary_factor", rotary.get("partial_rotary_factor"), (1.0,)
+        if kind.startswith("gemma") and rotary.get("rope_type") != "linear":
+            yield "factor", rotary.get("factor"), (1.0,)
+        if kind == "gpt_oss" and rotary.get("rope_type") == "yarn":
+            yield from _yarn(rotary, text)
+        if kind in _WAVELENGTHS:
+            yield "rope_theta", rotary.get("rope_theta"), (_WAVELENGTHS[kind].get(block),)
+
+
+def _yarn(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
+    """Yield what `transformers` makes of the settings of YaRN, and what KerasHub's are."""
+    absent: Config = {**_YARN, "truncate": True}
+    absent["original_max_position_embeddings"] = text.get("max_position_embeddings")
+    for name, wanted in _YARN.items():
+        if name != "factor":
+            given = rotary.get(name)
+            yield name, absent[name] if given is None else given, (wanted,)
+    factor = rotary.get("factor") or _YARN["factor"]
+    yield "attention_factor", rotary.get("attention_factor"), (0.1 * math.log(factor) + 1,)
+    for name in ("mscale", "mscale_all_dim"):
+        yield name, rotary.get(name), ()
+
+
+def _rotary(text: Config) -> dict[str, Config]:
+    """Return the parameters of rotary positions, by the type of block where they differ.
+
+    `transformers` 5 saves all as `rope_parameters`, earlier releases each beside the others.
+    """
+    given = text.get("rope_parameters") or {}
+    by_block = {name: value for name, value in given.items() if isinstance(value, dict)}
+    if by_block:
+        return by_block
+    scaling = dict(text.get("rope_scaling") or {})
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling["type"])
+    whole = {"rope_theta": text.get("rope_theta"), **given, **scaling}
+    name = "original_max_position_embeddings"
+    if text.get(name) is not None:  # it goes before that among the others
+        whole[name] = text[name]
+    if text.get("rope_local_base_freq") is None:
+        return {"": whole}
+    local = {"rope_theta": text["rope_local_base_freq"]}
+    return {"full_attention": whole, "sliding_attention": local}
+
+
+def respelled(kind: str, config: Config) -> Config:
+    """Return a config with what `transformers` 5 saves under other names than converters read."""
+    config = dict(config)
+    if kind in ("gpt_oss", "llama"):
+        rotary = _rotary(config)[""]
+        scaled = rotary.get("rope_type") in _FREQUENCIES[kind]
+        most = {"original_max_position_embeddings": config.get("max_position_embeddings")}
+        config["rope_scaling"] = {**most, **rotary} if scaled else None
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
+    return config
+
+
+def further(kind: str, text: Config) -> Config:
+    """Return arguments of the backbone that the converter leaves at their defaults."""
+    if kind == "llama" and text.get("rms_norm_eps") is not None:
+        return {"layer_norm_epsilon": text["rms_norm_eps"]}
+    if kind == "gpt2" and text.get("n_inner") is not None:
+        return {"intermediate_dim": text["n_inner"]}
+    if kind == "gpt_oss" and text.get("sliding_window") is not None:
+        return {"sliding_window": text["sliding_window"] - 1}  # KerasHub's is one token wider
+    return {}
+
+
+def is_tied(kind: str, text: Config) -> bool:
+    """Whether the head of a model is its table of tokens."""
+    return bool(text.get("tie_word_embeddings")) or "tie_word_embeddings" in SETTINGS[kind]
