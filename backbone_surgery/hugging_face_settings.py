@@ -19,8 +19,7 @@ _TIED, _UNTIED = {"tie_word_embeddings": (True,)}, {"tie_word_embeddings": (Fals
 _UNBIASED = {"attention_bias": (False,), "mlp_bias": (False,)}
 _ALL_MIXTURES = {"mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}  # it has no effect in KerasHub
-_CAUSAL = {"use_bidirectional_attention": (False,)}
-_GEMMA = {"rms_norm_eps": (1e-6,), **_UNBIASED, **_TIED, **_CAUSAL}
+_GEMMA = {"rms_norm_eps": (1e-6,), **_UNBIASED, **_TIED}
 
 SETTINGS: dict[str, dict[str, tuple]] = {
     "gpt2": {
@@ -36,6 +35,7 @@ SETTINGS: dict[str, dict[str, tuple]] = {
         **_GEMMA,
         "hidden_activation": _GELU,
         "attn_logit_softcapping": (),
+        "use_bidirectional_attention": (False,),
         "use_query_key_norm": (True,),
     },
     "gemma4_text": {
