@@ -17,6 +17,7 @@ import safetensors
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.families.as_in_hugging_face import maker
 from backbone_surgery.hugging_face_settings import (
     SETTINGS,
     check_settings,
@@ -25,7 +26,6 @@ from backbone_surgery.hugging_face_settings import (
     is_tied,
     respelled,
     text_of,
-    warn_of_windows,
 )
 
 _NO_WEIGHTS = re.compile(
@@ -62,10 +62,10 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
     with _in_words(preset, kind):
         _check_adapter(preset, Path(loader.preset))
         check_settings(preset, kind, text)
-        warn_of_windows(preset, kind, text)
         config, own = respelled(kind, whole), further(kind, text)
         found = loader.converter.convert_backbone_config(config)
-        backbone = loader.check_backbone_class()(**{**found, **own, **kwargs})
+        make = maker(kind, text, loader.check_backbone_class())
+        backbone = make(**{**found, **own, **kwargs})
     if load_weights:
         _check_files(preset, Path(loader.preset))
         graph.jax_memory_cleanup(backbone)

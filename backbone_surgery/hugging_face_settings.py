@@ -5,7 +5,6 @@ unless the backbone computes as if it were so. Seen in KerasHub 0.32 and `transf
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,8 +197,12 @@ def filled(config: Config) -> Config:
 def _by_others(kind: str, config: Config) -> Config:
     """Return what `transformers` takes for settings that are left out, by what others are."""
     heads, blocks = config.get("num_attention_heads"), range(config.get("num_hidden_layers", 0))
-    if kind == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
-        return {"rope_scaling": {"rope_type": "yarn", **_YARN}}
+    taken: Config = {}
+    if kind == "gpt_oss":
+        taken = {"layer_types": [f"{('full', 'sliding')[i % 2 == 0]}_attention" for i in blocks]}
+        if not (config.get("rope_parameters") or config.get("rope_scaling")):
+            taken["rope_scaling"] = {"rope_type": "yarn", **_YARN}
+        return taken
     if kind == "qwen3_moe" and heads:
         return {"head_dim": config["hidden_size"] // heads}
     if kind == "gemma4_text":
@@ -210,7 +213,6 @@ def _by_others(kind: str, config: Config) -> Config:
         last = period - 1
         types = ["linear_attention" if i % period != last else "full_attention" for i in blocks]
         return {"layer_types": types}
-    taken: Config = {}
     if kind == "llama" or (kind in _ALIKE and "num_key_value_heads" in config):
         taken["num_key_value_heads"] = heads
     if kind == "smollm3":
@@ -263,21 +265,6 @@ def check_settings(preset: str, kind: str, text: Config) -> None:
             )
 
 
-def warn_of_windows(preset: str, kind: str, text: Config) -> None:
-    """Say so where KerasHub has the windows of GPT-OSS on other blocks, as of all published."""
-    window, number = text.get("sliding_window"), text.get("num_hidden_layers", 0)
-    if kind != "gpt_oss" or window is None:
-        return
-    types = ["sliding_attention" if i % 2 else "full_attention" for i in range(number)]
-    if text.get("layer_types") != types:
-        warnings.warn(
-            f"from_preset at '{preset}': KerasHub has windows of {window} tokens on every other "
-            "block from the second on, and config.json on other blocks. Texts that are longer "
-            "differ from those of `transformers`.",
-            stacklevel=2,
-        )
-
-
 def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
     """Yield settings that must be what others make of them."""
     number = text.get("num_hidden_layers", 0)
@@ -289,6 +276,8 @@ def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
         yield "layer_types", (types,)
         if text.get("layer_types") is None:  # else it counts for nothing
             yield "sliding_window_pattern", (period,)
+        widths = (text["head_dim"], text["hidden_size"] // text.get("num_attention_heads", 8))
+        yield "query_pre_attn_scalar", widths
     if kind in ("mistral", "smollm3"):
         is_windowed = kind == "mistral" and text.get("sliding_window") is not None
         yield "layer_types", ([f"{'sliding' if is_windowed else 'full'}_attention"] * number,)

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import backbone_surgery as bs
+from tests.helpers import relative
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = FIXTURES / "hf_families"
@@ -269,8 +270,41 @@ def test_a_folder_that_a_converter_stops_at(copy):
 
 
 def test_windows_of_gpt_oss_on_the_other_blocks(copy):
+    """As all published ones have them; also in a copy, a preset and a recipe."""
     folder = copy(FAMILIES / "gpt_oss", layer_types=None)
-    with pytest.warns(UserWarning, match="windows of 6 tokens on every other block from the sec"):
+    backbone = load(folder)
+    windows = [block.sliding_window for block in backbone.transformer_layers]
+    assert windows == [5, None, 5, None][: len(windows)]  # KerasHub's are one token wider
+    usual = load(FAMILIES / "gpt_oss")
+    ids = np.arange(1, 41)[None] % 60
+    wanted = np.asarray(bs.CachedCausalLM(backbone).score(ids))
+    assert relative(bs.CachedCausalLM(usual).score(ids), wanted) > 1e-2
+    task = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {0: np.ones(32)})]))
+    task.save_to_preset(folder.parent / "preset")
+    again = bs.CachedCausalLM.from_preset(folder.parent / "preset")
+    for lm in (again, bs.CachedCausalLM(bs.merge(bs.operate(backbone, [])))):
+        off = {"controls": {"mood": 0.0}} if lm is again else {}
+        np.testing.assert_array_equal(lm.score(ids, **off), wanted)
+        bs.check(lm.backbone)
+    bs.save_recipe(task.backbone, folder.parent / "recipe")
+    assert bs.load_recipe(folder.parent / "recipe", load(folder)).report
+    with pytest.raises(bs.RecipeError, match="expected a backbone with layer_types"):
+        bs.load_recipe(folder.parent / "recipe", usual)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_queries_scaled_by_the_width(copy, name):
+    """As those of Gemma 2 and 3 of 27B parameters; others than these two are refused."""
+    source = FIXTURES / "hf_gemma2" if name == "gemma2" else FAMILIES / name
+    config = json.loads((source / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"]
+    folder = copy(source, query_pre_attn_scalar=width, head_dim=2 * width)
+    backbone = load(folder, load_weights=False)
+    blocks = backbone.transformer_layers
+    assert not any(block.attention.query_head_dim_normalize for block in blocks)
+    shutil.rmtree(folder)
+    folder = copy(source, query_pre_attn_scalar=3)
+    with pytest.raises(bs.SurgeryError, match=r"as `query_pre_attn_scalar`.*Received 3\."):
         load(folder, load_weights=False)
 
 
