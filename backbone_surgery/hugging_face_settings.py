@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, tuple]] = {
     "gemma4_text": {
         "hidden_activation": _GELU,
         "attn_logit_softcapping": (),
-        "use_bidirectional_attention": ("vision",),
+        "use_bidirectional_attention": ("vision", False),
     },
     "gpt_oss": {
         "swiglu_alpha": (1.702,),

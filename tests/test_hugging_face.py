@@ -82,7 +82,11 @@ def yarn(**kwargs):
             "1.0 as `factor`.*Received 8.0",
         ),
         (FAMILIES / "gemma4_text", {"attn_logit_softcapping": 2.0}, "null as `attn_logit_soft"),
-        (FAMILIES / "gemma4_text", {"use_bidirectional_attention": "all"}, "'vision' as `use_bi"),
+        (
+            FAMILIES / "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            "'vision' or False as `use_bi",
+        ),
         (FAMILIES / "gemma4_text", rope(), "'proportional' as `rope_type`"),
         (FAMILIES / "gemma4_text", {"per_layer_config": {"1": {"head_dim": 4}}}, "null as `per_l"),
         (FAMILIES / "gpt_oss", yarn(truncate=None), "False as `truncate`.*Received True"),
