@@ -196,30 +196,33 @@ def filled(config: Config) -> Config:
 
 def _by_others(kind: str, config: Config) -> Config:
     """Return what `transformers` takes for settings that are left out, by what others are."""
-    heads, blocks = config.get("num_attention_heads"), range(config.get("num_hidden_layers", 0))
+    heads, number = config.get("num_attention_heads"), config.get("num_hidden_layers", 0)
     taken: Config = {}
     if kind == "gpt_oss":
-        taken = {"layer_types": [f"{('full', 'sliding')[i % 2 == 0]}_attention" for i in blocks]}
+        taken = {"layer_types": _every(number, 2, "full_attention", "sliding_attention")}
         if not (config.get("rope_parameters") or config.get("rope_scaling")):
             taken["rope_scaling"] = {"rope_type": "yarn", **_YARN}
         return taken
     if kind == "qwen3_moe" and heads:
         return {"head_dim": config["hidden_size"] // heads}
     if kind == "gemma4_text":
-        types = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in blocks]
+        types = _every(number, 6, "full_attention", "sliding_attention")
         return {"layer_types": [*types[:-1], "full_attention"]}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         period = config.get("full_attention_interval") or 4
-        last = period - 1
-        types = ["linear_attention" if i % period != last else "full_attention" for i in blocks]
-        return {"layer_types": types}
+        return {"layer_types": _every(number, period, "full_attention", "linear_attention")}
     if kind == "llama" or (kind in _ALIKE and "num_key_value_heads" in config):
         taken["num_key_value_heads"] = heads
     if kind == "smollm3":
         period = config.get("no_rope_layer_interval") or 4
-        taken["no_rope_layers"] = [int((i + 1) % period != 0) for i in blocks]
-        taken["layer_types"] = ["full_attention" for _ in blocks]
+        taken["no_rope_layers"] = _every(number, period, 0, 1)
+        taken["layer_types"] = ["full_attention"] * number
     return taken
+
+
+def _every(number: int, period: int, last: Any, others: Any) -> list[Any]:
+    """Return one value for the last of each `period` blocks, and another one for the others."""
+    return [others if i % period else last for i in range(1, number + 1)]
 
 
 def _instead(kind: str, config: Config) -> Config:
@@ -271,9 +274,8 @@ def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
     if kind in _HEADS_SHARE_WIDTH:
         yield "head_dim", (text["hidden_size"] // text["num_attention_heads"],)
     if kind in _PERIODS:
-        period, blocks = _PERIODS[kind], range(1, number + 1)
-        types = ["sliding_attention" if i % period else "full_attention" for i in blocks]
-        yield "layer_types", (types,)
+        period = _PERIODS[kind]
+        yield "layer_types", (_every(number, period, "full_attention", "sliding_attention"),)
         if text.get("layer_types") is None:  # else it counts for nothing
             yield "sliding_window_pattern", (period,)
         widths = (text["head_dim"], text["hidden_size"] // text.get("num_attention_heads", 8))
@@ -364,4 +366,5 @@ def further(kind: str, text: Config) -> Config:
 
 def is_tied(kind: str, text: Config) -> bool:
     """Whether the head of a model is its table of tokens."""
-    return bool(text.get("tie_word_embeddings")) or "tie_word_embeddings" in SETTINGS[kind]
+    by_default = SETTINGS[kind].get("tie_word_embeddings") == (True,)
+    return bool(text.get("tie_word_embeddings", by_default))

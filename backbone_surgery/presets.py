@@ -67,9 +67,8 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
         SurgeryError: there is no such folder, or it lacks `config.json` or a tokenizer file.
     """
     path = preset_path(preset)
-    _check_there(preset, path)
-    files = [(Path(path) / name).is_file() for name in _TOKENIZER_FILES]
     _loader(preset, path)
+    files = [(Path(path) / name).is_file() for name in _TOKENIZER_FILES]
     has_tokenizer = any(files) or not Path(path).is_dir()
     preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
     return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
@@ -103,30 +102,36 @@ def _check_there(preset: str, path: str) -> None:
 def load_backbone(preset: str, load_weights: bool = True, **kwargs: Any) -> keras.Model:
     """Load a backbone alone, and remember the name of the preset it came from."""
     path = preset_path(preset)
-    _check_there(preset, path)
+    loader = _loader(preset, path)
     if kwargs.get("dtype") is None:
         kwargs["dtype"] = dtypes_of_layers(preset)
     on_host = hosts.host_memory(keras.distribution.distribution() is not None)
     as_assigned = graph.values_as_assigned() if load_weights else contextlib.nullcontext()
     with _in_words(preset), on_host, as_assigned:
-        loader = _loader(preset, path)
         if hugging_face.is_hugging_face(loader):
             backbone = hugging_face.convert(loader, preset, load_weights, **kwargs)
         else:
             kwargs = {**_cap_of_task(preset, path), **kwargs}
-            with _weights_in_words(preset, path, load_weights):
+            is_local = load_weights and Path(path).is_dir()
+            file = _weights_file(preset, path) if is_local else None
+            with contextlib.nullcontext() if file is None else _weights_in_words(preset, file):
                 backbone = keras_hub.models.Backbone.from_preset(
                     path, load_weights=load_weights, **kwargs
                 )
-            if load_weights and Path(path).is_dir():
-                check_layers(backbone, _weights_file(preset, path), "from_preset")
+            if file is not None:
+                check_layers(backbone, file, "from_preset")
     if preset in bundled_models() or not Path(preset).is_dir():
         _names[backbone] = preset
     return backbone
 
 
 def _loader(preset: str, path: str) -> Any:
-    """Return KerasHub's loader of a preset, or of a folder or repository of Hugging Face."""
+    """Return KerasHub's loader of a preset, or of a folder or repository of Hugging Face.
+
+    Raises:
+        SurgeryError: there is no model, or none that KerasHub loads.
+    """
+    _check_there(preset, path)
     try:
         with _in_words(preset):
             return graph.get_preset_loader(path)
@@ -198,12 +203,8 @@ def _in_words(preset: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _weights_in_words(preset: str, path: str, load_weights: bool) -> Iterator[None]:
+def _weights_in_words(preset: str, file: Path) -> Iterator[None]:
     """Say that the weights in a folder are damaged, or those of another model than its config."""
-    if not load_weights or not Path(path).is_dir():
-        yield
-        return
-    file = _weights_file(preset, path)
     try:
         yield
     except SurgeryError:

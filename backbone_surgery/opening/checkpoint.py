@@ -72,7 +72,7 @@ def save(model: keras.Model, filepath: Any, **kwargs: Any) -> None:
         SurgeryError: the system does not write it, or no process can read all weights.
     """
     hosts.refuse_parts(
-        model, "save_weights", "Save `weight_tree(model)` in one of them, or use `save_recipe`."
+        model, "save_weights", "Call `weight_tree(model)` in all of them, and save it in one."
     )
     path, asks = Path(filepath), kwargs.get("overwrite") is False
 

@@ -14,7 +14,13 @@ from backbone_surgery.numbers import read_number
 from backbone_surgery.opening.site import Place
 from backbone_surgery.opening.state import StateSpec, write_slots
 from backbone_surgery.rewriting.amounts import bind_amounts
-from backbone_surgery.rewriting.control import Tokens, default_tokens, read_tokens, token_rows
+from backbone_surgery.rewriting.control import (
+    Tokens,
+    default_tokens,
+    range_before,
+    read_tokens,
+    token_rows,
+)
 from backbone_surgery.rewriting.directions import read_directions
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
@@ -110,10 +116,10 @@ class Condition(ControlledRewrite):
 
     def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Leave out what watches tokens from `end` on."""
-        start, stop = bound[f"{self.name}_tokens"][0, :2]
-        if start >= min(stop, end):
+        tokens = range_before(bound[f"{self.name}_tokens"], end)
+        if tokens is None:
             return {f"{self.name}_{p}": np.zeros(0) for p in ("direction", "threshold", "tokens")}
-        return {f"{self.name}_tokens": np.array([start, min(stop, end)])}
+        return {f"{self.name}_tokens": tokens}
 
     def _direction(self, place: Place) -> np.ndarray:
         if isinstance(self.vector, np.ndarray):

@@ -192,6 +192,12 @@ def token_rows(tokens: Any, prompt_lengths: np.ndarray, where: str) -> np.ndarra
     return np.array(rows, np.int32)
 
 
+def range_before(row: np.ndarray, end: int) -> np.ndarray | None:
+    """Return first position and stop of a row of `token_rows`, as far as `end`; `None` if empty."""
+    start, stop = row[0, :2]
+    return np.array([start, min(stop, end)]) if start < min(stop, end) else None
+
+
 def strength_rows(value: Any, batch: int, blocks: int, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return strengths float32[batch, blocks] and schedules float32[batch, 1 + steps].
 

@@ -17,6 +17,7 @@ from backbone_surgery.rewriting.control import (
     Tokens,
     check_trained_tokens,
     default_tokens,
+    range_before,
     read_tokens,
     token_rows,
 )
@@ -139,10 +140,10 @@ class Reft(ControlledRewrite):
 
     def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Leave out what acts on generated tokens alone, or on tokens from `end` on."""
-        start, stop = bound[f"{self.name}_tokens"][0, :2]
-        if start >= min(stop, end) or not bound[f"{self.name}_strength"].any():
+        tokens = range_before(bound[f"{self.name}_tokens"], end)
+        if tokens is None or not bound[f"{self.name}_strength"].any():
             return {f"{self.name}_{part}": np.zeros(0) for part in ("strength", "tokens")}
-        return {f"{self.name}_tokens": np.array([start, min(stop, end)])}
+        return {f"{self.name}_tokens": tokens}
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind a strength, or a `Control`. `None` takes the fields of the rewrite."""

@@ -17,6 +17,7 @@ from backbone_surgery.rewriting.control import (
     Tokens,
     check_trained_tokens,
     default_tokens,
+    range_before,
     read_tokens,
     strength_rows,
     token_rows,
@@ -170,13 +171,13 @@ class Steer(ControlledRewrite):
         names = {p: n for p in parts if (n := f"{self.name}_{p}") in bound}
         own = {part: bound[name] for part, name in names.items()}
         # Over the prompt the first entry of the schedule holds, whatever the prompt's length.
-        start, stop = own["tokens"][0, :2]
+        tokens = range_before(own["tokens"], end)
         acts = {
-            "tokens": np.array([start, min(stop, end)]),
+            "tokens": tokens,
             "strength": own["strength"] * own["schedule"][:, :1],
             "schedule": np.zeros(0),
         }
-        if start >= acts["tokens"][1] or not acts["strength"].any():
+        if tokens is None or not acts["strength"].any():
             acts = {part: np.zeros(0) for part in own}
         return {names[part]: array for part, array in acts.items()}
 

@@ -66,6 +66,7 @@ def test_two_processes_quantise_and_learn_as_one_does(tmp_path, mesh):
             refused |= {"refused: quantize to gptq": 1, "refused: save_weights": 1 - uneven}
             for words, times in refused.items():
                 assert output.count(words) == (times if processes == 2 else 0), words
+    assert (tmp_path / "saved.weights.h5").exists() == (mesh == "2,2")
     wanted = np.load(tmp_path / "1_0.npz")
     for process in (0, 1):
         compare(np.load(tmp_path / f"2_{process}.npz"), wanted)
