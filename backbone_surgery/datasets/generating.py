@@ -127,36 +127,14 @@ def generate_dataset(
         "stop_token_ids": stop_token_ids,
         "stop_sequences": stop_sequences,
     }
-    names = {"column": column, "output_column": output_column, "id_column": id_column}
-    _check_names(names)
+    columns = {"column": column, "output_column": output_column, "id_column": id_column}
+    _check_names(columns)
     vectors = {} if vectors is None else vectors
     digests = vectors_digest(vectors, by_column)
-    work = _Work(
-        column,
-        fixed,
-        by_column,
-        vectors,
-        options,
-        scores,
-        seed,
-        id_column,
-        output_column,
-        batch_size,
-    )
+    work = _Work(columns, fixed, by_column, vectors, options, scores, seed, batch_size)
 
     def facts(model: CachedCausalLM) -> dict[str, Any]:
-        work.check_settings(model, job.shards)
-        return {
-            "sampler": sampler_facts(model.sampler),
-            "controls": {
-                "values": controls_digest(_OPERATION, model, defaults(model, fixed, by_column)),
-                "columns": by_column,
-            },
-            "vectors": digests,
-            "options": {**options, "seed": seed, "batch_size": batch_size},
-            "columns": names,
-            "scores": {name: score_facts(_OPERATION, name, f) for name, f in scores.items()},
-        }
+        return {**work.facts(model, job.shards), "vectors": digests}
 
     return carry_out(job, lm, work, facts, ray, verbose)
 
@@ -191,18 +169,37 @@ class _Asked(NamedTuple):
 class _Work:
     """Generates from the rows of a shard; it can be sent to another process."""
 
-    column: str
+    columns: Mapping[str, Any]
     fixed: Mapping[str, Any]
     by_column: Mapping[str, Columns]
     vectors: Mapping[str, ControlVector]
     options: Mapping[str, Any]
     scores: Mapping[str, Score]
     seed: int
-    id_column: str | None
-    output_column: str
     batch_size: int
 
-    def check_settings(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> None:
+    @property
+    def output_column(self) -> str:
+        """For the texts."""
+        return self.columns["output_column"]
+
+    def facts(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> dict[str, Any]:
+        """Check the settings, and return what the texts depend on, but for the vectors."""
+        self._check_settings(lm, shards)
+        controls = defaults(lm, self.fixed, self.by_column)
+        scores = {name: score_facts(_OPERATION, name, f) for name, f in self.scores.items()}
+        return {
+            "sampler": sampler_facts(lm.sampler),
+            "controls": {
+                "values": controls_digest(_OPERATION, lm, controls),
+                "columns": self.by_column,
+            },
+            "options": {**self.options, "seed": self.seed, "batch_size": self.batch_size},
+            "columns": self.columns,
+            "scores": scores,
+        }
+
+    def _check_settings(self, lm: CachedCausalLM, shards: Sequence[Shard]) -> None:
         """Refuse what can be refused without a look at the rows."""
         check_columns(_OPERATION, shards, self._needed())
         if self.options["max_new_tokens"] is None:
@@ -224,7 +221,7 @@ class _Work:
     def _needed(self) -> list[str]:
         """Return the names of the columns that are read."""
         of_controls = (name for columns in self.by_column.values() for name in columns)
-        names = (self.column, *of_controls, self.id_column)
+        names = (self.columns["column"], *of_controls, self.columns["id_column"])
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def check(self, lm: CachedCausalLM, shard: Shard) -> None:
@@ -307,7 +304,7 @@ class _Work:
         def is_prompt(value: Any) -> bool:
             return isinstance(value, str | list) and len(value) > 0
 
-        texts = read_column(_OPERATION, shard, table, self.column, "a prompt", is_prompt)
+        texts = read_column(_OPERATION, shard, table, self.columns["column"], "a prompt", is_prompt)
         return dict(enumerate(texts))
 
     def _prompts(
@@ -362,10 +359,9 @@ class _Work:
     def _seeds(self, shard: Shard, table: Rows) -> list[int]:
         """Return a seed for each row, made of its id."""
         ids = [f"{shard.file.name}/{i}" for i in range(shard.start, shard.stop)]
-        if self.id_column is not None:
-            values = read_column(
-                _OPERATION, shard, table, self.id_column, "an id", lambda x: x is not None
-            )
+        column = self.columns["id_column"]
+        if column is not None:
+            values = read_column(_OPERATION, shard, table, column, "an id", lambda x: x is not None)
             ids = [repr(value) for value in values]
         digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
         return [int.from_bytes(digest[:4], "big") for digest in digests]

@@ -106,10 +106,8 @@ def plan(
     if compile:
         _check_compilable(devices, mesh_sizes)
     with graph.without_values():
-        is_model = isinstance(preset_or_backbone, keras.Model)
-        backbone = preset_or_backbone if is_model else _load(preset_or_backbone, dtype)
-        edits = [*edits] if isinstance(edits, Iterable) else edits
-        edited = operate(backbone, edits) if edits != [] else backbone
+        backbone = _load(preset_or_backbone, dtype)
+        edited = _edited(backbone, edits)
         held = {v.path for v in edited.variables}
         found = splits(edited, mesh_sizes["model"])
         shared = {split.variable.path: split for split in found if split.variable.path in held}
@@ -161,8 +159,15 @@ def _asked(batch: int, prompt: int | None, length: int | None, most: int | None)
     return Sizes(batch, prompt, length)
 
 
+def _edited(backbone: keras.Model, edits: Any) -> keras.Model:
+    edits = [*edits] if isinstance(edits, Iterable) else edits
+    return operate(backbone, edits) if edits != [] else backbone
+
+
 def _load(model: Any, dtype: str) -> keras.Model:
     """Load a backbone without weights: a preset, a folder, or a config, in a file or as a dict."""
+    if isinstance(model, keras.Model):
+        return model
     if str(dtype).removeprefix("mixed_") not in map(str, FLOATS):
         raise SurgeryError(
             f"plan at 'dtype': expected a float, such as bfloat16. Received {shown(dtype)}. For "
