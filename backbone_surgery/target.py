@@ -223,6 +223,13 @@ def precision(name: str | None) -> Iterator[None]:
         yield
 
 
+def precision_of_jax() -> Any:
+    """Return how precise JAX is set to make products of float32; `None` if it was not set."""
+    import jax
+
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+
 def on_mesh() -> bool:
     """Tell whether the program that is being made is for a mesh of devices."""
     return _placement.get() is not None

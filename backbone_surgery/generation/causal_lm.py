@@ -25,7 +25,7 @@ from backbone_surgery.generation.samplers import Strategy, get_sampler, make_str
 from backbone_surgery.generation.score import InterceptFn
 from backbone_surgery.numbers import check_count, check_flag
 from backbone_surgery.opening.logits import Logits
-from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.model import EditedBackbone, check_names
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.training import TrainsOwnLayers
 
@@ -106,6 +106,20 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
         object.__setattr__(self, "backbone_with_cache", cached)
         object.__setattr__(self, "programs", programs)
 
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, on a dict of exactly the inputs of the model."""
+        check_names(self, inputs)
+        return super().__call__(inputs, *args, **kwargs)
+
+    def stateless_call(
+        self, trainable_variables: Any, non_trainable_variables: Any, inputs: Any, **kwargs: Any
+    ) -> Any:
+        """As a call: `fit` and `predict` come this way on JAX."""
+        check_names(self, inputs)
+        return super().stateless_call(
+            trainable_variables, non_trainable_variables, inputs, **kwargs
+        )
+
     rewired_by: tuple[Iterable[Any], str | None]
     opened: EditedBackbone
     backbone_with_cache: BackboneWithCache
@@ -152,7 +166,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
     def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """As upstream; of a preprocessor that knows images, the text alone."""
         packed = super().preprocess_samples(x, y, sample_weight)
-        return text_alone(x, packed, self.input)
+        return packed if self.preprocessor is None else text_alone(x, packed, self.input)
 
     def generate(
         self,
@@ -184,7 +198,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             stop_sequences: strings or sequences of token ids; a row ends right after the first.
             strip_prompt: whether to return the new part alone.
             controls: `{name: value}` for the rewrites that declare controls. Changing values
-                compiles nothing.
+                compiles nothing, but for a longer `Schedule` and a `Patch` of more positions.
             seed: an int, the seed of every row, or one for each row. A row's text depends on its
                 seed and prompt alone. Without one, each call and row draws differently.
             batch_size: how many rows to run at once; all by default.

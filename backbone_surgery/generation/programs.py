@@ -237,7 +237,8 @@ class Programs(Forward):
             run, donate = bundled.opened(run), tuple(i + 1 for i in donate)
         leaves, structure = jax.tree.flatten(args)
         places = _on_device(leaves) if self.placement is None else map(_on_mesh, leaves)
-        key = (kind, *static, structure, bundled, *places)
+        precision = self.precision or target.precision_of_jax()
+        key = (kind, *static, precision, structure, bundled, *places)
         programs = self._programs_of(strategy)
         program = programs.get(key)
         if program is None:

@@ -162,8 +162,8 @@ def resolve_limits(
         if longest > total:
             raise TooLongError(
                 f"{operation} at row {int(lengths.argmax())}: expected a prompt of at most {total} "
-                f"tokens, the maximal length. Received one of {longest}. Shorten it, or pass a "
-                "larger `max_length`.",
+                f"tokens, the maximal length. Received one of {longest}. Shorten it, or allow "
+                "more: by `max_length`, or by the `length` of an engine.",
                 longest,
             )
     needed = int((lengths + budget).max())

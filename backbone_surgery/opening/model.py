@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops, tree
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
+from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest, shown
 from backbone_surgery.files import reading
 from backbone_surgery.numbers import check_count
 from backbone_surgery.opening import quantizing
@@ -41,9 +41,7 @@ class WithControls(keras.Model):
 
     def with_defaults(self, inputs: Any) -> Any:
         """Make tensors of the inputs, and add one row of each control for each row of tokens."""
-        if not isinstance(inputs, dict) or "token_ids" not in inputs:
-            return inputs
-        self._check_names(inputs)
+        check_names(self, inputs, self.defaults)
         dtypes = {t.name: t.dtype for t in self.inputs}
         inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
         missing = [name for name in self.defaults if name not in inputs]
@@ -63,20 +61,36 @@ class WithControls(keras.Model):
         """Refuse, see `get_config`: Keras would first write over the file."""
         self.get_config()
 
-    def _check_names(self, inputs: dict[str, Any]) -> None:
-        """Refuse an input that the graph has not, or that is left out: Keras would mix them up."""
-        unknown = [name for name in inputs if name not in self.input]
-        if unknown:
-            raise SurgeryError(
-                f"call of '{self.name}' at input '{unknown[0]}': expected inputs of the model. "
-                f"Received one that it has not. {closest(unknown[0], self.input)}"
-            )
-        missing = [n for n in self.input if n not in inputs and n not in self.defaults]
-        if missing:
-            raise SurgeryError(
-                f"call of '{self.name}' at input '{missing[0]}': expected a value, since there is "
-                f"no default for it. Received {sorted(inputs)}. Pass it too."
-            )
+
+def check_names(model: keras.Model, inputs: Any, defaults: Iterable[str] = ()) -> None:
+    """Refuse inputs that are not those of a model, by name: Keras would mix them up.
+
+    Args:
+        model: a Functional model on a dict of inputs.
+        inputs: what it is called on.
+        defaults: names of inputs that may be left out.
+
+    Raises:
+        SurgeryError: they are no dict, one of them is not the model's, or one is left out.
+    """
+    known = model.input
+    if not isinstance(inputs, Mapping):
+        raise SurgeryError(
+            f"call of '{model.name}': expected a dict of inputs, {sorted(known)}. Received "
+            f"{shown(inputs)}. Name each of them."
+        )
+    unknown = [name for name in inputs if name not in known]
+    if unknown:
+        raise SurgeryError(
+            f"call of '{model.name}' at input '{unknown[0]}': expected inputs of the model. "
+            f"Received one that it has not. {closest(unknown[0], known)}"
+        )
+    missing = [name for name in known if name not in inputs and name not in defaults]
+    if missing:
+        raise SurgeryError(
+            f"call of '{model.name}' at input '{missing[0]}': expected a value, since there is "
+            f"no default for it. Received {sorted(inputs)}. Pass it too."
+        )
 
 
 class EditedBackbone(TrainsOwnLayers, WithControls):
@@ -142,8 +156,8 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
     def with_defaults(self, inputs: Any) -> Any:
         """As for any model with controls; refuse rows of more tokens than there are positions."""
         inputs = super().with_defaults(inputs)
-        ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
-        time = None if ids is None or len(ids.shape) != 2 else ids.shape[1]
+        ids = inputs["token_ids"]
+        time = ids.shape[1] if len(ids.shape) == 2 else None
         if time is not None and self.max_positions is not None and time > self.max_positions:
             raise SurgeryError(
                 f"call of '{self.name}': expected rows of at most {self.max_positions} tokens, as "

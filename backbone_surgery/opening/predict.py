@@ -36,7 +36,7 @@ class SharedPrograms:
 
         kinds = [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in weights]
         kinds += [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in tree.flatten(inputs)]
-        key = (run, *kinds)
+        key = (run, target.precision_of_jax(), *kinds)
         if key not in self._known:
             lowered = run.lower(weights, inputs)
             own = run if getattr(jax.config, _CONSTANTS_APART) else None

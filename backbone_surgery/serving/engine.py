@@ -27,7 +27,8 @@ class Engine:
     Without a thread, whoever waits for a request drives it.
 
     Args:
-        lm: the model. Its backbone, edits and weights are used as they are at each step.
+        lm: the model. Its backbone, edits and weights are used as they are at each step; after
+            `lm.quantize` make another engine.
         rows: how many requests run at once; on a mesh, rounded up to divide by its batch axis.
         length: tokens that a request can have, its prompt and new ones; at most as many as the
             model has learned positions.
@@ -255,6 +256,7 @@ class Engine:
         flags = {"strip_prompt": strip_prompt, "return_captures": captures, "logprobs": logprobs}
         for name, value in flags.items():
             check_flag(operation, name, value)
+        self._scheduler.check_model(operation)
         chosen = replace(read_sampling(self.lm.sampler, *sampling), logprobs=bool(logprobs))
         whole = self.length if asked["max_new_tokens"] is None else None
         batch = read_request(

@@ -35,7 +35,7 @@ class Job:
         error: what went wrong, if anything did.
         notes: log-probabilities of its steps, one entry for each time that some were there.
         captured: `{name: array}` of the tokens that were run, once it has ended.
-        listeners: called after each change, by whatever thread makes it.
+        listeners: called after each change, by whatever thread makes it, while it holds no lock.
         reused: how many tokens of the prompt came out of the prefix cache.
         submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
         first_token: when its first token was there.
@@ -77,27 +77,31 @@ class Job:
             if len(new) and self.first_token is None:
                 self.first_token = time.perf_counter()
             self.new, self.reason = new, reason
-            self._tell()
+            self.changed.notify_all()
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
         with self.changed:
-            if not self.ended:
-                self.error, self.reason = error, "error"
-                self._tell()
+            if self.ended:
+                return
+            self.error, self.reason = error, "error"
+            self.changed.notify_all()
+        self._tell()
 
     def cancel(self) -> None:
         """End as it is: nobody waits for the rest."""
         with self.changed:
-            if not self.ended:
-                self.reason = "cancelled"
-                self._tell()
+            if self.ended:
+                return
+            self.reason = "cancelled"
+            self.changed.notify_all()
+        self._tell()
 
     def _tell(self) -> None:
-        self.changed.notify_all()
         for listener in [*self.listeners]:
             try:
                 listener()
             except Exception:  # whose it is, others shall not wait for
-                self.listeners.remove(listener)
+                self.listeners = [other for other in self.listeners if other is not listener]
                 _log.exception("a listener of a request raised, and is not called again")

@@ -120,8 +120,16 @@ class Scheduler:
             reused_tokens=self._reused_tokens,
             new_tokens=self._new_tokens,
             prefix_cache_bytes=0 if kept is None else kept.nbytes,
-            compilations=dict(self.lm.programs.compilations),
+            compilations=dict(self.programs.programs.compilations),
         )
+
+    def check_model(self, operation: str) -> None:
+        """Refuse a model that has got another cached graph since."""
+        if self.lm.programs is not self.programs.programs:
+            raise SurgeryError(
+                f"{operation}: expected the model as it was when the engine was made. Received one "
+                "that was quantised since. Make another engine."
+            )
 
     def add(self, jobs: list[Job], may_exceed: bool) -> None:
         """Put jobs into the queue; call it while `work` is held.

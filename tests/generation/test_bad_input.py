@@ -256,6 +256,21 @@ def test_rewrites():
         bs.operate(backbone, [lambda layer, *a, **k: layer(*a, **k)])
 
 
+@pytest.mark.parametrize("extra", ["attention_mask", "position_ids"])
+def test_inputs_of_a_call_are_the_models(lm, prompt, extra):
+    """Keras would take them in the order of their names, and mix them up."""
+    inputs = {**prompt, extra: np.ones_like(prompt["token_ids"])}
+    for run in (lm, lm.predict_on_batch):
+        with pytest.raises(bs.SurgeryError, match=f"'{extra}': expected inputs of the model"):
+            run(inputs)
+        with pytest.raises(bs.SurgeryError, match="'padding_mask': expected a value"):
+            run({"token_ids": prompt["token_ids"]})
+        with pytest.raises(bs.SurgeryError, match=r"a dict of inputs, \['padding_mask', 'token_"):
+            run([prompt["token_ids"], prompt["padding_mask"]])
+    with pytest.raises(bs.SurgeryError, match=f"'{extra}': expected inputs of the model"):
+        lm.fit(inputs, prompt["token_ids"], verbose=0, shuffle=False)
+
+
 def test_controls(prompt):
     backbone = make_gemma()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {0: np.ones(32)})]))

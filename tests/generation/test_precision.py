@@ -32,6 +32,17 @@ def test_it_is_asked_for_in_the_programs(monkeypatch, precision):
         assert all(("HIGHEST" in line) == (precision == "highest") for line in products)
 
 
+def test_none_is_what_jax_is_set_to_at_the_call():
+    import jax
+
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.compile(sampler="greedy")
+    for count, precision in enumerate((None, "highest", None), 1):
+        with jax.default_matmul_precision(precision):
+            lm.generate(INPUTS, max_new_tokens=2, stop_token_ids=None)
+        assert lm.programs.compilations["decode"] == min(count, 2)
+
+
 @pytest.mark.slow
 def test_check_asks_for_the_highest(monkeypatch):
     import jax

@@ -113,6 +113,32 @@ def test_a_listener_may_drive_the_engine(lm):
     assert not engine._scheduler.programs.weights
 
 
+def test_a_listener_is_called_while_no_lock_is_held(lm):
+    """Else two threads could wait for each other, one of them in a listener."""
+    request = ask([1, 2, 3], max_new_tokens=3).submit(make_engine(lm))
+    read = threading.Event()
+
+    def another_thread_reads():
+        threading.Thread(target=lambda: request._job.snapshot() and read.set()).start()
+        assert read.wait(20)
+
+    request.listen(another_thread_reads)
+    request.cancel()
+    assert read.is_set()
+
+
+def test_a_model_that_was_quantised_since_is_refused():
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.compile(sampler="greedy")
+    engine, asked = bs.Engine(lm, rows=2, length=24), ask([1, 2, 3], max_new_tokens=3)
+    asked.submit(engine).result()
+    before = engine.stats.compilations
+    lm.quantize("int8")
+    assert engine.stats.compilations == before
+    with pytest.raises(bs.SurgeryError, match=r"quantised since\. Make another engine"):
+        asked.submit(engine)
+
+
 @pytest.mark.slow
 def test_a_listener_that_raises_is_logged_and_harms_nobody(lm, caplog):
     calls = []

@@ -31,6 +31,9 @@ _NEW_TOKENS = 16
 """New tokens of a completion that does not say how many, as OpenAI has it."""
 
 
+_MOST_BYTES = 2**22
+"""How large a body of JSON may be; a vector may be four times as large."""
+
 _POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 )
@@ -179,13 +182,8 @@ class Service:
             self.metrics.ended(request)
 
 
-def make_app(service: Service, most_bytes: int = 2**22) -> FastAPI:
-    """Make the application of a server.
-
-    Args:
-        service: what the routes share.
-        most_bytes: how large a body of JSON may be; a vector may be four times as large.
-    """
+def make_app(service: Service) -> FastAPI:
+    """Make the application of a server, whose routes share what the service holds."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -201,7 +199,7 @@ def make_app(service: Service, most_bytes: int = 2**22) -> FastAPI:
         openapi_url=None,
     )
     app.router.route_class = StrictRoute
-    app.add_middleware(BodyLimit, most_bytes=most_bytes)
+    app.add_middleware(BodyLimit, most_bytes=_MOST_BYTES)
     app.add_middleware(KeyCheck, api_key=service.api_key)
     app.state.engine = service.engine
     add_errors(app, service.engine.length)
