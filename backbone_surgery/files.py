@@ -115,12 +115,41 @@ def picture_path(path: Any, operation: str, *others: str) -> Path:
 
 
 def check_folder(path: Path, operation: str) -> None:
-    """Refuse the path of a file to write whose folder is not there."""
+    """Refuse the path of a file to write where none can be written: its folder, or it is one."""
     if not path.parent.is_dir():
         raise SurgeryError(
             f"{operation} at '{path}': expected a file in a folder that exists. Received the "
             f"folder '{path.parent}'. Make it first, or choose another."
         )
+    if path.is_dir():
+        raise SurgeryError(
+            f"{operation} at '{path}': expected the name of a file. Received a folder. Choose "
+            "another name."
+        )
+    check_writable(path.parent, operation)
+
+
+def check_writable(folder: Path, operation: str) -> None:
+    """Refuse a folder that the system lets nobody write into, or not this user."""
+    if not os.access(folder, os.W_OK):
+        raise SurgeryError(
+            f"{operation} at '{folder}': expected a folder that can be written to. Received one "
+            "that can not. Make it writable, or choose another."
+        )
+
+
+def save_picture(figure: Any, path: Path, operation: str, **options: Any) -> None:
+    """Save a figure of matplotlib in one step, see `replace_file`.
+
+    Args:
+        figure: the figure.
+        path: of the file, from `picture_path`.
+        operation: named in the error.
+        **options: for `Figure.savefig`.
+    """
+    kind = path.suffix[1:].lower()
+    with writing(path, operation):
+        replace_file(path, lambda part: figure.savefig(part, format=kind, **options))
 
 
 def read_json(path: Path, most: int) -> Any:

@@ -9,6 +9,7 @@ command line imports.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,6 +33,8 @@ def prepare_command_line(arguments: list[str]) -> None:
             os.environ.setdefault("KERAS_BACKEND", "jax")
             import_keras()
         return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends imports at once, and quietly
     os.environ.setdefault("KERAS_BACKEND", "jax")
     if arguments[1:2] == ["plan"]:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compilers that are installed look for chips

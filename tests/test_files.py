@@ -1,5 +1,6 @@
 """Files: whatever is in them, what reads them says so in words; what writes them writes all."""
 
+import errno
 import json
 import os
 import random
@@ -12,7 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 import backbone_surgery as bs
-from backbone_surgery.files import as_path, read_json, reading, replace_file
+from backbone_surgery.files import (
+    as_path,
+    check_folder,
+    read_json,
+    reading,
+    replace_file,
+    save_picture,
+)
 from backbone_surgery.recipes.store import write_recipe
 from backbone_surgery.rewriting.autoencoder_files import read_autoencoder
 from tests import autoencoders, edits
@@ -182,6 +190,28 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="no space left"):
         replace_file(path, fail)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.txt": "two"}
+
+
+def test_a_picture_that_is_not_saved_whole_leaves_the_old_one(tmp_path):
+    class OnAFullDisk:
+        def savefig(self, path, format):
+            path.write_text(format)
+            raise OSError(errno.ENOSPC, "no space left")
+
+    path = tmp_path / "a.PNG"
+    path.write_text("old")
+    with pytest.raises(
+        bs.SurgeryError, match=r"plot at .*a.PNG': .* No space left"
+    ):
+        save_picture(OnAFullDisk(), path, "plot")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.PNG": "old"}
+
+
+def test_a_folder_for_a_file_must_be_writable(tmp_path, monkeypatch):
+    """The tests may run as one who may write everywhere."""
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(bs.SurgeryError, match="expected a folder that can be written to"):
+        check_folder(tmp_path / "a.png", "plot")
 
 
 @pytest.mark.parametrize("ending", [".gguf", ".safetensors"])

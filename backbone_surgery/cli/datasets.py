@@ -182,9 +182,10 @@ def _find_scores(texts: Sequence[str]) -> dict[str, Callable[[str], Any]]:
             )
         try:
             scores[name] = getattr(importlib.import_module(module), name)
-        except Exception as error:  # whatever the module of a user runs into
+        except (Exception, SystemExit) as error:  # whatever the module of a user runs into
             raise SurgeryError(
                 f"--score: expected MODULE:FUNCTION that can be imported. Received {text!r}: "
-                f"{error}. Run it in the folder of the module, or install that."
+                f"{type(error).__name__}: {error}. Run it in the folder of the module, or install "
+                "that."
             ) from error
     return scores

@@ -21,6 +21,8 @@ def end_when_interrupted() -> None:
 
     Where others handle the signal, as a server does, it is theirs. Call this in the main thread.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `startup` left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     heard, told = socket.socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)

@@ -67,12 +67,16 @@ def parse_vectors(texts: Sequence[str]) -> dict[str, str]:
     """Parse `FILE` and `NAME=FILE` into `{name: file}`.
 
     Raises:
-        SurgeryError: two of them have the same name.
+        SurgeryError: one of them is neither, or two have the same name.
     """
     files: dict[str, str] = {}
     for text in texts:
         name, equals, file = text.partition("=")
         name, file = (name, file) if equals else (re.sub(r"\W", "_", Path(text).stem), text)
+        if not name or not file:
+            raise SurgeryError(
+                f"--vector: expected FILE or NAME=FILE. Received {text!r}. Pass one of them."
+            )
         if name in files:
             raise SurgeryError(
                 f"--vector at '{name}': expected one vector of each name. Received two. Name them "
@@ -113,11 +117,15 @@ def parse_columns(texts: Sequence[str]) -> dict[str, Any]:
     """
 
     def read(text: str) -> Any:
-        strength = _number(text)
-        columns = tuple(text.split(",")) if text.count(",") == 1 else text
-        return (columns or None) if strength is None else strength
+        strength, columns = _number(text), text.split(",")
+        if strength is not None:
+            return strength
+        is_not_finite = text.strip("+-").lower() in ("nan", "inf", "infinity")
+        if is_not_finite or len(columns) > 2 or not all(columns):
+            return None
+        return text if len(columns) == 1 else tuple(columns)
 
-    expected = "NAME=COLUMN or NAME=STRENGTH, such as mood=strength"
+    expected = "NAME=COLUMN or NAME=STRENGTH, such as mood=strength or mood=1.5"
     return _parse_named("--controls", expected, texts, read)
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from backbone_surgery.cli.console import write, write_table
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import Mesh, Model, parse_mesh
-from backbone_surgery.files import picture_path
+from backbone_surgery.files import picture_path, replace_file, writing
 
 
 def inspect(model: Model = "tiny_gpt2") -> None:
@@ -53,7 +53,8 @@ def plot(
     lm = load(model)
     if to_file.suffix.lower() == ".mmd":
         text = bs.to_mermaid(lm.backbone_with_cache, expand_nested=expand)
-        to_file.write_text(text + "\n", encoding="utf-8")
+        with writing(to_file, "plot"):
+            replace_file(to_file, lambda part: part.write_text(text + "\n", encoding="utf-8"))
     else:
         bs.plot_model(lm.backbone_with_cache, str(to_file), expand_nested=expand)
     write(f"wrote {to_file}")

@@ -9,7 +9,7 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.datasets import on_ray
 from backbone_surgery.datasets.facts import LM, described, make
-from backbone_surgery.datasets.job import Job, begin, check, is_begun, make_manifest, run
+from backbone_surgery.datasets.job import Job, begun, check, is_begun, make_manifest, run
 from backbone_surgery.datasets.shards import forget
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 
@@ -33,6 +33,8 @@ def carry_out(
         ray: address of a Ray cluster, if it is to run on one.
         verbose: whether to show a progress bar.
     """
+    if ray is not None:
+        on_ray.reach(job, ray)
     model = make(job.operation, lm, ray)
     outputs = [path.name for path in job.outputs]
     hosts.agree(model, job.operation, {"files of output": outputs})  # before weights are gathered
@@ -43,13 +45,13 @@ def carry_out(
     left = job.left()
     try:
         check(left, functools.partial(work.check, model), verbose)
-        begin(job, model)
-        if ray is None:
-            run(job, left, work, model, verbose)
-        else:
-            del model  # the workers make their own
-            known |= {name: x for name, x in settings.items() if name == "sampler"}
-            on_ray.run(job, left, work, lm, known, ray, verbose)
+        with begun(job, model):
+            if ray is None:
+                run(job, left, work, model, verbose)
+            else:
+                del model  # the workers make their own
+                known |= {name: x for name, x in settings.items() if name == "sampler"}
+                on_ray.run(job, left, work, lm, known, ray, verbose)
     finally:
         forget()
     return job.outputs

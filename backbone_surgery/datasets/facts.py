@@ -156,8 +156,10 @@ def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
         ) from error
     owner = lm.opened.owner
     rewrites = [type(rewrite).__name__ for rewrite in lm.opened.rewrites]
+    _, precision = lm.rewired_by
+    asked = {} if precision is None else {"precision": precision}
     return {
-        "model": {"class": type(owner).__name__, "preset": preset_of(owner)},
+        "model": {"class": type(owner).__name__, "preset": preset_of(owner), **asked},
         "edit": {"rewrites": rewrites, "digest": edit},
         "tokenizer": tokenizer_digest(lm.preprocessor),
         "versions": {**versions(), "jax": importlib.metadata.version("jax")},

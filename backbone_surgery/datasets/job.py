@@ -5,8 +5,10 @@ and a job that is started again does the rest. A manifest says what the output w
 of other settings is refused.
 """
 
+import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +17,12 @@ from typing import Any, NoReturn
 from rich.progress import Progress
 
 from backbone_surgery import hosts
+from backbone_surgery.datasets.folder_lock import lock_on
 from backbone_surgery.datasets.shards import Shard, count_rows, find_shards
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import (
     as_path,
+    check_writable,
     found_at,
     hidden_beside,
     is_part,
@@ -41,6 +45,8 @@ _SHOWN = 4
 """Differences of two jobs that an error names, at most."""
 _MOST = 2**28
 """Bytes of a manifest."""
+_PATIENCE = 2.0
+"""Seconds for a process that does the same job to write the manifest."""
 _AGAIN = "Make room there, or make it writable: the same call then goes on where it was."
 
 Advance = Callable[[int], object]
@@ -151,6 +157,7 @@ def plan_job(
             f"{operation} at '{folder}': expected a new folder, or that of the same job, in one "
             f"that exists. Received {found}. Choose another path."
         )
+    check_writable(folder if folder.exists() else folder.parent, operation)
     return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
 
 
@@ -182,20 +189,54 @@ def make_manifest(job: Job, facts: Mapping[str, Any]) -> str:
     return json.dumps(manifest, default=_plain, indent=1) + "\n"
 
 
-def begin(job: Job, lm: CachedCausalLM) -> None:
-    """Write the manifest of a job, unless it is there.
+@contextlib.contextmanager
+def begun(job: Job, lm: CachedCausalLM) -> Iterator[None]:
+    """Write the manifest of a job, unless it is there, and keep other jobs out while it runs.
 
     Args:
         job: the job.
         lm: the model that it is done with.
 
     Raises:
-        SurgeryError: see `is_begun`; or not all processes see the folder.
+        SurgeryError: see `is_begun`; another job runs there; or not all processes see the folder.
     """
-    hosts.by_first(lm, job.operation, {"job": job.manifest}, lambda: _write_manifest(job))
+    with contextlib.ExitStack() as held:
+        parts = {"job": job.manifest}
+        hosts.by_first(lm, job.operation, parts, lambda: held.enter_context(_taken(job)))
+        path = job.folder / MANIFEST
+        seen = path.read_text(encoding="utf-8") if path.is_file() else None
+        hosts.agree(lm, job.operation, {"manifest, in a folder that all of them share,": seen})
+        yield
+
+
+@contextlib.contextmanager
+def _taken(job: Job) -> Iterator[None]:
+    """Hold the folder of a job together with processes that do the same one."""
     path = job.folder / MANIFEST
-    seen = path.read_text(encoding="utf-8") if path.is_file() else None
-    hosts.agree(lm, job.operation, {"manifest, in a folder that all of them share,": seen})
+    with writing(path, job.operation, _AGAIN):
+        job.folder.mkdir(exist_ok=True)
+    with lock_on(job.folder) as lock:
+        end_of_patience = time.monotonic() + _PATIENCE
+        # One of several processes writes the manifest. The others wait until it is there.
+        while not is_begun(job) and not lock.take(alone=True):
+            if time.monotonic() > end_of_patience:
+                raise _busy(job)
+            time.sleep(0.05)
+        with writing(path, job.operation, _AGAIN):
+            _write_manifest(job)
+        while not lock.take(alone=False):
+            time.sleep(0.05)
+        if not is_begun(job):  # another one came between
+            raise _busy(job)
+        yield
+
+
+def _busy(job: Job) -> SurgeryError:
+    return SurgeryError(
+        f"{job.operation} at '{job.folder}': expected a folder that no other job is writing to. "
+        "Received one that a job with other settings runs in. Choose a new folder, or wait until "
+        "that job has ended."
+    )
 
 
 def is_begun(job: Job) -> bool:
@@ -258,9 +299,7 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
 def _write_manifest(job: Job) -> None:
     if not is_begun(job):
         path = job.folder / MANIFEST
-        with writing(path, job.operation, _AGAIN):
-            job.folder.mkdir(exist_ok=True)
-            replace_file(path, lambda part: part.write_text(job.manifest, encoding="utf-8"))
+        replace_file(path, lambda part: part.write_text(job.manifest, encoding="utf-8"))
 
 
 def run(job: Job, left: list[Shard], work: Work, lm: CachedCausalLM, verbose: int) -> None:

@@ -65,7 +65,11 @@ def run(
                     )
                 progress.advance(task, int(row["rows"]))
     except ray.exceptions.RayError as error:
-        raise _unreachable(job, address, error) from error
+        raise SurgeryError(
+            f"{job.operation} at '{address}': expected a cluster whose workers go on. Received "
+            f"{type(error).__name__}: {str(error)[:1000]} Look at the logs of Ray for the cause. "
+            "What is written stays: start it again to go on."
+        ) from error
     finally:
         if own:
             _shut_down(ray)
@@ -76,17 +80,23 @@ def _connect(ray: Any, job: Job, address: str) -> None:
     backend = {"env_vars": {"KERAS_BACKEND": keras.config.backend()}}
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        _reach(address)
         ray.init(address=address, runtime_env=backend, **quiet)
     except Exception as error:  # Ray raises several kinds for an address that is none
         raise _unreachable(job, address, error) from error
 
 
-def _reach(address: str) -> None:
-    """Connect to `host:port` once: Ray itself tries again for ever where nobody listens."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+def reach(job: Job, address: str) -> None:
+    """Connect to `host:port` once: Ray itself tries again for ever where nobody listens.
+
+    Raises:
+        SurgeryError: nobody does.
+    """
+    host, _, port = str(address).removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
+        except OSError as error:
+            raise _unreachable(job, address, error) from error
 
 
 def _shut_down(ray: Any) -> None:

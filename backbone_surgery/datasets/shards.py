@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +223,21 @@ def _files(operation: str, inputs: Any) -> Iterator[Path]:
                 f"{operation} at '{path}': expected a {' or '.join(_ENDINGS)} file that exists, or "
                 f"a folder of them. Received {found}. Check the path."
             )
+        if path.is_dir():
+            _tell_of_others(operation, path, inner)
         yield from files
+
+
+def _tell_of_others(operation: str, folder: Path, inner: Sequence[Path]) -> None:
+    """Warn of the files of a folder that are left out, but for those that are hidden."""
+    others = [x.name for x in inner if x.suffix not in _ENDINGS and x.is_file()]
+    others = [name for name in others if not name.startswith((".", "_"))]
+    if others:
+        warnings.warn(
+            f"{operation} at '{folder}': {shown(others[:5])} left out, since only files that end "
+            f"in {' or '.join(_ENDINGS)} are read.",
+            stacklevel=2,
+        )
 
 
 def _stamp(file: Path) -> tuple[int, int]:

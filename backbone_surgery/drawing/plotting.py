@@ -18,7 +18,7 @@ from backbone_surgery.drawing.layout import (
 from backbone_surgery.drawing.picture import Node, Picture, make_picture
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import picture_path, writing
+from backbone_surgery.files import picture_path, save_picture
 from backbone_surgery.numbers import is_int
 
 _RANKDIRS = ("TB", "LR")
@@ -133,9 +133,8 @@ def _draw(
     for node, label, center, size in zip(picture.nodes, labels, layout.centers, sizes, strict=True):
         _draw_node(ax, COLOURS[node.kind], label, center, size)
     # Text stays text, to be searched and selected.
-    kept = rc_context({"svg.fonttype": "none", "pdf.fonttype": 42})
-    with kept, writing(path, "plot_model"):
-        figure.savefig(path, dpi=dpi)
+    with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        save_picture(figure, path, "plot_model", dpi=dpi)
     return figure
 
 

@@ -1,6 +1,7 @@
 """Prompts: from what a user passes to `generate` to rows of token ids, and back to text."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown, shown_array
 from backbone_surgery.generation.chat import ChatPrompt, chat_ids
 from backbone_surgery.numbers import read_array, read_mask
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 _first_use = threading.Lock()
 """Held while Keras builds a preprocessor, at its first text: threads that do so at once fail."""
@@ -160,6 +163,12 @@ def _texts(inputs: Any, operation: str) -> tuple[list[str], bool]:
             f"attached. Received {shown(inputs)}. Pass text, or token ids as a dict of `token_ids` "
             "and `padding_mask`."
         )
+    for i, text in enumerate(texts):
+        if not text.isascii() and _SURROGATES.search(text):
+            raise SurgeryError(
+                f"{operation} at text {i}: expected text that UTF-8 can hold. Received half of a "
+                "surrogate pair, as escapes of JSON can leave it. Take it out."
+            )
     return [t if isinstance(t, ChatPrompt) else str(t) for t in texts], scalar
 
 

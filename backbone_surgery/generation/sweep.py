@@ -13,7 +13,7 @@ from rich.text import Text
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import picture_path, writing
+from backbone_surgery.files import picture_path, save_picture
 from backbone_surgery.generation.controls import check_names
 from backbone_surgery.generation.prompts import text_list
 from backbone_surgery.generation.text_scores import Score, read_scores, score_text
@@ -125,8 +125,7 @@ class Sweep:
         if len(self.names) > 1:
             axes.legend(frameon=False)
         if to_file is not None:
-            with writing(to_file, "plot"):
-                axes.figure.savefig(to_file, dpi=150)
+            save_picture(axes.figure, to_file, "plot", dpi=150)
         return axes
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
-from backbone_surgery.files import picture_path, writing
+from backbone_surgery.files import picture_path, save_picture
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.tuning.candidates import Candidate
 from backbone_surgery.vectors.vector import ControlVector
@@ -130,8 +130,7 @@ class Tuning:
         axes.set_xlabel("judge at -1 (blue), unedited (dotted), at 1 (red); fluency (bar)")
         axes.spines[["top", "right"]].set_visible(False)
         if to_file is not None:
-            with writing(to_file, "plot"):
-                axes.figure.savefig(to_file, dpi=150)
+            save_picture(axes.figure, to_file, "plot", dpi=150)
         return axes
 
     def save(self, path: str | Path) -> None:

@@ -25,8 +25,8 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*GENERATE, "-c", "mood=1", "-c", "mood=2"], "expected one strength"),
         ([*GENERATE, "-v", "mood", "-v", "mood"], "expected one vector of each name"),
         ([*GENERATE, "-v", "a b=mood", "-c", "a b=1"], "a b"),
-        ([*GENERATE, "-v", "=mood"], "''"),
-        ([*GENERATE, "-v", "mood=", "-c", "mood=1"], "control vector ''"),
+        ([*GENERATE, "-v", "=mood"], "expected FILE or NAME=FILE. Received '=mood'"),
+        ([*GENERATE, "-v", "mood=", "-c", "mood=1"], "expected FILE or NAME=FILE"),
         ([*GENERATE, "-v", "mood"], "Add --control mood=1"),
         ([*GENERATE, "-v", "mood", "-c", "pet=1"], "Add --control mood=1"),
         (["generate"], "prompts"),
@@ -37,6 +37,9 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         (["plot", "missing/x.mmd"], "plot at 'missing/x.mmd': expected a file in a folder that"),
         (["plot", "x"], "ends in one of .png, .svg, .pdf, .jpg, .jpeg, .mmd"),
         (["plot", "missing/x.png"], "a folder that exists"),
+        (["batch", "a.jsonl", "out", "-c", "mood=nan"], "expected NAME=COLUMN or NAME=STRENGTH"),
+        (["batch", "a.jsonl", "out", "-c", "mood=a,b,c"], "expected NAME=COLUMN or NAME=STRENGTH"),
+        (["batch", "a.jsonl", "out", "-c", "mood=a,"], "expected NAME=COLUMN or NAME=STRENGTH"),
         ([*STEER, "moot"], "Did you mean 'mood'"),
         ([*STEER, "no.gguf"], "expected a file"),
         ([*STEER, "mood", "--strengths", "1,x"], "numbers separated by"),
@@ -91,6 +94,23 @@ def test_files_of_pairs(run, tmp_path, name):
     result = run("train-vector", tmp_path / name, tmp_path / "v.gguf")
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("ending", [".mmd", ".png"])
+def test_a_folder_in_place_of_a_picture(run, tmp_path, ending):
+    (tmp_path / f"x{ending}").mkdir()
+    result = run("plot", str(tmp_path / f"x{ending}"))
+    assert result.exit_code == 2
+    assert "expected the name of a file. Received a folder" in " ".join(result.stderr.split())
+
+
+def test_a_module_of_scores_that_ends_the_process(run, tmp_path, monkeypatch):
+    (tmp_path / "ends_the_process.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once"}\n')
+    monkeypatch.chdir(tmp_path)
+    result = run("batch", "in.jsonl", "out", "--score", "ends_the_process:score")
+    assert result.exit_code == 2
+    assert "expected MODULE:FUNCTION that can be imported" in " ".join(result.stderr.split())
 
 
 def test_a_file_without_prompts(run, tmp_path):

@@ -227,6 +227,21 @@ def test_a_mistyped_control_of_an_edit_is_told_the_one_there_is(run, edited_fold
     assert "Did you mean 'tone'?" in wrong.output
 
 
+def test_an_interrupted_command_ends_while_it_imports():
+    words = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *others):\n"
+        "        if name == 'keras_hub': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "sys.argv[0] = 'backbone-surgery'; from backbone_surgery import cli"
+    )
+    command = [sys.executable, "-c", words, "generate", "Once"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_an_interrupted_command_ends_at_once_with_what_it_wrote():
     """Without the tear-down of Python, in which a program that still runs could crash."""

@@ -10,7 +10,7 @@ import backbone_surgery as bs
 from backbone_surgery.datasets import job
 from backbone_surgery.datasets.shards import JsonRows
 from backbone_surgery.files import hidden_beside
-from tests.datasets.conftest import OPTIONS, make_lm
+from tests.datasets.conftest import OPTIONS, make_lm, read_lines
 
 HARVEST = {"sites": "blocks.1", "column": "prompt", "batch_size": 4, "verbose": 0}
 
@@ -129,16 +129,54 @@ def test_manifests_of_others_are_left_alone(lm, lines, tmp_path, text):
     assert (tmp_path / "out" / "_manifest.json").read_text() == text
 
 
-@pytest.mark.slow
-def test_a_job_whose_folder_another_one_took_writes_nothing(lm, lines, tmp_path):
+def test_another_job_is_refused_while_one_runs(lm, lines, tmp_path, monkeypatch):
+    """Also while no output is there yet, and whatever is done meanwhile."""
+    monkeypatch.setattr(job, "_PATIENCE", 0.1)
+    tried = []
+
     def another(text):
-        if not (tmp_path / "out" / "b-00000.jsonl").exists():
-            bs.generate_dataset(make_lm, lines, tmp_path / "out", seed=1, **OPTIONS)
+        if not tried:
+            tried.append(text)
+            with pytest.raises(bs.SurgeryError, match="that a job with other settings runs in"):
+                bs.generate_dataset(make_lm, lines, tmp_path / "out", seed=1, **OPTIONS)
         return 1.0
 
-    with pytest.raises(bs.SurgeryError, match="differs in"):
-        bs.generate_dataset(lm, lines, tmp_path / "out", score=another, **OPTIONS)
-    assert "score" not in (tmp_path / "out" / "a-00000.jsonl").read_text()
+    paths = bs.generate_dataset(lm, lines, tmp_path / "out", score=another, **OPTIONS)
+    assert tried
+    assert all(row["score"] == 1.0 for row in read_lines(paths))
+
+
+def test_the_same_job_may_run_twice_at_once(lm, lines, tmp_path, monkeypatch):
+    whole = [path.read_bytes() for path in generate(lm, lines, tmp_path / "whole")]
+    tried, run = [], job.run
+
+    def twice(*args):
+        if not tried:
+            tried.append(1)
+            generate(lm, lines, tmp_path / "out")
+        run(*args)
+
+    monkeypatch.setattr("backbone_surgery.datasets.carry_out.run", twice)
+    paths = generate(lm, lines, tmp_path / "out")
+    assert tried
+    assert [path.read_bytes() for path in paths] == whole
+
+
+def test_a_job_knows_how_precise_its_products_are(lm, lines, tmp_path):
+    generate(lm, lines, tmp_path / "out")
+    precise = bs.CachedCausalLM(lm.backbone, precision="highest")
+    precise.compile(sampler=lm.sampler)
+    with pytest.raises(bs.SurgeryError, match=r"differs in: model\.precision"):
+        generate(precise, lines, tmp_path / "out")
+
+
+def test_files_of_other_endings_are_told_of(lm, lines, tmp_path):
+    for name in ("c.ndjson", "D.JSONL", "_hidden.txt", ".hidden"):
+        (tmp_path / name).write_text('{"prompt": [1]}\n')
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1]}\n')
+    with pytest.warns(UserWarning, match=r"\['D.JSONL', 'c.ndjson'\] left out, since only files"):
+        paths = bs.generate_dataset(lm, tmp_path, tmp_path / "out", **OPTIONS)
+    assert [path.name for path in paths] == ["in-00000.jsonl"]
 
 
 def test_a_job_that_lost_its_manifest_writes_nothing(lm, lines, tmp_path):

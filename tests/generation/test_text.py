@@ -175,6 +175,8 @@ def test_bad_prompts(lm):
     for inputs, words in (([], "an empty batch"), (3, "a string or a list"), ([3], "a string or")):
         with pytest.raises(bs.SurgeryError, match=words):
             lm.generate(inputs)
+    with pytest.raises(bs.SurgeryError, match="at text 1: expected text that UTF-8 can hold"):
+        lm.generate(["größe", "a\ud800b"])
     with pytest.raises(bs.SurgeryError, match="expected a prompt of at most 8 tokens"):
         lm.generate(PROMPTS[0], max_length=8)
 
