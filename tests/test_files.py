@@ -200,9 +200,7 @@ def test_a_picture_that_is_not_saved_whole_leaves_the_old_one(tmp_path):
 
     path = tmp_path / "a.PNG"
     path.write_text("old")
-    with pytest.raises(
-        bs.SurgeryError, match=r"plot at .*a.PNG': .* No space left"
-    ):
+    with pytest.raises(bs.SurgeryError, match=r"plot at .*a.PNG': .* No space left"):
         save_picture(OnAFullDisk(), path, "plot")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.PNG": "old"}
 

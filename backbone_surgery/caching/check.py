@@ -10,12 +10,11 @@ from keras import tree
 
 from backbone_surgery import graph, target
 from backbone_surgery.caching.cache import new_cache
+from backbone_surgery.caching.choices import chooses, with_choices
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
-from backbone_surgery.caching.routing import with_routing
 from backbone_surgery.errors import CacheMismatchError, SurgeryError, closest, shown
 from backbone_surgery.numbers import fits, is_int, read_as
-from backbone_surgery.opening.experts import TopExperts
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.predict import predict
@@ -33,8 +32,8 @@ class CheckReport:
 
     Attributes:
         errors: `{way of cutting: largest difference of a hidden state, over the largest one}`, or
-            of a logit of a router where that is larger; see `check`. "opened" is that between the
-            backbone and its opened graph.
+            of a score that something is chosen by where that is larger; see `check`. "opened" is
+            that between the backbone and its opened graph.
         tolerance: what each of them must not exceed.
         tokens: number of tokens in a row.
         caches: number of nodes that keep state.
@@ -70,8 +69,9 @@ def check(
     Products of float32 are whole here, whatever they are when tokens are generated, so that a GPU
     and a TPU are held to what a CPU is.
 
-    In half precision the experts of a mixture are chosen as in the uncached pass, since rounding
-    alone may choose others. The logits of the routers must agree as the hidden states must. Where
+    In half precision the experts of a mixture, and the features that a `SparseAutoencoder` keeps,
+    are chosen as in the uncached pass, since rounding alone may choose others. The logits of the
+    routers, and the features before some are kept, must agree as the hidden states must. Where
     layers quantise their inputs, as in int8, it is as in half precision.
 
     Args:
@@ -106,8 +106,8 @@ def check(
     mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
     outputs = predict(uncached, {"token_ids": token_ids, "padding_mask": mask, **rows})
     wanted = _compared(cached, outputs)
-    routing = {name: value for name, value in wanted.items() if name != "hidden_states"}
-    by_token = {"token_ids": token_ids, **routing}
+    scores = {f"{name}_given": x for name, x in wanted.items() if name != "hidden_states"}
+    by_token = {"token_ids": token_ids, **scores}
     # In half precision a backbone rounds elsewhere, in every block.
     errors = _opening_error(backbone, opened, token_ids, rows) if dtype == "float32" else {}
     for way, chunks in _ways(time).items():
@@ -144,7 +144,7 @@ def _judge(report: CheckReport, opened: EditedBackbone) -> None:
             f"check at '{opened.name}': expected cached and uncached hidden states to agree. "
             f"Received {report}. Some layer mixes {mixes}, in a way that cannot be cached: look at "
             f"{_suspects(opened)}. Make it work on each token alone, or give it state, see "
-            "docs/state.md."
+            "docs/state.md. A few times the tolerance may also be rounding that the model magnifies."
         )
 
 
@@ -207,20 +207,19 @@ def _opening_error(
 
 
 def _models(opened: EditedBackbone, is_half: bool) -> tuple[EditedBackbone, BackboneWithCache]:
-    """Return the models to compare; the second one takes its routing from the first, if half."""
-    chooses = any(isinstance(node.operation, TopExperts) for node in graph.all_nodes(opened))
-    if not (chooses and is_half):
+    """Return the models to compare; the second one chooses as the first one does, if half."""
+    if not (is_half and chooses(opened)):
         return opened, derive(opened)
-    return with_routing(opened, is_given=False), derive(with_routing(opened, is_given=True))
+    return with_choices(opened, is_given=False), derive(with_choices(opened, is_given=True))
 
 
 def _compared(cached: BackboneWithCache, outputs: Any) -> dict[str, np.ndarray]:
-    """Return the hidden states of a call, and captures that are inputs of the cached graph."""
+    """Return the hidden states of a call, and the scores that the cached graph is given too."""
     if not isinstance(outputs, dict):
         return {"hidden_states": outputs}
     captures = outputs.get("captures", {}).items()
-    routing = {name: value for name, value in captures if name in cached.input}
-    return {"hidden_states": outputs["hidden_states"], **routing}
+    scores = {name: value for name, value in captures if f"{name}_given" in cached.input}
+    return {"hidden_states": outputs["hidden_states"], **scores}
 
 
 def _real(arrays: Mapping[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:

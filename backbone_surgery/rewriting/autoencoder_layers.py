@@ -112,13 +112,20 @@ class Encoder(_Fixed):
 
     def call(self, x):
         """Return the features, zero where they are not kept."""
+        return self.keep(self.score(x))
+
+    def score(self, x):
+        """Return what the features are kept by: their values, before negative ones are zero."""
         x, how = self.flat(x), self.settings["normalize"]
         shift, scale = _normalizer(x, how)
         scale = scale + _EPSILON if how == "layer_norm" else scale
-        inner = ops.matmul((x - shift) / scale - self.center, self.weight) + self.bias
-        features = ops.relu(inner)
+        return ops.matmul((x - shift) / scale - self.center, self.weight) + self.bias
+
+    def keep(self, scores):
+        """Return the features of some scores, zero where they are not kept."""
+        features = ops.relu(scores)
         if self.settings["k"] is None:
-            return ops.where(inner > self.threshold, features, 0.0)
+            return ops.where(scores > self.threshold, features, 0.0)
         return largest(features, self.settings["k"])
 
     def compute_output_spec(self, x):

@@ -6,8 +6,12 @@ import pytest
 from keras import ops
 
 import backbone_surgery as bs
-from backbone_surgery.caching import check
+from backbone_surgery import graph
+from backbone_surgery.caching import check, choices
+from backbone_surgery.rewriting.autoencoder_layers import Encoder
+from tests.autoencoders import arrays, save
 from tests.families import ROWS
+from tests.helpers import make_gpt2
 
 CHOSEN = 2
 """How many experts a token of the model is given."""
@@ -47,6 +51,47 @@ def test_check_does_not_count_experts_that_rounding_chose(backbone, monkeypatch)
 def test_check_takes_experts_that_are_ablated(backbone):
     edited = bs.operate(backbone, [bs.Ablate("blocks.*.router", experts=[1])])
     assert max(bs.check(edited).errors.values()) < 0.02
+
+
+class RoundsOtherwise(keras.layers.Layer):
+    """Stand for rounding that is not the same for one token and for several at once."""
+
+    def call(self, x):
+        signs = np.resize([1, -1], x.shape[-1]) * (1 if ops.shape(x)[1] > 1 else -1)
+        return x * ops.cast(1 + signs / 128, x.dtype)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_check_does_not_count_features_that_rounding_kept(tmp_path, monkeypatch):
+    backbone = make_gpt2(num_layers=2, dtype="bfloat16")
+    tensors = arrays(np.random.default_rng(0), "topk", backbone.hidden_dim)
+    save(tmp_path, tensors, "topk")
+    edits = [
+        bs.Insert("blocks.1", RoundsOtherwise(dtype="bfloat16")),
+        bs.SparseAutoencoder("blocks.1", str(tmp_path)),
+    ]
+    edited = bs.operate(backbone, edits)
+    assert max(bs.check(edited).errors.values()) < 0.06
+    models = check._models
+    monkeypatch.setattr(check, "_models", lambda opened, is_half: models(opened, False))
+    with pytest.raises(bs.CacheMismatchError, match="expected cached and uncached"):
+        bs.check(edited)
+
+
+@pytest.mark.parametrize("architecture", ["topk", "jumprelu"])
+def test_features_are_kept_by_scores_that_are_given(tmp_path, architecture, rng):
+    weights = arrays(rng, architecture, 32)
+    save(tmp_path, weights, architecture)
+    opened = bs.operate(make_gpt2(), [bs.SparseAutoencoder("blocks.1", str(tmp_path))])
+    [encoder] = {n.operation for n in graph.all_nodes(opened) if isinstance(n.operation, Encoder)}
+    x, other = rng.normal(size=(2, 2, 5, 32)).astype("float32")
+    chosen = np.asarray(encoder(other)) > 0
+    own = np.maximum(np.asarray(encoder.score(x)), 0)
+    kept = choices.Kept(encoder)(encoder.score(x), encoder.score(other))
+    np.testing.assert_array_equal(kept, np.where(chosen, own, 0))
+    assert not np.array_equal(kept, encoder(x))
 
 
 class MixesTokens(keras.layers.Layer):
