@@ -255,8 +255,11 @@ def check_settings(preset: str, kind: str, text: Config) -> None:
     """Refuse what KerasHub's backbone has not, or its converter does not give it."""
     known = [*SETTINGS[kind].items(), *_computed(kind, text)]
     settings = [(name, text.get(name), accepted) for name, accepted in known]
+    quantised = text.get("quantization_config")
     if kind != "gpt_oss":
-        settings.append(("quantization_config", text.get("quantization_config"), ()))
+        settings.append(("quantization_config", quantised, ()))
+    elif quantised is not None:
+        settings.append(("quant_method", quantised.get("quant_method", "none"), ("mxfp4",)))
     for name, value, accepted in [*settings, *_rotary_settings(kind, text)]:
         if value is not None and value not in accepted:
             wanted = " or ".join(map(shown, accepted)) or "null"

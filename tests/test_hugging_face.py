@@ -65,6 +65,11 @@ def yarn(**kwargs):
         (FAMILIES / "mixtral", {"hidden_act": "gelu"}, "'silu' or 'swish' as `hidden_act`"),
         (FAMILIES / "qwen2", {"use_sliding_window": True}, "False as `use_sliding_window`"),
         (FAMILIES / "qwen2", {"quantization_config": {}}, "null as `quantization_config`"),
+        (
+            FAMILIES / "gpt_oss",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "'mxfp4' as `quant_method` .*Received 'bitsandbytes'",
+        ),
         (FAMILIES / "qwen3_moe", {"mlp_only_layers": [0]}, r"\[\] as `mlp_only_layers`"),
         (FAMILIES / "qwen3_moe", {"rms_norm_eps": 1e-5}, "1e-06 as `rms_norm_eps`"),
         (FAMILIES / "qwen3", {"rms_norm_eps": 1e-2}, "1e-06 or 1e-05 as `rms_norm_eps`"),
@@ -294,6 +299,25 @@ def test_windows_of_gpt_oss_on_the_other_blocks(copy):
     assert bs.load_recipe(folder.parent / "recipe", load(folder)).report
     with pytest.raises(bs.RecipeError, match="expected a backbone with layer_types"):
         bs.load_recipe(folder.parent / "recipe", usual)
+
+
+def test_experts_of_gpt_oss_in_floats(copy):
+    """As a fine-tuned one is saved; KerasHub's converter reads MXFP4 alone."""
+    folder = copy(FAMILIES / "gpt_oss", quantization_config=None)
+    wanted = load(FAMILIES / "gpt_oss")
+    tensors = load_file(folder / "model.safetensors")
+    for i, block in enumerate(wanted.transformer_layers):
+        for name in ("gate_up_proj", "down_proj"):
+            path = f"model.layers.{i}.mlp.experts.{name}"
+            del tensors[f"{path}_blocks"], tensors[f"{path}_scales"]
+            tensors[path] = np.array(getattr(block.sparse_moe_block.experts, name))
+    save_file(tensors, folder / "model.safetensors")
+    for weight, same in zip(load(folder).weights, wanted.weights, strict=True):
+        np.testing.assert_array_equal(weight, same, err_msg=weight.path)
+    del tensors[path]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(bs.SurgeryError, match=r"converter of 'gpt_oss' takes.*down_proj"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])

@@ -144,7 +144,7 @@ def _judge(report: CheckReport, opened: EditedBackbone) -> None:
             f"check at '{opened.name}': expected cached and uncached hidden states to agree. "
             f"Received {report}. Some layer mixes {mixes}, in a way that cannot be cached: look at "
             f"{_suspects(opened)}. Make it work on each token alone, or give it state, see "
-            "docs/state.md. A few times the tolerance may also be rounding that the model magnifies."
+            "docs/state.md. A few times the tolerance may be rounding that the model magnifies."
         )
 
 
