@@ -115,26 +115,27 @@ def picture_path(path: Any, operation: str, *others: str) -> Path:
 
 
 def check_folder(path: Path, operation: str) -> None:
-    """Refuse the path of a file to write where none can be written: its folder, or it is one."""
-    if not path.parent.is_dir():
+    """Refuse a path that no file can be written to: its folder is missing, or it is a folder."""
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if not target.parent.is_dir():
         raise SurgeryError(
             f"{operation} at '{path}': expected a file in a folder that exists. Received the "
-            f"folder '{path.parent}'. Make it first, or choose another."
+            f"folder '{target.parent}'. Make it first, or choose another."
         )
     if path.is_dir():
         raise SurgeryError(
             f"{operation} at '{path}': expected the name of a file. Received a folder. Choose "
             "another name."
         )
-    check_writable(path.parent, operation)
+    check_writable(target.parent, operation)
 
 
 def check_writable(folder: Path, operation: str) -> None:
-    """Refuse a folder that the system lets nobody write into, or not this user."""
-    if not os.access(folder, os.W_OK):
+    """Refuse a folder whose files this user cannot list and replace."""
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise SurgeryError(
-            f"{operation} at '{folder}': expected a folder that can be written to. Received one "
-            "that can not. Make it writable, or choose another."
+            f"{operation} at '{folder}': expected a folder that can be read and written to. "
+            "Received one that can not. Change its permissions, or choose another."
         )
 
 

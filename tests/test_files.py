@@ -208,7 +208,7 @@ def test_a_picture_that_is_not_saved_whole_leaves_the_old_one(tmp_path):
 def test_a_folder_for_a_file_must_be_writable(tmp_path, monkeypatch):
     """The tests may run as one who may write everywhere."""
     monkeypatch.setattr(os, "access", lambda *args: False)
-    with pytest.raises(bs.SurgeryError, match="expected a folder that can be written to"):
+    with pytest.raises(bs.SurgeryError, match="expected a folder that can be read and written"):
         check_folder(tmp_path / "a.png", "plot")
 
 

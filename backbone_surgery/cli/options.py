@@ -1,5 +1,6 @@
 """Options that several commands share, and how they are read."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -117,11 +118,11 @@ def parse_columns(texts: Sequence[str]) -> dict[str, Any]:
     """
 
     def read(text: str) -> Any:
-        strength, columns = _number(text), text.split(",")
-        if strength is not None:
-            return strength
-        is_not_finite = text.strip("+-").lower() in ("nan", "inf", "infinity")
-        if is_not_finite or len(columns) > 2 or not all(columns):
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            return number if math.isfinite(number) else None
+        columns = text.split(",")
+        if len(columns) > 2 or not all(columns):
             return None
         return text if len(columns) == 1 else tuple(columns)
 

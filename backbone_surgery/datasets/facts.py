@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras_hub
 import numpy as np
 
-from backbone_surgery import hosts
+from backbone_surgery import hosts, target
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, check_names
@@ -156,8 +156,8 @@ def described(operation: str, lm: CachedCausalLM) -> dict[str, Any]:
         ) from error
     owner = lm.opened.owner
     rewrites = [type(rewrite).__name__ for rewrite in lm.opened.rewrites]
-    _, precision = lm.rewired_by
-    asked = {} if precision is None else {"precision": precision}
+    precision = [lm.programs.precision, target.precision_of_jax()]
+    asked = {"precision": precision} if any(precision) else {}
     return {
         "model": {"class": type(owner).__name__, "preset": preset_of(owner), **asked},
         "edit": {"rewrites": rewrites, "digest": edit},

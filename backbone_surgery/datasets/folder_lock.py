@@ -1,7 +1,6 @@
 """A lock on a folder: several hold it together, or one holds it alone."""
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,6 @@ try:
     import fcntl
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
-
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class FolderLock:
@@ -31,8 +28,10 @@ class FolderLock:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         try:
             fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except OSError as error:  # some file systems of networks have none
-            return error.errno not in _HELD
+        except BlockingIOError:
+            return False
+        except OSError:  # some file systems of networks have none
+            return True
         return True
 
 

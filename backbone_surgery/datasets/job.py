@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from rich.progress import Progress
 
 from backbone_surgery import hosts
-from backbone_surgery.datasets.folder_lock import lock_on
+from backbone_surgery.datasets.folder_lock import FolderLock, lock_on
 from backbone_surgery.datasets.shards import Shard, count_rows, find_shards
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.files import (
@@ -157,7 +157,8 @@ def plan_job(
             f"{operation} at '{folder}': expected a new folder, or that of the same job, in one "
             f"that exists. Received {found}. Choose another path."
         )
-    check_writable(folder if folder.exists() else folder.parent, operation)
+    if not (folder / MANIFEST).is_file():  # else there may be nothing left to write
+        check_writable(folder if folder.exists() else folder.parent, operation)
     return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
 
 
@@ -212,31 +213,53 @@ def begun(job: Job, lm: CachedCausalLM) -> Iterator[None]:
 @contextlib.contextmanager
 def _taken(job: Job) -> Iterator[None]:
     """Hold the folder of a job together with processes that do the same one."""
-    path = job.folder / MANIFEST
-    with writing(path, job.operation, _AGAIN):
-        job.folder.mkdir(exist_ok=True)
-    with lock_on(job.folder) as lock:
-        end_of_patience = time.monotonic() + _PATIENCE
+    with contextlib.ExitStack() as opened:
+        with writing(job.folder / MANIFEST, job.operation, _AGAIN):
+            job.folder.mkdir(exist_ok=True)
+            lock = opened.enter_context(lock_on(job.folder))
         # One of several processes writes the manifest. The others wait until it is there.
-        while not is_begun(job) and not lock.take(alone=True):
-            if time.monotonic() > end_of_patience:
-                raise _busy(job)
-            time.sleep(0.05)
-        with writing(path, job.operation, _AGAIN):
-            _write_manifest(job)
-        while not lock.take(alone=False):
-            time.sleep(0.05)
+        _wait(job, lambda: is_begun(job) or _write_alone(job, lock))
+        _wait(job, lambda: lock.take(alone=False))
         if not is_begun(job):  # another one came between
             raise _busy(job)
         yield
+        if lock.take(alone=True):
+            _remove_parts(job)
+
+
+def _wait(job: Job, is_done: Callable[[], bool]) -> None:
+    """Wait for other processes, which hold a folder alone for a moment only."""
+    end = time.monotonic() + _PATIENCE
+    while not is_done():
+        if time.monotonic() > end:
+            raise _busy(job)
+        time.sleep(0.05)
+
+
+def _write_alone(job: Job, lock: FolderLock) -> bool:
+    """Write the manifest of a job, if nobody else holds the folder; whether that is so."""
+    if not lock.take(alone=True):
+        return False
+    path = job.folder / MANIFEST
+    if not is_begun(job):
+        with writing(path, job.operation, _AGAIN):
+            replace_file(path, lambda part: part.write_text(job.manifest, encoding="utf-8"))
+    return True
 
 
 def _busy(job: Job) -> SurgeryError:
     return SurgeryError(
-        f"{job.operation} at '{job.folder}': expected a folder that no other job is writing to. "
-        "Received one that a job with other settings runs in. Choose a new folder, or wait until "
-        "that job has ended."
+        f"{job.operation} at '{job.folder}': expected a folder that no other process has locked. "
+        "Received one that is locked, perhaps by a job with other settings. Wait until that has "
+        "ended, or choose a new folder."
     )
+
+
+def _remove_parts(job: Job) -> None:
+    """Remove what processes that were killed left behind."""
+    for path in job.folder.iterdir():
+        if is_part(path.name):
+            path.unlink(missing_ok=True)
 
 
 def is_begun(job: Job) -> bool:
@@ -296,12 +319,6 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
         yield f"{name[1:]} ({shown(before, 60)} there, {shown(now, 60)} here)"
 
 
-def _write_manifest(job: Job) -> None:
-    if not is_begun(job):
-        path = job.folder / MANIFEST
-        replace_file(path, lambda part: part.write_text(job.manifest, encoding="utf-8"))
-
-
 def run(job: Job, left: list[Shard], work: Work, lm: CachedCausalLM, verbose: int) -> None:
     """Work on the shards that are left, one after the other."""
     hosts.agree(lm, job.operation, {"shards without output": [shard.name for shard in left]})
@@ -309,7 +326,6 @@ def run(job: Job, left: list[Shard], work: Work, lm: CachedCausalLM, verbose: in
         task = start(progress, job, left)
         for shard in left:
             job.do(work, lm, shard, lambda rows: progress.advance(task, rows))
-    hosts.by_first(lm, job.operation, {}, lambda: end(job))
 
 
 def start(progress: Progress, job: Job, left: list[Shard]) -> Any:
@@ -317,13 +333,6 @@ def start(progress: Progress, job: Job, left: list[Shard]) -> Any:
     rows = sum(shard.stop - shard.start for shard in job.shards)
     rest = sum(shard.stop - shard.start for shard in left)
     return progress.add_task("rows", total=rows, completed=rows - rest)
-
-
-def end(job: Job) -> None:
-    """Remove what processes that were killed left behind."""
-    for path in job.folder.iterdir():
-        if is_part(path.name):
-            path.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

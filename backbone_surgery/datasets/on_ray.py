@@ -11,7 +11,7 @@ import keras
 from rich.progress import Progress
 
 from backbone_surgery.datasets.facts import described, sampler_facts
-from backbone_surgery.datasets.job import Job, end, start
+from backbone_surgery.datasets.job import Job, start
 from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
@@ -73,7 +73,6 @@ def run(
     finally:
         if own:
             _shut_down(ray)
-    end(job)
 
 
 def _connect(ray: Any, job: Job, address: str) -> None:
@@ -92,10 +91,10 @@ def reach(job: Job, address: str) -> None:
         SurgeryError: nobody does.
     """
     host, _, port = str(address).removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
+    if host and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), _SECONDS).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no name that a host can have
             raise _unreachable(job, address, error) from error
 
 

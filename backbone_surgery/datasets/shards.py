@@ -236,7 +236,7 @@ def _tell_of_others(operation: str, folder: Path, inner: Sequence[Path]) -> None
         warnings.warn(
             f"{operation} at '{folder}': {shown(others[:5])} left out, since only files that end "
             f"in {' or '.join(_ENDINGS)} are read.",
-            stacklevel=2,
+            stacklevel=6,  # of who called the operation
         )
 
 

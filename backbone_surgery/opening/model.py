@@ -74,7 +74,7 @@ def check_names(model: keras.Model, inputs: Any, defaults: Iterable[str] = ()) -
         SurgeryError: they are no dict, one of them is not the model's, or one is left out.
     """
     known = model.input
-    if not isinstance(inputs, Mapping):
+    if not isinstance(inputs, dict):
         raise SurgeryError(
             f"call of '{model.name}': expected a dict of inputs, {sorted(known)}. Received "
             f"{shown(inputs)}. Name each of them."

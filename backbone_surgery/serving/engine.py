@@ -28,7 +28,8 @@ class Engine:
 
     Args:
         lm: the model. Its backbone, edits and weights are used as they are at each step; after
-            `lm.quantize` make another engine.
+            `lm.quantize` make another engine. Products are as precise as its `precision` says, or
+            as JAX is set to in the thread that runs the engine: not by a `with` of another thread.
         rows: how many requests run at once; on a mesh, rounded up to divide by its batch axis.
         length: tokens that a request can have, its prompt and new ones; at most as many as the
             model has learned positions.
@@ -203,6 +204,7 @@ class Engine:
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
         """
+        self._scheduler.check_model("warm_up")
         self._scheduler.warm_up(captures)
 
     def clear(self) -> None:

@@ -1,5 +1,6 @@
 """A job: one request on its way through the engine, and what has come of it."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -35,7 +36,8 @@ class Job:
         error: what went wrong, if anything did.
         notes: log-probabilities of its steps, one entry for each time that some were there.
         captured: `{name: array}` of the tokens that were run, once it has ended.
-        listeners: called after each change, by whatever thread makes it, while it holds no lock.
+        listeners: called after each change, by whatever thread makes it, once it has let go of
+            `changed`.
         reused: how many tokens of the prompt came out of the prefix cache.
         submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
         first_token: when its first token was there.
@@ -103,5 +105,6 @@ class Job:
             try:
                 listener()
             except Exception:  # whose it is, others shall not wait for
-                self.listeners = [other for other in self.listeners if other is not listener]
+                with contextlib.suppress(ValueError):  # another thread has removed it
+                    self.listeners.remove(listener)
                 _log.exception("a listener of a request raised, and is not called again")

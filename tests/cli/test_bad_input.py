@@ -37,7 +37,7 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         (["plot", "missing/x.mmd"], "plot at 'missing/x.mmd': expected a file in a folder that"),
         (["plot", "x"], "ends in one of .png, .svg, .pdf, .jpg, .jpeg, .mmd"),
         (["plot", "missing/x.png"], "a folder that exists"),
-        (["batch", "a.jsonl", "out", "-c", "mood=nan"], "expected NAME=COLUMN or NAME=STRENGTH"),
+        (["batch", "a.jsonl", "out", "-c", "mood= nan"], "expected NAME=COLUMN or NAME=STRENGTH"),
         (["batch", "a.jsonl", "out", "-c", "mood=a,b,c"], "expected NAME=COLUMN or NAME=STRENGTH"),
         (["batch", "a.jsonl", "out", "-c", "mood=a,"], "expected NAME=COLUMN or NAME=STRENGTH"),
         ([*STEER, "moot"], "Did you mean 'mood'"),

@@ -1,6 +1,7 @@
 """What a folder must hold for a job to go on in it."""
 
 import errno
+import os
 
 import pyarrow.parquet as pq
 import pytest
@@ -8,6 +9,7 @@ from pyarrow.json import read_json
 
 import backbone_surgery as bs
 from backbone_surgery.datasets import job
+from backbone_surgery.datasets.folder_lock import lock_on
 from backbone_surgery.datasets.shards import JsonRows
 from backbone_surgery.files import hidden_beside
 from tests.datasets.conftest import OPTIONS, make_lm, read_lines
@@ -137,7 +139,7 @@ def test_another_job_is_refused_while_one_runs(lm, lines, tmp_path, monkeypatch)
     def another(text):
         if not tried:
             tried.append(text)
-            with pytest.raises(bs.SurgeryError, match="that a job with other settings runs in"):
+            with pytest.raises(bs.SurgeryError, match="perhaps by a job with other settings"):
                 bs.generate_dataset(make_lm, lines, tmp_path / "out", seed=1, **OPTIONS)
         return 1.0
 
@@ -147,19 +149,39 @@ def test_another_job_is_refused_while_one_runs(lm, lines, tmp_path, monkeypatch)
 
 
 def test_the_same_job_may_run_twice_at_once(lm, lines, tmp_path, monkeypatch):
+    """The one that ends first leaves the other the file that it is writing."""
     whole = [path.read_bytes() for path in generate(lm, lines, tmp_path / "whole")]
-    tried, run = [], job.run
+    tried, write = [], JsonRows.write
 
-    def twice(*args):
+    def once_more(self, path, columns):
+        write(self, path, columns)
         if not tried:
-            tried.append(1)
+            tried.append(path)
             generate(lm, lines, tmp_path / "out")
-        run(*args)
+            assert path.exists()
 
-    monkeypatch.setattr("backbone_surgery.datasets.carry_out.run", twice)
+    monkeypatch.setattr(JsonRows, "write", once_more)
     paths = generate(lm, lines, tmp_path / "out")
     assert tried
     assert [path.read_bytes() for path in paths] == whole
+    assert not tried[0].exists()
+
+
+def test_a_folder_that_stays_locked_is_told_of(lm, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "_PATIENCE", 0.1)
+    generate(lm, lines, tmp_path / "out")
+    with lock_on(tmp_path / "out") as lock:
+        assert lock.take(alone=True)
+        with pytest.raises(bs.SurgeryError, match="expected a folder that no other process has"):
+            generate(lm, lines, tmp_path / "out")
+
+
+def test_a_job_that_is_done_needs_nothing_written(lm, lines, tmp_path, monkeypatch):
+    paths = generate(lm, lines, tmp_path / "out")
+    monkeypatch.setattr(os, "access", lambda *args: False)  # a folder that is only read
+    assert generate(lm, lines, tmp_path / "out") == paths
+    with pytest.raises(bs.SurgeryError, match="expected a folder that can be read and written"):
+        generate(lm, lines, tmp_path / "other")
 
 
 def test_a_job_knows_how_precise_its_products_are(lm, lines, tmp_path):
