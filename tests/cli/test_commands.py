@@ -229,7 +229,7 @@ def test_a_mistyped_control_of_an_edit_is_told_the_one_there_is(run, edited_fold
 
 def test_an_interrupted_command_ends_while_it_imports():
     words = (
-        "import os, signal, sys\n"
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupts:\n"
         "    def find_spec(self, name, *others):\n"
         "        if name == 'keras_hub': os.kill(os.getpid(), signal.SIGINT)\n"

@@ -120,12 +120,17 @@ def test_text(writer, streamed):
     assert complaints(calls) == []
 
 
-def test_refusals_say_what_is_expected(lm, writer):
+def test_refusals_say_what_is_expected(lm, writer, monkeypatch):
     inputs = {"token_ids": IDS, "padding_mask": MASK}
     with pytest.raises(bs.SurgeryError, match="at 'strip_prompt': expected True or False"):
         lm.generate(inputs, strip_prompt="no")
-    with pytest.raises(bs.SurgeryError, match="at 'inputs': expected text that the tokenizer can"):
+    with pytest.raises(bs.SurgeryError, match="at text 0: expected text that UTF-8 can hold"):
         writer.generate("\ud800")
+    with monkeypatch.context() as broken:
+        broken.setattr(writer.preprocessor, "generate_preprocess", None)
+        words = "at 'inputs': expected text that the tokenizer can read. Received .* TypeError"
+        with pytest.raises(bs.SurgeryError, match=words):
+            writer.generate("Tom")
     with pytest.raises(bs.SurgeryError, match="a sampler: expected the name of one, an instance"):
         lm.compile(sampler=3)
 
