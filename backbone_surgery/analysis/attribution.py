@@ -12,6 +12,7 @@ from backbone_surgery.analysis.question import (
     Metric,
     TokenLogits,
     bind_row,
+    check_no_nan,
     check_selector,
     derived,
     make_metric,
@@ -72,7 +73,7 @@ def attribution(
         An `Attribution`, with `values` float32[sites, tokens].
 
     Raises:
-        SurgeryError: bad input, or another backend.
+        SurgeryError: bad input, another backend, or the model gives NaN.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -108,6 +109,7 @@ def attribution(
         hosts.to_numpy(g) * np.asarray(hosts.to_numpy(x), "float32")
         for g, x in zip(gradients, captured, strict=True)
     ]
+    check_no_nan([value, *(p.sum() for p in products)], lm, "attribution")
     summed = [p[0].reshape(len(question.token_ids), -1).sum(axis=-1) for p in products]
     return Attribution(np.stack(summed), float(value), sites, question.labels)
 

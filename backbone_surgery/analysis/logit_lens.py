@@ -10,6 +10,7 @@ import numpy as np
 from backbone_surgery import graph
 from backbone_surgery.analysis.question import (
     bind_row,
+    check_no_nan,
     check_selector,
     derived,
     read_text,
@@ -71,7 +72,7 @@ def logit_lens(
         A `LogitLens`, with arrays [sites, tokens].
 
     Raises:
-        SurgeryError: a site that is not of the residual stream.
+        SurgeryError: a site that is not of the residual stream, or the model gives NaN.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -100,6 +101,7 @@ def logit_lens(
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     probabilities = np.exp(log_probabilities)
+    check_no_nan(probabilities, lm, "logit_lens")
     best = probabilities.argmax(axis=-1).astype(np.int32)
     return LogitLens(
         token_ids=best,

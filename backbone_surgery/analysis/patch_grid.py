@@ -10,6 +10,7 @@ from keras import ops
 from backbone_surgery import hosts
 from backbone_surgery.analysis.question import (
     Metric,
+    check_no_nan,
     check_selector,
     head_of,
     make_metric,
@@ -94,7 +95,7 @@ def patch_grid(
 
     Raises:
         SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
-            or what `Patch` refuses.
+            what `Patch` refuses, or the model gives NaN.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -115,6 +116,7 @@ def patch_grid(
     runs = Runs(lm, at, texts[0], controls)
     whole = [runs.whole(text) for text in texts]
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]
+    check_no_nan(ends, lm, "patch_grid")
     activations, others = (runs.activations(values) for values in whole)
     grid = np.full((len(runs.sites), len(ids[0])), ends[1], "float32")
     # Tokens before the first that differs have the same activations: there a patch does nothing.
@@ -128,6 +130,7 @@ def patch_grid(
         rows = np.stack([states[s, t] for s, t in padded])
         for cell, value in zip(part, _measured(lm, measure, rows), strict=False):
             grid[cell] = value
+    check_no_nan(grid, lm, "patch_grid")
     return PatchGrid(grid, float(ends[0]), float(ends[1]), runs.sites, texts[1].labels)
 
 

@@ -185,6 +185,16 @@ def bind_row(
     return bind_controls(lm.opened, controls, np.array([len(text.token_ids)]), operation)
 
 
+def check_no_nan(values: Any, lm: CachedCausalLM, operation: str) -> None:
+    """Refuse results of a model whose numbers went past the range of its dtype."""
+    if np.isnan(np.asarray(values, "float32")).any():
+        raise SurgeryError(
+            f"{operation}: expected numbers. Received NaN, of a model that computes in "
+            f"{lm.opened.compute_dtype}. If that is float16, which ends at 65,504, load the model "
+            "in bfloat16 or float32."
+        )
+
+
 def next_token_logits(model: EditedBackbone, hidden_states: Any) -> Any:
     """Return the logits after the last token, float[batch, vocabulary]."""
     return logits_of(model.token_embedding, hidden_states[:, -1])

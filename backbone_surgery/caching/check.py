@@ -84,7 +84,7 @@ def check(
 
     Raises:
         CacheMismatchError: the two disagree.
-        SurgeryError: a control or the seed is none.
+        SurgeryError: a control or the seed is none, or hidden states are not finite.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -106,6 +106,12 @@ def check(
     mask = np.arange(time)[None] >= np.array([0, time // 3, time // 2])[:, None]
     outputs = predict(uncached, {"token_ids": token_ids, "padding_mask": mask, **rows})
     wanted = _compared(cached, outputs)
+    if not np.isfinite(_real(wanted, mask)["hidden_states"]).all():
+        raise SurgeryError(
+            f"check at '{opened.name}': expected finite hidden states. Received NaN or an infinite "
+            f"one without a cache, of a model that computes in {opened.compute_dtype}. If that is "
+            "float16, which ends at 65,504, load the model in bfloat16 or float32."
+        )
     scores = {f"{name}_given": x for name, x in wanted.items() if name != "hidden_states"}
     by_token = {"token_ids": token_ids, **scores}
     # In half precision a backbone rounds elsewhere, in every block.

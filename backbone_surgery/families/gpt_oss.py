@@ -54,7 +54,7 @@ def _mlp(layer, x, padding_mask):
 
     def expert(x, experts):
         x = experts.project(x, "gate_up_proj") + experts.vector("gate_up_proj_bias")
-        gate = ops.clip(x[..., ::2], -1e9, bank.limit)
+        gate = ops.minimum(x[..., ::2], bank.limit)
         up = ops.clip(x[..., 1::2], -bank.limit, bank.limit)
         x = (up + 1) * (gate * ops.sigmoid(gate * bank.alpha))
         return experts.project(x, "down_proj") + experts.vector("down_proj_bias")

@@ -83,7 +83,8 @@ def check_names(model: keras.Model, inputs: Any, defaults: Iterable[str] = ()) -
     if unknown:
         raise SurgeryError(
             f"call of '{model.name}' at input '{unknown[0]}': expected inputs of the model. "
-            f"Received one that it has not. {closest(unknown[0], known)}"
+            "Received one that it has not. Leave it out, or rename it. "
+            f"{closest(unknown[0], known)}"
         )
     missing = [name for name in known if name not in inputs and name not in defaults]
     if missing:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from tests.helpers import make_gpt2
 from tests.rubbish import complaints, with_rubbish
 
 
@@ -64,6 +65,23 @@ def test_metrics_that_give_no_number_are_refused(lm, metric, words):
             call()
     with pytest.raises(bs.SurgeryError, match=r"expected a function that returns floats"):
         bs.attribution(lm, [1, 2], lambda logits: keras.ops.argmax(logits, axis=-1))
+
+
+def test_a_model_past_the_range_of_float16_is_told_of():
+    backbone = make_gpt2(num_layers=2, dtype="float16")
+    backbone.transformer_layers[0]._feedforward_output_dense.bias.assign(np.full(32, 6e4))
+    backbone.transformer_layers[1]._feedforward_output_dense.bias.assign(np.full(32, 6e4))
+    lm = bs.CachedCausalLM(backbone)
+    calls = [
+        lambda: bs.logit_lens(lm, [1, 2, 3]),
+        lambda: bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)),
+        lambda: bs.attribution(lm, [1, 2, 3], (5, 6)),
+    ]
+    for call in calls:
+        with pytest.raises(bs.SurgeryError, match=r"expected numbers. Received NaN.* bfloat16"):
+            call()
+    with pytest.raises(bs.SurgeryError, match=r"check at .* expected finite hidden states\."):
+        bs.check(backbone)
 
 
 def test_errors_name_the_function_and_its_argument(lm):
