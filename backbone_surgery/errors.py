@@ -47,6 +47,10 @@ class RecipeError(SurgeryError):
     """A recipe is damaged, unknown or does not fit; nothing was built from it."""
 
 
+PAST_FLOAT16 = "If that is float16, which ends at 65,504, load the model in bfloat16 or float32."
+"""What to do about NaN of a model, after the dtype that it computes in."""
+
+
 def closest(name: object, known: Iterable[object]) -> str:
     """Return a hint such as `Did you mean 'key'? Known: key, value.` for an unknown name."""
     names = [str(k) for k in known]

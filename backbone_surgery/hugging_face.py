@@ -70,10 +70,10 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
         _check_files(preset, Path(loader.preset))
         graph.jax_memory_cleanup(backbone)
         is_float = kind == "gpt_oss" and text.get("quantization_config") is None
-        make_files = _FilesOfFloatExperts if is_float else _Files
-        with make_files(loader.preset) as files, _in_words(preset, kind):
+        found = _FilesOfFloatExperts(loader.preset, backbone) if is_float else _Files(loader.preset)
+        with found as files, _in_words(preset, kind):
             loader.converter.convert_weights(backbone, files, config)
-            files.finish(backbone)
+            files.finish()
             _check_all_read(preset, kind, text, files)
     return backbone
 
@@ -112,7 +112,7 @@ class _Files(graph.SafetensorLoader):
             names = set(self.safetensor_config["weight_map"])
         return sorted(names - self.read)
 
-    def finish(self, backbone: keras.Model) -> None:
+    def finish(self) -> None:
         """Load what a converter does not."""
 
 
@@ -122,22 +122,25 @@ class _FilesOfFloatExperts(_Files):
     It is given zeros for these, and the kernels are loaded afterwards.
     """
 
+    def __init__(self, preset: str, backbone: Any) -> None:
+        super().__init__(preset)
+        self.banks = [block.sparse_moe_block.experts for block in backbone.transformer_layers]
+
     def get_tensor(self, hf_weight_key: str) -> np.ndarray:
         """Return a tensor of the files, or zeros in MXFP4 for the kernels of experts."""
         name, _, part = hf_weight_key.rpartition("_")
         if part not in ("blocks", "scales"):
             return super().get_tensor(hf_weight_key)
-        experts, inputs, outputs = super().get_tensor(name).shape
+        experts, inputs, outputs = getattr(self.banks[0], name.rpartition(".")[2]).shape
         size = (experts, outputs, 1)
         return np.zeros((*size, inputs // 2) if part == "blocks" else size, np.uint8)
 
-    def finish(self, backbone: Any) -> None:
+    def finish(self) -> None:
         """Load the kernels of the experts, [experts, inputs, outputs] in both."""
-        for i, block in enumerate(backbone.transformer_layers):
-            experts = block.sparse_moe_block.experts
+        for i, bank in enumerate(self.banks):
             for name in ("gate_up_proj", "down_proj"):
                 kernels = self.get_tensor(f"model.layers.{i}.mlp.experts.{name}")
-                getattr(experts, name).assign(kernels)
+                getattr(bank, name).assign(kernels)
 
 
 class _Unrounded(np.ndarray):

@@ -11,7 +11,7 @@ from keras import ops
 from backbone_surgery import hosts
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import PAST_FLOAT16, SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import read_prompts
@@ -190,8 +190,7 @@ def check_no_nan(values: Any, lm: CachedCausalLM, operation: str) -> None:
     if np.isnan(np.asarray(values, "float32")).any():
         raise SurgeryError(
             f"{operation}: expected numbers. Received NaN, of a model that computes in "
-            f"{lm.opened.compute_dtype}. If that is float16, which ends at 65,504, load the model "
-            "in bfloat16 or float32."
+            f"{lm.opened.compute_dtype}. {PAST_FLOAT16}"
         )
 
 

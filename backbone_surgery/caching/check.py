@@ -13,7 +13,13 @@ from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.choices import chooses, with_choices
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
-from backbone_surgery.errors import CacheMismatchError, SurgeryError, closest, shown
+from backbone_surgery.errors import (
+    PAST_FLOAT16,
+    CacheMismatchError,
+    SurgeryError,
+    closest,
+    shown,
+)
 from backbone_surgery.numbers import fits, is_int, read_as
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
@@ -109,8 +115,8 @@ def check(
     if not np.isfinite(_real(wanted, mask)["hidden_states"]).all():
         raise SurgeryError(
             f"check at '{opened.name}': expected finite hidden states. Received NaN or an infinite "
-            f"one without a cache, of a model that computes in {opened.compute_dtype}. If that is "
-            "float16, which ends at 65,504, load the model in bfloat16 or float32."
+            f"one without a cache, of a model that computes in {opened.compute_dtype}. "
+            f"{PAST_FLOAT16}"
         )
     scores = {f"{name}_given": x for name, x in wanted.items() if name != "hidden_states"}
     by_token = {"token_ids": token_ids, **scores}

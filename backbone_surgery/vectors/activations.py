@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from backbone_surgery import graph
 from backbone_surgery.caching.known import is_known
-from backbone_surgery.errors import SurgeryError, shown, shown_ids
+from backbone_surgery.errors import PAST_FLOAT16, SurgeryError, shown, shown_ids
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
@@ -188,8 +188,8 @@ def _check_finite(measured: Mapping[str, np.ndarray], dtype: str) -> None:
         if not finite.all():
             raise SurgeryError(
                 f"measuring at '{path}': expected finite activations. Received NaN or Inf for text "
-                f"{finite.argmin()}, of a model that computes in {dtype}. If that is float16, "
-                "which ends at 65,504, load the model in bfloat16 or float32."
+                f"{finite.argmin()}, of a model that computes in {dtype}. "
+                f"{PAST_FLOAT16}"
             )
 
 

@@ -137,6 +137,8 @@ def test_a_model_that_was_quantised_since_is_refused():
     assert engine.stats.compilations == before
     with pytest.raises(bs.SurgeryError, match=r"quantised since\. Make another engine"):
         asked.submit(engine)
+    with pytest.raises(bs.SurgeryError, match="warm_up: expected the model as it was"):
+        engine.warm_up()
 
 
 @pytest.mark.slow
