@@ -33,7 +33,13 @@ Cell = tuple[int, int]
 
 
 class Cut(Identity):
-    """Where the graph is cut: what goes in can be replaced."""
+    """Where the graph is cut: what goes in can be replaced, by what another text has there.
+
+    Attributes:
+        keeps_zeros: true, since weights of experts from another text are as few.
+    """
+
+    keeps_zeros = True
 
 
 @dataclass(frozen=True)

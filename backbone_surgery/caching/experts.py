@@ -59,10 +59,10 @@ def choice_of(weights: keras.KerasTensor, compute_dtype: str) -> Choice | None:
             if is_edited or layer.compute_dtype != compute_dtype:
                 return Choice(layer.top_k, None, weights)
             return Choice(layer.top_k, layer, node.input_tensors[0])
-        if not isinstance(layer, Identity):
-            if not getattr(layer, "keeps_zeros", False):
-                return None
+        if getattr(layer, "keeps_zeros", False):
             is_edited = True
+        elif not isinstance(layer, Identity):
+            return None
         given = node.input_tensors[0]
 
 

@@ -14,6 +14,7 @@ TOKENS = {"token_ids": np.array([CLEAN]), "padding_mask": np.ones((1, 5), "int32
 GROUPS = ("qwen3", "mixtral", "gpt_oss", "gemma3", "gemma4", "qwen3_5")
 NORM_AFTER = ("gemma3", "gemma4")
 """A norm stands between the projection of attention and what it gives."""
+MIXTURES = {"mixtral": {}, "gpt_oss": {}, "gemma4": ROWS["gemma4"].shapes[2]}
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", GROUPS)]
 
@@ -42,6 +43,20 @@ def test_grids_of_texts_in_pieces_are_one_pass_for_each_cell(name, at, monkeypat
     logits = logits_of_cells(lm, clean, corrupted, at, cells)
     wanted = logits[:, 7] - logits[:, 8]
     assert np.abs([got.values[cell] for cell in cells] - wanted).max() <= 1e-4
+
+
+@pytest.mark.parametrize("router", ["router", "expert_weights"])
+def test_grids_of_what_chooses_experts(name, router):
+    if name not in MIXTURES:
+        pytest.skip("has no experts")
+    lm = bs.CachedCausalLM(ROWS[name].make(**MIXTURES[name]))
+    at = f"blocks.*.{router}"
+    got = bs.patch_grid(lm, CLEAN, CORRUPTED, (7, 8), at=at)
+    cells = [(s, t) for s in range(len(got.sites)) for t in range(2, 5)]
+    logits = logits_of_cells(lm, CLEAN, CORRUPTED, at, cells)
+    values = np.array([got.values[cell] for cell in cells])
+    assert np.abs(values - (logits[:, 7] - logits[:, 8])).max() <= 1e-4
+    assert np.abs(values - got.corrupted).max() >= 1e-3
 
 
 def test_drawings_name_each_block_and_cache(name):
