@@ -190,7 +190,7 @@ class LookUp:
         own = jax.tree.map(lambda x: x[kept - 1], after)
         return {
             **state,
-            "tokens": jax.lax.dynamic_update_slice(state["tokens"], tokens, (0, slot)),
+            "tokens": jax.lax.dynamic_update_slice_in_dim(state["tokens"], tokens, slot, 1),
             "done": done | ended,
             "slot": slot + kept,
             "draws": {"of": own, "trust": trust},

@@ -224,7 +224,7 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
     slot, done = state["slot"], state["done"]
     budget = jnp.repeat(arguments["budget"], strategy.width)
     stopped = (tokens[:, None] == arguments["stop_ids"]).any(axis=1)
-    written = jax.lax.dynamic_update_slice(state["tokens"], tokens[:, None], (0, slot))
+    written = jax.lax.dynamic_update_slice_in_dim(state["tokens"], tokens[:, None], slot, 1)
     out_of_budget = slot + 1 - state["start"] >= budget
     return {**state, "tokens": written, "done": done | stopped | out_of_budget, "slot": slot + 1}
 

@@ -65,7 +65,8 @@ class ChunkMask(keras.layers.Layer):
 
     def call(self, token_ids, cache_mask, cache_update_index):
         index = ops.cast(cache_update_index, "int32")
-        return ops.slice(ops.cast(cache_mask, "int32"), (0, index), ops.shape(token_ids))
+        start = (ops.zeros_like(index), index)  # of one dtype, as `write_slots` has them
+        return ops.slice(ops.cast(cache_mask, "int32"), start, ops.shape(token_ids))
 
     def compute_output_spec(self, token_ids, cache_mask, cache_update_index):
         return keras.KerasTensor(token_ids.shape, "int32")

@@ -197,7 +197,8 @@ def kept_axes(shape: Sequence[int | None], slot_axis: int | None) -> list[int]:
 def write_slots(array: Any, cache_update_index: Any, update: Any) -> Any:
     """Write the entries of new tokens into an array whose axis 1 counts slots, from a slot on."""
     index = ops.cast(cache_update_index, "int32")
-    start = [index if i == 1 else 0 for i in kept_axes(array.shape, 1)]
+    # In 64 bits JAX would take a number for int64, and refuses indices of two dtypes.
+    start = [index if i == 1 else ops.zeros_like(index) for i in kept_axes(array.shape, 1)]
     update = ops.cast(update, array.dtype)
     written = ops.slice_update(_without_ones(array), start, _without_ones(update))
     return ops.reshape(written, ops.shape(array))

@@ -43,6 +43,9 @@ class RowBatch:
         lengths: the lengths that the cache can have, in order.
         steps: tokens of a chunk.
         stop_ids: how many stop tokens a job can have.
+
+    Attributes:
+        new_tokens: how many were handed out so far.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class RowBatch:
             name: np.repeat(value, rows) for name, value in Sampling().arrays().items()
         }
         self.slot, self.length = 1, lengths[0]
+        self.new_tokens = 0
         self.first_tokens: list[tuple[Job, int, State]] = []
         self.state: State = {}  # made with the first row
         self.controls: State = {}
@@ -191,6 +195,7 @@ class RowBatch:
         new = new[: job.budget]
         known = int(np.append(new == NO_TOKEN, True).argmax())
         new_and_cut, stopped = job.stops.cut(job.prompt, new[:known])
+        self.new_tokens += len(new_and_cut) - len(job.new)
         if known < len(new) and not stopped:
             job.fail(
                 SurgeryError(

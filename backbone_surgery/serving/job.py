@@ -4,18 +4,35 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
+from backbone_surgery.contexts import setting
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.sampling import Sampling
 
 _log = logging.getLogger(__name__)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+
+_untold: ContextVar["list[Job] | None"] = ContextVar("untold", default=None)
+"""Jobs that changed, where listeners are called later."""
+
+
+@contextlib.contextmanager
+def listeners_later() -> Iterator[None]:
+    """Call the listeners of jobs that change inside at the end, once all of them have changed."""
+    jobs: list[Job] = []
+    try:
+        with setting({_untold: jobs}):
+            yield
+    finally:
+        for job in jobs:
+            job.tell()
 
 
 @dataclass(eq=False)
@@ -37,7 +54,7 @@ class Job:
         notes: log-probabilities of its steps, one entry for each time that some were there.
         captured: `{name: array}` of the tokens that were run, once it has ended.
         listeners: called after each change, by whatever thread makes it, once it has let go of
-            `changed`.
+            `changed`; after those inside `listeners_later` at its end.
         reused: how many tokens of the prompt came out of the prefix cache.
         submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
         first_token: when its first token was there.
@@ -80,7 +97,7 @@ class Job:
                 self.first_token = time.perf_counter()
             self.new, self.reason = new, reason
             self.changed.notify_all()
-        self._tell()
+        self.tell()
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
@@ -89,7 +106,7 @@ class Job:
                 return
             self.error, self.reason = error, "error"
             self.changed.notify_all()
-        self._tell()
+        self.tell()
 
     def cancel(self) -> None:
         """End as it is: nobody waits for the rest."""
@@ -98,9 +115,15 @@ class Job:
                 return
             self.reason = "cancelled"
             self.changed.notify_all()
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Call the listeners, or leave it to `listeners_later`."""
+        untold = _untold.get()
+        if untold is not None:
+            if self not in untold:
+                untold.append(self)
+            return
         for listener in [*self.listeners]:
             try:
                 listener()

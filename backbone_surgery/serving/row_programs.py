@@ -45,14 +45,13 @@ class RowPrograms:
     def weights_of_now(self) -> Iterator[None]:
         """Have all that runs inside use the weights as they are now.
 
-        To look them up takes a good part of the time in which a program is started. It may be
-        entered again inside: a listener of a request may drive the engine.
+        To look them up takes a good part of the time in which a program is started.
         """
-        before, self.weights = self.weights, self.programs.weights()
+        self.weights = self.programs.weights()
         try:
             yield
         finally:
-            self.weights = before  # outside none: they may change, and old ones are not to be kept
+            self.weights = []  # outside they may change, and old ones are not to be kept
 
     def new_state(self, length: int) -> State:
         """Make a decode state of rows that have all ended."""

@@ -14,7 +14,7 @@ from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.rewriting.control import schedule_width
 from backbone_surgery.rewriting.steer import Steer
 from backbone_surgery.serving.batch import Chunk, RowBatch, controls_of_sizes
-from backbone_surgery.serving.job import Job
+from backbone_surgery.serving.job import Job, listeners_later
 from backbone_surgery.serving.logprobs import RecordedSampling
 from backbone_surgery.serving.prefill import Prefill
 from backbone_surgery.serving.prefix_cache import PrefixCache
@@ -100,7 +100,7 @@ class Scheduler:
         }
         self._sizes_run = dict(self._sizes)
         self._weights: list[weakref.ref] = []
-        self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
+        self._prompt_tokens = self._reused_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +118,7 @@ class Scheduler:
             running=self._batch.count,
             prompt_tokens=self._prompt_tokens,
             reused_tokens=self._reused_tokens,
-            new_tokens=self._new_tokens,
+            new_tokens=self._batch.new_tokens,
             prefix_cache_bytes=0 if kept is None else kept.nbytes,
             compilations=dict(self.programs.programs.compilations),
         )
@@ -159,12 +159,13 @@ class Scheduler:
     def step(self) -> bool:
         """Admit jobs, run one chunk of steps, and hand out tokens; whether there is more to do."""
         with self._lock:
-            try:
-                with self.programs.weights_of_now():
-                    self._step()
-            except BaseException as error:
-                self._fail(error)
-                raise
+            with listeners_later():  # they may call `step`
+                try:
+                    with self.programs.weights_of_now():
+                        self._step()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
             return self.has_work
 
     def cancel_all(self) -> None:
@@ -216,9 +217,7 @@ class Scheduler:
     def _read(self) -> None:
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
-            before = sum(len(row.job.new) for row in chunk.rows)
             self._batch.read(chunk)
-            self._new_tokens += sum(len(row.job.new) for row in chunk.rows) - before
 
     def _admit(self) -> None:
         """Run prompts; less than two chunks of them while there are rows to keep waiting."""

@@ -5,7 +5,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import target
-from tests.helpers import make_gpt2
+from tests.helpers import FAMILIES, make_gpt2
 
 INPUTS = {"token_ids": np.array([[1, 2, 3]]), "padding_mask": np.ones((1, 3), bool)}
 
@@ -41,6 +41,26 @@ def test_none_is_what_jax_is_set_to_at_the_call():
         with jax.default_matmul_precision(precision):
             lm.generate(INPUTS, max_new_tokens=2, stop_token_ids=None)
         assert lm.programs.compilations["decode"] == min(count, 2)
+
+
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_jax_set_to_64_bits_changes_nothing(name):
+    """KerasHub's own `generate` fails there: indices of its caches have two dtypes."""
+    import jax
+
+    backbone = FAMILIES[name](num_layers=2)
+    edit = bs.Steer("mood", {1: np.ones(backbone.hidden_dim)})
+    texts = []
+    for bits in (False, True):
+        with jax.enable_x64(bits):
+            lm = bs.CachedCausalLM(bs.operate(backbone, [edit, bs.Capture("blocks.0")]))
+            for sampler, options in (("greedy", {"lookup": 2}), ("beam", {})):
+                lm.compile(sampler=sampler)
+                options |= {"controls": {"mood": 0.5}, "stop_token_ids": None}
+                new = lm.generate(INPUTS, max_new_tokens=4, **options)
+                texts.append(np.asarray(new["token_ids"]).tolist())
+    assert texts[:2] == texts[2:]
 
 
 @pytest.mark.slow

@@ -102,15 +102,38 @@ def test_captures_of_one_new_token_beside_others(lm, length):
         assert_as_alone(lm, asked, request)
 
 
-@pytest.mark.slow
-def test_a_listener_may_drive_the_engine(lm):
-    """What it is called within goes on with weights after that."""
+@pytest.mark.parametrize("drive", ["steps", "waits for another request"])
+def test_a_listener_may_drive_the_engine(lm, drive):
+    """A step is done when it is called, so nothing is lost, read twice or noted too late."""
+    engine = make_engine(lm, chunk_size=3)
+    asked = ask([1, 2, 3], max_new_tokens=20), ask([4, 5, 6, 7], max_new_tokens=23)
+    wanted = [engine.submit(a.inputs, **a.settings, logprobs=True) for a in asked]
+    for request in wanted:
+        request.result()
+    first, second = (engine.submit(a.inputs, **a.settings, logprobs=True) for a in asked)
+    counts = []
+
+    def listener():
+        counts.append(len(first.token_ids))
+        if drive == "steps":
+            engine.step()
+        elif not first.finish_reason:
+            second.result()
+
+    first.listen(listener)
+    for a, request, like in zip(asked, (first, second), wanted, strict=True):
+        assert_as_alone(lm, a, request)
+        np.testing.assert_array_equal(request.logprobs.logprobs, like.logprobs.logprobs)
+    assert counts == sorted(counts)
+    assert engine.stats.running == engine.stats.waiting == 0
+    assert engine.stats.new_tokens == 2 * (20 + 23)
+
+
+def test_tokens_are_counted_as_they_are_handed_out(lm):
     engine = make_engine(lm)
-    first = ask([1, 2, 3], max_new_tokens=0).submit(engine)
-    asked = ask([4, 5, 6, 7], max_new_tokens=20)
-    first.listen(engine.step)
-    assert_as_alone(lm, asked, asked.submit(engine))
-    assert not engine._scheduler.programs.weights
+    for i, budget in enumerate((1, 0, 5), 1):
+        ask([i, 2, 3], max_new_tokens=budget).submit(engine).result()
+    assert engine.stats.new_tokens == 6
 
 
 def test_a_listener_is_called_while_no_lock_is_held(lm):
