@@ -308,7 +308,8 @@ class Engine:
 
     def _advance(self, job: Job, count: int) -> None:
         """Return once a job has more tokens than `count`, or has ended."""
-        while self._thread is None and len(job.new) <= count and not job.ended:
+        mine = (None, threading.current_thread())  # a listener may wait in the engine's own
+        while self._thread in mine and len(job.new) <= count and not job.ended:
             if not self.step() and not job.ended:
                 return
         with job.changed:

@@ -64,8 +64,7 @@ class EngineRequest:
     def listen(self, listener: Callable[[], None]) -> None:
         """Have a function called at every change, in the thread that makes it.
 
-        It may call `step` of an engine without a thread. With one, it must not wait for a request.
-        What it raises is logged, and it is not called again; the request goes on.
+        It may call the engine's `step`, or wait for another request. What it raises is logged, and it is not called again; the request goes on.
         """
         self._job.listeners.append(listener)
 

@@ -129,6 +129,15 @@ def test_a_listener_may_drive_the_engine(lm, drive):
     assert engine.stats.new_tokens == 2 * (20 + 23)
 
 
+def test_a_listener_may_wait_in_the_thread_of_the_engine(lm):
+    asked = ask([1, 2, 3], max_new_tokens=5), ask([4, 5, 6, 7], max_new_tokens=30)
+    with make_engine(lm) as engine:
+        first, second = (a.submit(engine) for a in asked)
+        first.listen(lambda: first.finish_reason and second.result())
+        for a, request in zip(asked, (first, second), strict=True):
+            assert_as_alone(lm, a, request)
+
+
 def test_tokens_are_counted_as_they_are_handed_out(lm):
     engine = make_engine(lm)
     for i, budget in enumerate((1, 0, 5), 1):
