@@ -64,7 +64,8 @@ class EngineRequest:
     def listen(self, listener: Callable[[], None]) -> None:
         """Have a function called at every change, in the thread that makes it.
 
-        It may call the engine's `step`, or wait for another request. What it raises is logged, and it is not called again; the request goes on.
+        It may call the engine's `step`, or wait for another request. What it raises is logged, and
+        it is not called again; the request goes on.
         """
         self._job.listeners.append(listener)
 
