@@ -96,22 +96,24 @@ def call(
         stages: of the pipeline in which loops read; with 1 they read into registers at once.
         **settings: of the kernel.
     """
+    import jax
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
     arrays, specs = zip(*operands, strict=True)
     shapes, out_specs = zip(*made, strict=True)
-    return pallas.pallas_call(
-        partial(kernel, **settings),
-        grid=grid,
-        in_specs=specs,
-        out_specs=out_specs,
-        out_shape=shapes,
-        input_output_aliases=dict(aliases or {}),
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=is_interpreted(),
-        name=kernel.__name__.lstrip("_"),
-    )(*arrays)
+    with jax.enable_x64(False):  # numbers in kernels are of 32 bits, whatever JAX is set to
+        return pallas.pallas_call(
+            partial(kernel, **settings),
+            grid=grid,
+            in_specs=specs,
+            out_specs=out_specs,
+            out_shape=shapes,
+            input_output_aliases=dict(aliases or {}),
+            compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=is_interpreted(),
+            name=kernel.__name__.lstrip("_"),
+        )(*arrays)
 
 
 def load(ref: Any, mask: Any) -> Any:

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import keras_hub
 import numpy as np
 import pytest
@@ -107,6 +108,19 @@ KIND_OF = [
     for i, chip in enumerate(CHIPS)
     for j, name in enumerate(ROWS)
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_precision")
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_kernels_for_a_gpu_where_jax_is_set_to_64_bits(name):
+    counts = []
+    for bits in (False, True):
+        with jax.enable_x64(bits):
+            plan = compile_for("h100", ROWS[name].make(), batch=1)
+        counts.append(plan["decode"].instructions)
+    assert counts[0] == counts[1]
+    assert any("custom-call" in instruction for instruction in counts[0])
 
 
 @pytest.mark.slow
