@@ -54,7 +54,10 @@ class Job:
         notes: log-probabilities of its steps, one entry for each time that some were there.
         captured: `{name: array}` of the tokens that were run, once it has ended.
         listeners: called after each change, by whatever thread makes it, once it has let go of
-            `changed`; after those inside `listeners_later` at its end.
+            `changed`; after those inside `listeners_later` at its end, and after those that a
+            listener makes once it has returned.
+        telling: held while they are called.
+        has_news: whether there was a change since they were called last.
         reused: how many tokens of the prompt came out of the prefix cache.
         submitted: when it came, in seconds of `time.perf_counter`; the others likewise.
         first_token: when its first token was there.
@@ -74,6 +77,8 @@ class Job:
     notes: list[dict[str, np.ndarray]] = field(default_factory=list)
     captured: dict[str, np.ndarray] | None = None
     listeners: list[Callable[[], None]] = field(default_factory=list)
+    telling: threading.Lock = field(default_factory=threading.Lock)
+    has_news: bool = False
     reused: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -124,6 +129,16 @@ class Job:
             if self not in untold:
                 untold.append(self)
             return
+        self.has_news = True
+        # Whoever finds it held leaves the news to who holds it: no listener runs inside itself.
+        while self.has_news and self.telling.acquire(blocking=False):
+            try:
+                self.has_news = False
+                self._call_listeners()
+            finally:
+                self.telling.release()
+
+    def _call_listeners(self) -> None:
         for listener in [*self.listeners]:
             try:
                 listener()

@@ -62,10 +62,10 @@ class EngineRequest:
         return None if job.first_token is None else job.first_token - job.submitted
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Have a function called at every change, in the thread that makes it.
+        """Have a function called after each change, or several, in a thread that makes them.
 
-        It may call the engine's `step`, or wait for another request. What it raises is logged, and
-        it is not called again; the request goes on.
+        It is never called inside itself. It may call the engine's `step`, or wait for another
+        request. What it raises is logged, and it is not called again; the request goes on.
         """
         self._job.listeners.append(listener)
 

@@ -111,20 +111,24 @@ def test_a_listener_may_drive_the_engine(lm, drive):
     for request in wanted:
         request.result()
     first, second = (engine.submit(a.inputs, **a.settings, logprobs=True) for a in asked)
-    counts = []
+    counts, inside, begun = [], [], []
 
     def listener():
         counts.append(len(first.token_ids))
+        begun.append(len(inside))
+        inside.append(1)
         if drive == "steps":
             engine.step()
         elif not first.finish_reason:
             second.result()
+        inside.pop()
 
     first.listen(listener)
     for a, request, like in zip(asked, (first, second), wanted, strict=True):
         assert_as_alone(lm, a, request)
         np.testing.assert_array_equal(request.logprobs.logprobs, like.logprobs.logprobs)
     assert counts == sorted(counts)
+    assert not any(begun)  # it would be as deep as there are steps
     assert engine.stats.running == engine.stats.waiting == 0
     assert engine.stats.new_tokens == 2 * (20 + 23)
 
