@@ -156,7 +156,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             loss: see KerasHub.
             sampler: a sampler's name, config or instance. `"auto"` takes what KerasHub's own task
                 for the architecture takes.
-            **kwargs: see KerasHub.
+            **kwargs: see KerasHub. `run_eagerly` and `jit_compile` are for `fit` and the like:
+                generation is compiled whatever they say.
         """
         automatic = isinstance(sampler, str) and sampler == "auto"
         sampler = get_sampler(self.opened.family.sampler if automatic else sampler)
