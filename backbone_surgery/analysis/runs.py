@@ -36,7 +36,7 @@ class Cut(Identity):
     """Where the graph is cut: what goes in can be replaced, by what another text has there.
 
     Attributes:
-        keeps_zeros: true, since weights of experts from another text are as few.
+        keeps_zeros: true, since of another text no more experts have a weight.
     """
 
     keeps_zeros = True

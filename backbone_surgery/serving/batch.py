@@ -195,7 +195,7 @@ class RowBatch:
         new = new[: job.budget]
         known = int(np.append(new == NO_TOKEN, True).argmax())
         new_and_cut, stopped = job.stops.cut(job.prompt, new[:known])
-        self.new_tokens += len(new_and_cut) - len(job.new)
+        before = len(job.new)
         if known < len(new) and not stopped:
             job.fail(
                 SurgeryError(
@@ -210,6 +210,7 @@ class RowBatch:
             job.update(new_and_cut.copy(), "stop" if stopped else "length")
         else:
             job.update(new_and_cut.copy())
+        self.new_tokens += len(job.new) - before
         if job.ended and self.jobs[row] is job:
             self._free(row)
 

@@ -326,5 +326,5 @@ class Engine:
                     return
             try:
                 self.step()
-            except Exception:  # those who wait for a request have been told
+            except BaseException:  # those who wait have been told; a listener may raise any
                 continue

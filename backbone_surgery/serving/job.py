@@ -31,8 +31,9 @@ def listeners_later() -> Iterator[None]:
         with setting({_untold: jobs}):
             yield
     finally:
-        for job in jobs:
-            job.tell()
+        with contextlib.ExitStack() as told:  # all of them, whatever a listener raises
+            for job in reversed(jobs):
+                told.callback(job.tell)
 
 
 @dataclass(eq=False)

@@ -62,10 +62,11 @@ class EngineRequest:
         return None if job.first_token is None else job.first_token - job.submitted
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Have a function called after each change, or several, in a thread that makes them.
+        """Have a function called after one or more changes, in a thread that made one of them.
 
-        It is never called inside itself. It may call the engine's `step`, or wait for another
-        request. What it raises is logged, and it is not called again; the request goes on.
+        For one request it is never called inside itself. It may call the engine's `step`, or wait
+        for another request. An exception is logged, and it is not called again; the request goes
+        on.
         """
         self._job.listeners.append(listener)
 

@@ -41,7 +41,7 @@ class EngineStats:
         running: requests that have one.
         prompt_tokens: tokens of all prompts that were run or reused.
         reused_tokens: how many of them came out of the prefix cache.
-        new_tokens: tokens that were generated.
+        new_tokens: tokens that requests were given.
         prefix_cache_bytes: how much the prefix cache holds.
         compilations: how many programs of each kind were compiled.
     """
@@ -158,23 +158,23 @@ class Scheduler:
 
     def step(self) -> bool:
         """Admit jobs, run one chunk of steps, and hand out tokens; whether there is more to do."""
-        with self._lock:
-            with listeners_later():  # they may call `step`
-                try:
-                    with self.programs.weights_of_now():
-                        self._step()
-                except BaseException as error:
-                    self._fail(error)
-                    raise
-            return self.has_work
+        with listeners_later(), self._lock:  # they may step, or wait for another thread that does
+            try:
+                with self.programs.weights_of_now():
+                    self._step()
+            except BaseException as error:
+                self._fail(error)
+                raise
+        return self.has_work
 
     def cancel_all(self) -> None:
         """Cancel all jobs."""
         with self._lock:
             with self.work:
                 waiting = [*self._queue]
-            for job in [*waiting, *self._running()]:
-                job.cancel()
+            jobs = [*waiting, *self._running()]
+        for job in jobs:
+            job.cancel()
 
     def clear(self) -> None:
         """Empty the prefix cache."""

@@ -14,7 +14,7 @@ TOKENS = {"token_ids": np.array([CLEAN]), "padding_mask": np.ones((1, 5), "int32
 GROUPS = ("qwen3", "mixtral", "gpt_oss", "gemma3", "gemma4", "qwen3_5")
 NORM_AFTER = ("gemma3", "gemma4")
 """A norm stands between the projection of attention and what it gives."""
-MIXTURES = {"mixtral": {}, "gpt_oss": {}, "gemma4": ROWS["gemma4"].shapes[2]}
+MIXTURES = {"mixtral": {"num_experts": 32}, "gpt_oss": {}, "gemma4": ROWS["gemma4"].shapes[2]}
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", GROUPS)]
 
@@ -46,12 +46,14 @@ def test_grids_of_texts_in_pieces_are_one_pass_for_each_cell(name, at, monkeypat
 
 
 @pytest.mark.parametrize("router", ["router", "expert_weights"])
-def test_grids_of_what_chooses_experts(name, router):
+def test_grids_of_what_chooses_experts(name, router, monkeypatch):
+    """One token at a time: of 32 experts only the chosen ones are run then."""
+    monkeypatch.setattr("backbone_surgery.analysis.runs._LEAST_PIECE", 1)
     if name not in MIXTURES:
         pytest.skip("has no experts")
     lm = bs.CachedCausalLM(ROWS[name].make(**MIXTURES[name]))
     at = f"blocks.*.{router}"
-    got = bs.patch_grid(lm, CLEAN, CORRUPTED, (7, 8), at=at)
+    got = bs.patch_grid(lm, CLEAN, CORRUPTED, (7, 8), at=at, batch_size=1)
     cells = [(s, t) for s in range(len(got.sites)) for t in range(2, 5)]
     logits = logits_of_cells(lm, CLEAN, CORRUPTED, at, cells)
     values = np.array([got.values[cell] for cell in cells])

@@ -1,7 +1,9 @@
 """The engine: the text of a request is what `generate` makes of it alone."""
 
+import contextlib
 import functools
 import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -140,6 +142,34 @@ def test_a_listener_may_wait_in_the_thread_of_the_engine(lm):
         first.listen(lambda: first.finish_reason and second.result())
         for a, request in zip(asked, (first, second), strict=True):
             assert_as_alone(lm, a, request)
+
+
+def test_another_thread_may_step_while_a_listener_runs(lm):
+    engine, asked = make_engine(lm), ask([1, 2, 3], max_new_tokens=20)
+    request, stuck = asked.submit(engine), []
+
+    def listener():
+        if not stuck:
+            thread = threading.Thread(target=engine.step, daemon=True)
+            thread.start()
+            thread.join(20)
+            stuck.append(thread.is_alive())
+
+    request.listen(listener)
+    assert_as_alone(lm, asked, request)
+    assert stuck == [False]
+
+
+def test_all_listeners_are_told_though_one_interrupts(lm):
+    engine, seen = make_engine(lm), []
+    first, second = (ask([i, 2, 3], max_new_tokens=2).submit(engine) for i in (1, 4))
+    first.listen(mock.Mock(side_effect=KeyboardInterrupt))
+    second.listen(lambda: seen.append(len(second.token_ids)))
+    for _ in range(9):
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+    assert first.finish_reason == second.finish_reason == "length"
+    assert seen[-1] == 2
 
 
 def test_tokens_are_counted_as_they_are_handed_out(lm):
