@@ -64,6 +64,22 @@ def test_jax_set_to_64_bits_changes_nothing(name):
 
 
 @pytest.mark.slow
+def test_check_and_analyses_where_jax_is_set_to_64_bits():
+    import jax
+
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=2))
+    wanted = bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values
+    shares = bs.attribution(lm, [1, 2, 3], (5, 6)).values
+    with jax.enable_x64(True):
+        other = bs.CachedCausalLM(lm.backbone)
+        bs.check(lm.backbone)
+        got = bs.patch_grid(other, [1, 2, 3], [1, 4, 3], metric=(5, 6)).values
+        assert np.abs(got - wanted).max() <= 1e-5
+        assert np.abs(bs.attribution(other, [1, 2, 3], (5, 6)).values - shares).max() <= 1e-5
+        assert bs.logit_lens(other, [1, 2, 3]).token_ids.shape == (2, 3)
+
+
+@pytest.mark.slow
 def test_check_asks_for_the_highest(monkeypatch):
     import jax
 
