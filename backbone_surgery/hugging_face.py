@@ -174,8 +174,9 @@ def _check_adapter(preset: str, folder: Path) -> None:
     if (folder / "adapter_config.json").is_file():
         raise SurgeryError(
             f"from_preset at '{preset}': expected a model without an adapter. Received "
-            "`adapter_config.json` beside it. Merge it with `merge_and_unload` of PEFT and save "
-            "the model; or remove the file, for the model without the adapter."
+            "`adapter_config.json` beside it. Move the adapter's files to a folder of their own, "
+            "and put it into the model with `bs.Lora`; or merge it with `merge_and_unload` of PEFT "
+            "and save the model."
         )
 
 

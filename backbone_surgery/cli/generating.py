@@ -7,6 +7,7 @@ import typer
 from backbone_surgery.cli.console import write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
+    Adapters,
     Mesh,
     Model,
     NewTokens,
@@ -15,6 +16,7 @@ from backbone_surgery.cli.options import (
     Seed,
     Vectors,
     check_strengths,
+    parse_adapters,
     parse_controls,
     parse_vectors,
 )
@@ -36,6 +38,7 @@ def generate(
         typer.Option(help="Tokens to guess at once from the text so far, such as 4, for one row."),
     ] = None,
     vector: Vectors = [],  # noqa: B006 - typer copies it
+    adapter: Adapters = [],  # noqa: B006
     control: Annotated[
         list[str],
         typer.Option(
@@ -46,10 +49,12 @@ def generate(
         ),
     ] = [],  # noqa: B006
 ) -> None:
-    """Generate text from prompts, steered by control vectors if you name any."""
+    """Generate text from prompts, steered by control vectors and adapters if you name any."""
     controls, vectors = parse_controls(control), parse_vectors(vector)
+    adapters = parse_adapters(adapter)
     check_strengths("--control", vectors, controls)
-    lm = load(model, vectors, sampler, mesh=mesh, controls=controls)
+    check_strengths("--control", adapters, controls, of="--adapter")
+    lm = load(model, vectors, sampler, mesh=mesh, controls=controls, adapters=adapters)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "seed": seed,

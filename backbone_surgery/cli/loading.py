@@ -1,4 +1,4 @@
-"""Load the model of a command, steered by control vectors."""
+"""Load the model of a command, steered by control vectors and adapted by PEFT."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ def load(
     capture: Sequence[str] = (),
     mesh: str | None = None,
     controls: Iterable[str] = (),
+    adapters: Mapping[str, str] | None = None,
 ) -> Any:
     """Load a model, with its own edit if it has one, as a compiled `CachedCausalLM`.
 
@@ -29,6 +30,7 @@ def load(
         mesh: devices to run on, such as `batch=2,model=4`.
         controls: names; of each that the edit does not have, the control vector is loaded that
             comes with the model.
+        adapters: for each control, the folder of an adapter of PEFT; strength 0 at first.
     """
     import backbone_surgery as bs
     from backbone_surgery.generation.presets import load_edited
@@ -47,9 +49,12 @@ def load(
     edit = getattr(backbone, "rewrites", ())
     own: set[str] = {name for x in edit if (name := getattr(x, "control", None)) is not None}
     _check_vectors(f"--recipe '{recipe}'" if recipe else f"--model '{model}'", own, vectors or {})
-    _check_controls(model, own, {*controls} - {*(vectors or ())})
-    files = {name: name for name in controls if name not in own} | {**(vectors or {})}
-    rewrites: list[Any] = [
+    added = dict(adapters or {})
+    _check_controls(model, own, {*controls} - {*(vectors or ()), *added})
+    known = own | set(added)
+    files = {name: name for name in controls if name not in known} | {**(vectors or {})}
+    rewrites: list[Any] = [bs.Lora(name, path, strength=0.0) for name, path in added.items()]
+    rewrites += [
         bs.Steer(name, loaded, strength=0.0) for name, loaded in load_vectors(model, files).items()
     ]
     if capture:

@@ -39,6 +39,13 @@ _VECTOR = typer.Option(
 )
 Vector = Annotated[str | None, _VECTOR]
 Vectors = Annotated[list[str], _VECTOR]
+Adapters = Annotated[
+    list[str],
+    typer.Option(
+        "--adapter",
+        help="NAME=FOLDER of a LoRA adapter that PEFT saved. Its control NAME is 0 at first.",
+    ),
+]
 Control = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +94,17 @@ def parse_vectors(texts: Sequence[str]) -> dict[str, str]:
     return files
 
 
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """Parse `NAME=FOLDER` into `{name: folder}`.
+
+    Raises:
+        SurgeryError: one of them is none, or two have the same name.
+    """
+    return _parse_named(
+        "--adapter", "NAME=FOLDER, such as french=./lora", texts, lambda x: x or None
+    )
+
+
 def parse_controls(texts: Sequence[str]) -> dict[str, float]:
     """Parse `NAME=STRENGTH` into `{name: strength}`.
 
@@ -96,16 +114,18 @@ def parse_controls(texts: Sequence[str]) -> dict[str, float]:
     return _parse_named("--control", "NAME=STRENGTH, such as mood=1.5", texts, _number)
 
 
-def check_strengths(option: str, vectors: Iterable[str], controls: Container[str]) -> None:
-    """Refuse a vector that is given no strength, since it would change nothing.
+def check_strengths(
+    option: str, vectors: Iterable[str], controls: Container[str], of: str = "--vector"
+) -> None:
+    """Refuse a vector or an adapter that is given no strength, since it would change nothing.
 
     Raises:
-        SurgeryError: one of the vectors has no control.
+        SurgeryError: one of them has no control.
     """
     for name in vectors:
         if name not in controls:
             raise SurgeryError(
-                f"--vector at '{name}': expected a strength for it. Received none, so it would "
+                f"{of} at '{name}': expected a strength for it. Received none, so it would "
                 f"change nothing. Add {option} {name}=1."
             )
 
@@ -142,7 +162,8 @@ def _parse_named(
             raise SurgeryError(f"{option}: expected {expected}. Received {text!r}. Pass that.")
         if name in values:
             raise SurgeryError(
-                f"{option} at '{name}': expected one strength. Received two. Pass one of them."
+                f"{option} at '{name}': expected each name once. Received it twice. Pass one of "
+                "them."
             )
         values[name] = value
     return values

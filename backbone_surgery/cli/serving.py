@@ -8,11 +8,13 @@ import typer
 from backbone_surgery.cli.console import note, read_text
 from backbone_surgery.cli.loading import load, load_vectors
 from backbone_surgery.cli.options import (
+    Adapters,
     Mesh,
     Model,
     Sampler,
     SamplerName,
     Vectors,
+    parse_adapters,
     parse_vectors,
 )
 from backbone_surgery.errors import SurgeryError
@@ -21,6 +23,7 @@ from backbone_surgery.errors import SurgeryError
 def serve(
     model: Model = "tiny_gpt2",
     vector: Vectors = [],  # noqa: B006 - typer copies it
+    adapter: Adapters = [],  # noqa: B006
     recipe: Annotated[
         Path | None, typer.Option(help="The folder of an edit, as `save_recipe` writes it.")
     ] = None,
@@ -55,10 +58,10 @@ def serve(
             "serve --sampler: expected greedy, random, top_k or top_p. Received beam, which a "
             "server cannot run. Choose another."
         )
-    files = parse_vectors(vector)
+    files, adapters = parse_vectors(vector), parse_adapters(adapter)
     template = None if chat_template is None else read_text(chat_template, "serve")
     check_server(host, port, api_key)
-    lm = load(model, files, sampler, recipe, capture, mesh)
+    lm = load(model, files, sampler, recipe, capture, mesh, adapters=adapters)
     note("compiling the programs that requests will need")
     bs.serve(
         lm,

@@ -16,6 +16,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.cli import steering
 from backbone_surgery.cli.loading import load
+from tests.adapters import write_adapter
 from tests.cli.conftest import PROMPT
 
 
@@ -26,6 +27,18 @@ def test_generate_prints_one_text_for_each_prompt(run):
     assert len(lines) == 2
     assert lines[0].startswith(PROMPT)
     assert len(lines[0]) > len(PROMPT) + 10
+
+
+def test_an_adapter_of_peft(run, tmp_path):
+    size = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone.hidden_dim
+    modules = {"transformer.h.1.attn.c_attn": (size, 3 * size)}
+    folder = write_adapter(tmp_path / "lora", modules)
+    args = ["generate", PROMPT, "--max-new-tokens", "12"]
+    texts = [
+        run(*args, "--adapter", f"tuned={folder}", "-c", f"tuned={strength}").stdout
+        for strength in (0, 1)
+    ]
+    assert texts[0] == run(*args).stdout != texts[1]
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_harvest_writes_activations(run, lines, tmp_path):
     ("command", "options", "words"),
     [
         ("batch", ["--controls", "mood"], "expected NAME=COLUMN or NAME=STRENGTH"),
-        ("batch", ["-c", "mood=1", "-c", "mood=2"], "expected one strength"),
+        ("batch", ["-c", "mood=1", "-c", "mood=2"], "expected each name once"),
         ("batch", ["-v", "mood"], "Add --controls mood=1"),
         ("batch", ["--score", "no_such_module:f"], "expected MODULE:FUNCTION"),
         ("batch", ["--score", "json"], "expected MODULE:FUNCTION"),

@@ -1,0 +1,154 @@
+"""Lora: an adapter of PEFT beside the linear layers that it was trained for."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.graph.emission import Emitted
+from backbone_surgery.rewriting.amounts import bind_amounts
+from backbone_surgery.rewriting.fields import Fields
+from backbone_surgery.rewriting.low_rank import Adapter
+from backbone_surgery.rewriting.peft_files import read_peft
+from backbone_surgery.rewriting.peft_layers import linear_nodes, parts_of
+from backbone_surgery.rewriting.rewrite import Rewrite, Rows, Surgery
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+@dataclass(frozen=True)
+class Lora(Rewrite):
+    """Put an adapter that PEFT trained beside the linear layers it was trained for.
+
+    Reads the folder that `save_pretrained` of PEFT (https://github.com/huggingface/peft) wrote of
+    a LoRA adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685): y becomes y + strength ·
+    scale · (x A) B, for each linear layer that the folder has factors for, in attention and MLP.
+    The strength is a control, a number or one for each row: a batch can hold rows with and without
+    the adapter, and with others. A strength of 0 is bit-equal to no edit.
+
+    Ranks and alphas that differ between layers and `use_rslora` are honoured. All else that changes
+    the result is refused, such as DoRA, biases, whole modules that were trained along, experts of a
+    mixture, and layers with their activation inside (the first of GPT-2's MLP). Dropout is for
+    PEFT's training, and left out in `fit`.
+
+    The adapter is trainable: `fit` trains it alone. The files are read once: `edited.rewrites[i]`
+    holds the `adapters`, and no path.
+
+    Attributes:
+        name: name of the control, and what the names of the layers begin with.
+        path: the folder.
+        strength: the default of the control. `fit` trains at it: at 0 there is no gradient.
+        adapters: `{"blocks.3.query": adapter}`, with linear layers as KerasHub names them, to use
+            instead of reading `path`.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+    """
+
+    name: str
+    path: str | os.PathLike[str] = ""
+    strength: float = 1.0
+    adapters: Mapping[str, keras.layers.Layer] = field(default_factory=dict)
+
+    files: ClassVar[tuple[str, ...]] = ("path",)
+
+    def __post_init__(self) -> None:
+        fields = Fields(self, "name")
+        fields.name()
+        fields.number("strength")
+        fields.instance("path", str | os.PathLike, "the path of a folder")  # type: ignore[arg-type]
+        kinds = self.adapters.values() if isinstance(self.adapters, Mapping) else [None]
+        if not all(isinstance(adapter, Adapter) for adapter in kinds):
+            raise fields.refuse(
+                "`adapters` to be {layer path: adapter}",
+                self.adapters,
+                "Take those of `edited.rewrites[i].adapters`, or leave them out.",
+            )
+        if bool(self.adapters) == bool(os.fspath(self.path)):
+            raise fields.refuse(
+                "either a `path` or `adapters`",
+                "both" if self.adapters else "neither",
+                "Pass the folder that `save_pretrained` of PEFT wrote.",
+            )
+
+    @property
+    def control(self) -> str:
+        """The name of the control."""
+        return self.name
+
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Bind a strength: a number, or one for each row."""
+        value = self.strength if value is None else value
+        bound = bind_amounts(value, f"controls at '{self.name}'", rows.batch)
+        return {f"{self.name}_strength": bound}
+
+    def rebuild(self, surgery: Surgery) -> tuple[Any, Emitted]:
+        """Replay the graph with the adapters, all of them."""
+        rebuilt = super().rebuild(surgery)
+        if unused := sorted(set(surgery.once("adapters", dict)) - set(surgery.fired)):
+            raise SurgeryError(
+                f"Lora at '{self.name}': expected a graph with all layers that the adapter is for. "
+                f"Received one without {shown(unused)}. Put the adapter before the rewrite that "
+                "takes them out, or merge it."
+            )
+        return rebuilt
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Declare the control, then put an adapter beside each layer that it is for."""
+        nodes = dict(linear_nodes(surgery.model.owner))
+        adapters = surgery.once("adapters", lambda: self.adapters or self._read(surgery, nodes))
+        chosen = {id(self._layer(path, nodes)): path for path in adapters}
+        strength = surgery.control(f"{self.name}_strength", np.float32(self.strength))
+
+        def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            path = chosen.get(id(layer))
+            if path is None:
+                return graph.KEEP
+            y = layer(*args, **kwargs)
+            surgery.train(adapters[path])
+            surgery.fired.append(path)
+            return adapters[path](args[0], y, strength)
+
+        return visit
+
+    def applied(self, surgery: Surgery) -> "Lora":
+        """Return the rewrite with its adapters, and no path."""
+        return replace(self, path="", adapters=surgery.once("adapters", dict))
+
+    def _layer(self, path: str, nodes: Mapping[str, Any]) -> Any:
+        """Return a layer of the model that an adapter fits beside."""
+        if path not in nodes:
+            raise SurgeryError(
+                f"Lora at '{self.name}': expected adapters of linear layers of this model. "
+                f"Received one of '{path}'. Use adapters of this architecture."
+            )
+        layer = nodes[path].operation
+        if layer.activation not in (None, keras.activations.linear):
+            raise SurgeryError(
+                f"Lora at '{self.name}': expected adapters of layers that are linear. Received one "
+                f"of '{path}', which has its activation inside. Merge the adapter with "
+                "`merge_and_unload` of PEFT, and load the model that it gives."
+            )
+        return layer
+
+    def _read(self, surgery: Surgery, nodes: Mapping[str, Any]) -> dict[str, Adapter]:
+        """Build the adapters from the files."""
+        adapters = {}
+        for (block, module), factors in read_peft(self.path).items():
+            for path, part in parts_of(self.name, block, module, factors, nodes):
+                self._layer(path, nodes)
+                adapter = Adapter(
+                    part.down.shape[1],
+                    part.scale,
+                    dtype=surgery.model.dtype_policy,
+                    name=f"{self.name}_{path.replace('.', '_')}",
+                )
+                adapter.build(nodes[path].input_tensors[0].shape, nodes[path].outputs[0].shape)
+                adapter.down.assign(part.down)
+                adapter.up.assign(part.up)
+                adapters[path] = adapter
+        return adapters

@@ -1,0 +1,156 @@
+"""Adapters that PEFT saved, read: LoRA, and nothing that LoRA alone does not say.
+
+Source: the code of PEFT 0.21 (https://github.com/huggingface/peft).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.files import STORABLE, as_path, read_arrays, read_json, reading
+
+_MOST = 2**20
+"""Bytes of `adapter_config.json`."""
+
+_WEIGHTS = "adapter_model.safetensors"
+
+_NAME = re.compile(
+    r"((base_model|model|transformer|language_model|decoder|gpt_neox)\.)*(layers|h)\.(?P<block>\d+)"
+    r"\.(?P<module>\w+(\.\w+)*)\.lora_(?P<factor>[AB])\.weight"
+)
+
+_READ = {"peft_type", "bias", "lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights"}
+
+_TOLD_BY_ARRAYS = {
+    *("r", "rank_pattern", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern"),
+}
+
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+    *("peft_version", "fan_in_fan_out", "lora_dropout", "eva_config", "loftq_config"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+}
+"""Settings of training, of where the base is, or of what another setting turns on."""
+
+_KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the weights of the base as they are."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What stands beside one linear layer: y becomes y + scale · (x down) up.
+
+    Attributes:
+        down: float32[inputs, rank].
+        up: float32[rank, outputs].
+        scale: a number.
+    """
+
+    down: np.ndarray
+    up: np.ndarray
+    scale: float
+
+
+def read_peft(path: Any) -> dict[tuple[int, str], Factors]:
+    """Read the adapter in a folder that `save_pretrained` of PEFT wrote.
+
+    Args:
+        path: the folder, with `adapter_config.json` and `adapter_model.safetensors`.
+
+    Returns:
+        `{(block, module): factors}`, with modules as `transformers` names them in a block, such
+        as `self_attn.q_proj`.
+
+    Raises:
+        SurgeryError: a file is missing or damaged, or the adapter is more than LoRA.
+    """
+    folder = as_path(path, "Lora")
+    missing = [n for n in ("adapter_config.json", _WEIGHTS) if not (folder / n).is_file()]
+    if missing:
+        raise SurgeryError(
+            f"Lora at '{path}': expected a folder with adapter_config.json and {_WEIGHTS}. "
+            f"Received one without {' and '.join(missing)}. Pass the folder that `save_pretrained` "
+            "of PEFT wrote."
+        )
+    with reading(folder, "Lora", "an adapter that PEFT saved"):
+        config = dict(read_json(folder / "adapter_config.json", _MOST))
+        _check_config(folder, config)
+        return _factors(folder, config, read_arrays(folder / _WEIGHTS))
+
+
+def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what changes the result and is not LoRA."""
+    known = _READ | _TOLD_BY_ARRAYS | _WITHOUT_EFFECT
+    more = {name: value for name, value in config.items() if name not in known and value}
+    if config.get("peft_type") != "LORA":
+        more["peft_type"] = config.get("peft_type")
+    if config.get("bias", "none") != "none":
+        more["bias"] = config["bias"]
+    if config.get("init_lora_weights") not in _KEEP_BASE:
+        more["init_lora_weights"] = config["init_lora_weights"]
+    if more:
+        raise SurgeryError(
+            f"Lora at '{folder}': expected LoRA beside linear layers, and nothing else. Received "
+            f"{', '.join(f'`{n}` {shown(v)}' for n, v in sorted(more.items()))}. {_MERGE}"
+        )
+
+
+_MERGE = "Merge the adapter with `merge_and_unload` of PEFT, and load the model that it gives."
+
+
+def _factors(
+    folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> dict[tuple[int, str], Factors]:
+    """Pair the arrays of each module, and compute its scale."""
+    pairs: dict[tuple[int, str], dict[str, np.ndarray]] = {}
+    names: dict[tuple[int, str], str] = {}
+    for name, array in arrays.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise SurgeryError(
+                f"Lora at '{folder}': expected factors of linear layers in blocks. Received "
+                f"'{name}'. {_MERGE}"
+            )
+        key = int(match["block"]), match["module"]
+        pairs.setdefault(key, {})[match["factor"]] = _checked(folder, name, array)
+        names[key] = name[: match.start("factor") - len(".lora_")]
+    for key, pair in pairs.items():
+        if sorted(pair) != ["A", "B"] or len(pair["A"]) != pair["B"].shape[1]:
+            received = ", ".join(f"lora_{n} {list(a.shape)}" for n, a in sorted(pair.items()))
+            raise SurgeryError(
+                f"Lora at '{folder}': expected lora_A [rank, inputs] and lora_B [outputs, rank] of "
+                f"'{names[key]}'. Received {received}. The file is damaged; get it again."
+            )
+    if not pairs:
+        raise SurgeryError(
+            f"Lora at '{folder}': expected the factors of some layers. Received a file without "
+            "any. Get it again."
+        )
+    return {
+        key: Factors(pair["A"].T, pair["B"].T, _scale(config, names[key], len(pair["A"])))
+        for key, pair in pairs.items()
+    }
+
+
+def _checked(folder: Path, name: str, array: np.ndarray) -> np.ndarray:
+    if array.ndim != 2 or array.dtype not in STORABLE or not np.isfinite(array).all():
+        raise SurgeryError(
+            f"Lora at '{folder}': expected finite matrices. Received '{name}', "
+            f"{array.dtype}{list(array.shape)}, which is none. The file is damaged; get it again."
+        )
+    return np.asarray(array, "float32")
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    """Return alpha / rank, or alpha / √rank where PEFT is told so (`use_rslora`)."""
+    patterns = config.get("alpha_pattern") or {}
+    fits = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", name))
+    alpha = float(next(fits, config["lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
