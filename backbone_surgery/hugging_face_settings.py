@@ -283,6 +283,8 @@ def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
             yield "sliding_window_pattern", (period,)
         widths = (text["head_dim"], text["hidden_size"] // text.get("num_attention_heads", 8))
         yield "query_pre_attn_scalar", widths
+    if kind == "gpt_oss" and text.get("sliding_window") in (0, 1):
+        yield "sliding_window", ()  # one token less, which KerasHub takes for none
     if kind in ("mistral", "smollm3"):
         is_windowed = kind == "mistral" and text.get("sliding_window") is not None
         yield "layer_types", ([f"{'sliding' if is_windowed else 'full'}_attention"] * number,)

@@ -54,6 +54,7 @@ def yarn(**kwargs):
         (FIXTURES / "hf_gemma2", {"layer_types": ["full_attention"] * 3}, ".* as `layer_types`"),
         (FAMILIES / "gemma3_text", {"attn_logit_softcapping": 3.0}, "null as `attn_logit_soft"),
         (FAMILIES / "gemma3_text", {"rope_local_base_freq": 5.0, "rope_parameters": None}, "10000"),
+        (FAMILIES / "gpt_oss", {"sliding_window": 1}, "null as `sliding_window` .*Received 1"),
         (FAMILIES / "gpt_oss", {"swiglu_limit": 70.0}, "7.0 as `swiglu_limit`"),
         (FAMILIES / "gpt_oss", rope("yarn", beta_fast=16.0), "32.0 as `beta_fast`"),
         (FAMILIES / "gemma4_text", {"hidden_activation": "relu"}, "'gelu_new' or"),

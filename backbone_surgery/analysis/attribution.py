@@ -21,7 +21,7 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.model import EditedBackbone, lora_settings, made_once
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting import Capture, SiteRewrite, Surgery
 
@@ -93,7 +93,8 @@ def attribution(
     sites = list(model.report[-1].sites)
     inputs = {**question.inputs(), **bind_row(lm, controls, question, "attribution")}
     if isinstance(measure, TokenLogits):  # other texts and tokens compile nothing new
-        tokens, step = measure.ids, made_once(model, "step", lambda: _step(model, sites))
+        key = "step", lora_settings(model)
+        tokens, step = measure.ids, made_once(model, key, lambda: _step(model, sites))
     else:
         tokens, step = [], _step(model, sites, measure)
     shapes = [

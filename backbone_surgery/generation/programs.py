@@ -5,11 +5,13 @@ LoRA and another checkpoint are seen at once and nothing is stored twice. The st
 generation, caches included, is donated from call to call, so it exists once.
 """
 
+import contextlib
 import functools
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,10 +23,12 @@ from jax.experimental.layout import Format, Layout
 from backbone_surgery import graph, hosts, target
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.host_arrays import bundle
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
+from backbone_surgery.opening.model import lora_settings
 from backbone_surgery.opening.placement import check_stayed
 
 _READ = ("tokens", "slot", "done", "draws")
@@ -39,6 +43,25 @@ _LOOP_AS_GRAPH = {
 
 _STRATEGIES = 16
 """How many strategies keep their programs: a sampler that was changed does not run its old ones."""
+
+
+def _taken() -> SurgeryError:
+    return SurgeryError(
+        "generate: expected weights that are in place. Received some that were handed over, as "
+        "`fit`, `evaluate` and `predict` of Keras do until they end, in any thread and for every "
+        "model that shares the arrays. Wait for them; if the weights are gone, load them again."
+    )
+
+
+@contextlib.contextmanager
+def _weights_in_place() -> Iterator[None]:
+    """Say in words that the array of a weight is gone."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not re.search("has been deleted|deleted or donated", str(error)):
+            raise
+        raise _taken() from error
 
 
 class Programs(Forward):
@@ -93,11 +116,13 @@ class Programs(Forward):
         that there is one copy. Its value stays the same.
 
         Raises:
-            SurgeryError: they lie on another mesh than when the programs were made.
+            SurgeryError: they lie on another mesh than when the programs were made, or are gone.
         """
         for variable, order in weights_to_lay(self._to_lay, lambda v: v.value):
             _lay(variable, order)
         values = [graph.array_of(v) for v in graph.variables_of(self.model)]
+        if any(value is None for value in values):
+            raise _taken()
         check_stayed(self.placement, values)
         return values
 
@@ -210,6 +235,7 @@ class Programs(Forward):
         items = [item for programs in self._compiled.values() for item in programs.items()]
         return [program for key, program in items if key[0] == kind]
 
+    @_weights_in_place()
     def run(
         self,
         kind: str,
@@ -238,7 +264,8 @@ class Programs(Forward):
         leaves, structure = jax.tree.flatten(args)
         places = _on_device(leaves) if self.placement is None else map(_on_mesh, leaves)
         precision = self.precision or target.precision_of_jax()
-        key = (kind, *static, precision, structure, bundled, *places)
+        settings = *static, precision, lora_settings(self.model)
+        key = (kind, settings, structure, bundled, *places)
         programs = self._programs_of(strategy)
         program = programs.get(key)
         if program is None:

@@ -274,6 +274,18 @@ def made_once(model: keras.Model, key: Any, make: Callable[[], Any]) -> Any:
     return kept[key]
 
 
+def lora_settings(model: keras.Model) -> tuple[Any, ...]:
+    """Return what LoRA is set to in the layers of a model: a compiled program holds it fixed.
+
+    The factors are variables, and reach a program as they are. `lora_alpha` and `lora_enabled` are
+    no variables, so a program made under others is another one.
+    """
+    layers = made_once(
+        model, "lora", lambda: [x for x in graph.layers_within(model) if hasattr(x, "lora_enabled")]
+    )
+    return tuple(x.lora_alpha if x.lora_enabled else None for x in layers)
+
+
 def _tensors(value: Any, dtype: str | None) -> Any:
     """Make tensors of a structure of arrays and numbers; symbolic tensors stay."""
 

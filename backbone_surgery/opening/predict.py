@@ -11,7 +11,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import hosts, target
-from backbone_surgery.opening.model import made_once
+from backbone_surgery.opening.model import lora_settings, made_once
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.products import with_fast_products
 
@@ -65,7 +65,8 @@ def predict(model: keras.Model, inputs: Any, programs: SharedPrograms | None = N
     """
     if keras.config.backend() != "jax":
         return model.predict_on_batch(inputs)
-    run, digests = made_once(model, "predict", lambda: (_compiled(model), {}))
+    key = "predict", lora_settings(model)
+    run, digests = made_once(model, key, lambda: (_compiled(model), {}))
     variables = model.variables
     weights = [v.value for v in variables]
     placement = placement_of(variables)

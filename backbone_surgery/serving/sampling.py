@@ -65,8 +65,8 @@ def read_sampling(sampler: Any, temperature: Any, top_k: Any, top_p: Any) -> Sam
     k = 0 if top_k is None else top_k
     if not is_int(k) or not 0 <= k <= _LARGEST:
         raise SurgeryError(
-            f"{where} 'top_k': expected a whole number from 0. Received {shown(top_k)}. Pass 0 to "
-            "draw from all tokens."
+            f"{where} 'top_k': expected a whole number from 0 to {_LARGEST}. Received "
+            f"{shown(top_k)}. Pass 0 to draw from all tokens."
         )
     p = 1.0 if top_p is None else read_number(top_p)
     if p is None or not 0 <= p <= 1:

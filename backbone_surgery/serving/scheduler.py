@@ -10,7 +10,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.model import EditedBackbone, lora_settings
 from backbone_surgery.rewriting.control import schedule_width
 from backbone_surgery.rewriting.steer import Steer
 from backbone_surgery.serving.batch import Chunk, RowBatch, controls_of_sizes
@@ -100,6 +100,7 @@ class Scheduler:
         }
         self._sizes_run = dict(self._sizes)
         self._weights: list[weakref.ref] = []
+        self._lora: tuple = ()
         self._prompt_tokens = self._reused_tokens = 0
 
     @property
@@ -264,15 +265,15 @@ class Scheduler:
             raise
 
     def _check_weights(self) -> None:
-        """Empty the prefix cache if a weight is not what it was."""
-        weights = self.programs.weights
+        """Empty the prefix cache if a weight, or what LoRA is set to, is not what it was."""
+        weights, lora = self.programs.weights, lora_settings(self.programs.model)
         before = [ref() for ref in self._weights]
         same = len(before) == len(weights) and all(
             a is b for a, b in zip(before, weights, strict=True)
         )
-        if not same:
+        if not same or lora != self._lora:
             self.clear()
-            self._weights = [weakref.ref(x) for x in weights]
+            self._weights, self._lora = [weakref.ref(x) for x in weights], lora
 
     def _fail(self, error: BaseException) -> None:
         """Begin anew, and tell all that waited; who is told may submit again."""

@@ -89,6 +89,49 @@ def test_lora(family, backbone, rng, edited):
     assert lm.programs.compilations["decode"] == count
 
 
+def tuned(backbone):
+    """Return the layers of a backbone that have LoRA factors, with all of them filled."""
+    backbone.enable_lora(2)
+    rng = np.random.default_rng(1)
+    for variable in backbone.trainable_variables:
+        variable.assign(rng.normal(0, 0.3, variable.shape))
+    layers = [x for x in backbone._flatten_layers() if getattr(x, "lora_enabled", False)]
+    assert layers
+    return layers
+
+
+def test_lora_that_is_scaled_and_switched_off(rng):
+    """`lora_alpha` and `lora_enabled` are no variables, but reach compiled programs too."""
+    backbone = make_gpt2(num_layers=2)
+    layers = tuned(backbone)
+    lm = bs.CachedCausalLM(bs.operate(backbone, []))
+    inputs, row = ragged(rng, (4, 4), 4), np.arange(1, 7)
+
+    def answers(lm):
+        return [
+            greedy(lm, inputs),
+            bs.logit_lens(lm, row).probabilities,
+            bs.attribution(lm, row, target=3, at="blocks.*").values,
+        ]
+
+    before, seen = answers(lm), []
+    engine = bs.Engine(lm, rows=2, length=32)
+    rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)]
+    for setting, value in {"lora_alpha": 40.0, "lora_enabled": False}.items():
+        for layer in layers:
+            setattr(layer, setting, value)
+        found = answers(lm)
+        fresh = answers(bs.CachedCausalLM(bs.operate(backbone, [])))
+        for one, other, old in zip(found, fresh, before, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+            assert not np.allclose(one, old, rtol=1e-3)
+        texts = [engine.submit(x, **OPTIONS).result() for x in rows]
+        seen.append([np.ravel(t).tolist() for t in texts])
+        assert seen[-1] == [t[t != 0].tolist() for t in found[0]]
+        before = found
+    engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("through", ["lm", "backbone", "edited"])
 def test_int8(family, backbone, rng, through, no_collecting):
@@ -271,6 +314,22 @@ def test_an_optimizer_of_other_variables_is_to_be_compiled_anew(rng, change):
         lm.fit(x, y, verbose=0)
     for value, variable in zip(before, lm.variables, strict=True):
         np.testing.assert_array_equal(variable, value)
+
+
+def test_generation_without_weights_says_so(rng):
+    lm = bs.CachedCausalLM(make_gpt2())
+    other = bs.CachedCausalLM(make_gpt2())
+    x, *_ = batch(rng)
+    # `Callback.model` would put the weights back first; another thread does not.
+    meanwhile = keras.callbacks.Callback()
+    meanwhile.on_predict_batch_end = lambda batch, logs=None: greedy(lm, x)
+    with pytest.raises(bs.SurgeryError, match=r"weights that are in place. .* `predict` of Keras"):
+        lm.predict(x, callbacks=[meanwhile], verbose=0)
+    for one, another in zip(lm.backbone.variables, other.backbone.variables, strict=True):
+        another.assign(one)
+    lm.predict(x, verbose=0)
+    with pytest.raises(bs.SurgeryError, match="if the weights are gone, load them again"):
+        greedy(other, x)
 
 
 class Interrupt(keras.callbacks.Callback):

@@ -445,7 +445,7 @@ def test_who_is_told_of_an_error_may_ask_again(lm, monkeypatch):
     ("settings", "words"),
     [
         ({"temperature": -1}, "'temperature': expected 0"),
-        ({"top_k": 1.5}, "'top_k': expected a whole number from 0"),
+        ({"top_k": 1.5}, "'top_k': expected a whole number from 0 to 2147483647"),
         ({"top_p": 2}, "'top_p': expected a number from 0 to 1"),
         ({"max_new_tokens": 200}, "expected at most 128 tokens in a row"),
         ({"max_new_tokens": 111}, "expected a prompt and new tokens of at most 112 together"),
