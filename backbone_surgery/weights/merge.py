@@ -6,8 +6,9 @@ et al. 2024, "Refusal in language models is mediated by a single direction", sec
 added to a residual sum can as well be added to one of its terms.
 """
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import keras_hub
@@ -18,7 +19,8 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import Site, block_of, places
-from backbone_surgery.rewriting import Steer
+from backbone_surgery.rewriting import Lora, Steer
+from backbone_surgery.rewriting.peft_layers import linear_nodes
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, is_quantized
 from backbone_surgery.weights.paths import resolve, variable_paths
 from backbone_surgery.weights.transfer import assign_in_place
@@ -27,7 +29,8 @@ from backbone_surgery.weights.transfer import assign_in_place
 def merge(edited: Any) -> keras_hub.models.Backbone:
     """Fold the LoRA and the steering of an edited model into a new backbone.
 
-    LoRA factors are folded into their kernels. Of `Steer` those are folded that act always, at the
+    LoRA factors are folded into their kernels, and so is a `Lora`, at the strength it was made
+    with. Of `Steer` those are folded that act always, at the
     strength they were made with, on all tokens: `"add"` where a bias can take the vector, and
     `"ablate"` at sites that a linear layer writes, such as `attention_output` and `mlp_output`.
 
@@ -68,10 +71,34 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
     for fold in folds:
         # With LoRA on, `layer.kernel` is a sum: the variable is found by its name.
         for variable in graph.own_weights(fold.layer):
-            if variable.name == "bias" or (fold.ablate and variable.name == "kernel"):
+            if variable.name in fold.changes:
                 target = variables[names[id(variable)]]
                 assign_in_place(target, fold.apply(np.array(target, "float32")))
     return new
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """An adapter to be folded into the layer that it stands beside."""
+
+    layer: Any
+    adapter: Any
+    strength: float
+
+    changes: ClassVar[tuple[str, ...]] = ("kernel",)
+    order: ClassVar[int] = 0
+
+    def apply(self, value: np.ndarray) -> np.ndarray:
+        """Return a new kernel."""
+        product = np.asarray(self.adapter.down) @ np.asarray(self.adapter.up)
+        product = product * np.float32(self.strength * self.adapter.scale)
+        if isinstance(self.layer, keras.layers.Dense):
+            return value + product
+        inputs, kernel, outputs = re.split(",|->", self.layer.equation)
+        axes = [a for a in inputs if a in kernel] + [a for a in outputs if a in kernel]
+        sizes = dict(zip(kernel, value.shape, strict=True))
+        product = product.reshape([sizes[a] for a in axes])
+        return value + product.transpose([axes.index(a) for a in kernel])
 
 
 @dataclass(frozen=True)
@@ -84,6 +111,16 @@ class _Fold:
     ablate: bool
     residual: bool
 
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The names of the variables it changes."""
+        return ("bias", "kernel") if self.ablate else ("bias",)
+
+    @property
+    def order(self) -> int:
+        """What is added to a sum comes after what happens to the term that takes it."""
+        return 2 if self.residual else 1
+
     def apply(self, value: np.ndarray) -> np.ndarray:
         """Return a new kernel or bias, whose last axis is that of the direction."""
         if not self.ablate:
@@ -92,14 +129,21 @@ class _Fold:
         return value - np.float32(self.strength) * (value @ unit)[..., None] * unit
 
 
-def _folds(edited: EditedBackbone) -> list[_Fold]:
+def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
     """Return what to fold, in order, or refuse with everything that cannot be."""
     tensors = {place.path: place.tensor for place in places(open_backbone(edited.owner))}
-    folds: list[_Fold] = []
+    folds: list[_Sum | _Fold] = []
     refused = []
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
         name = getattr(rewrite, "name", None) or getattr(rewrite, "__name__", "")
         shown = f"rewrites.{i} ({type(rewrite).__name__} '{name}')"
+        if type(rewrite) is Lora:
+            nodes = dict(linear_nodes(edited.owner))
+            folds += [
+                _Sum(nodes[path].operation, adapter, rewrite.strength)
+                for path, adapter in rewrite.adapters.items()
+            ]
+            continue
         if reason := _reason(rewrite):
             refused.append(f"{shown}: {reason}")
             continue
@@ -118,8 +162,7 @@ def _folds(edited: EditedBackbone) -> list[_Fold]:
             f"merge at '{edited.name}': expected edits that weights can hold. Received "
             f"{'; '.join(refused)}. Keep these as edits, and save them by `save_recipe`."
         )
-    # What is added to a sum comes after what happens to the term that takes it.
-    return sorted(folds, key=lambda fold: fold.residual)
+    return sorted(folds, key=lambda fold: fold.order)
 
 
 _NO_LAYER = {

@@ -20,8 +20,8 @@ from tests.opening.hf_weights import NAMES, load_backbone
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PEFT = FIXTURES / "peft"
 EXACT = 1e-5
-ROUNDED_MORE = {"qwen3_5_moe": 3e-5}
-"""Seen: 1.6e-5 here, and 7.7e-6 without an adapter; 4e-6 at most in the other families."""
+ROUNDED_MORE = {"gemma4_text": 3e-5}
+"""Seen: 1.6e-5. From the logits in float64, PEFT's are 7.4e-6 of the largest away, and ours 3.1e-6."""
 
 
 def load(name):
@@ -49,6 +49,8 @@ def test_logits_are_those_of_peft(name):
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Lora("tuned", PEFT / name)]))
     expected = np.load(PEFT / name / "expected.npz")["logits"]
     assert relative(logits(lm, ids)[0], expected) <= ROUNDED_MORE.get(name, EXACT)
+    merged = bs.CachedCausalLM(bs.merge(lm))
+    assert relative(logits(merged, ids)[0], expected) <= ROUNDED_MORE.get(name, EXACT)
 
 
 @pytest.fixture
@@ -257,3 +259,17 @@ def test_requests_of_an_engine(llama):
         found = [np.asarray(r.result()).reshape(-1)[:8] for r in requests]
     wanted = greedy(edited, as_inputs(ids, 4), controls={"tuned": strengths})
     assert np.array_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_a_direction_is_taken_out_of_what_the_adapter_adds_too(llama, rng):
+    backbone, ids = llama
+    adapter = bs.Lora("tuned", PEFT / "llama", strength=0.5)
+    direction = rng.normal(0, 1, backbone.hidden_dim)
+    ablate = bs.Steer("gone", {1: direction}, at="blocks.*.mlp_output", mode="ablate")
+    for edits in ([adapter, ablate], [ablate, adapter]):
+        edited = bs.operate(backbone, edits)
+        wanted = logits(bs.CachedCausalLM(edited), ids)
+        merged = logits(bs.CachedCausalLM(bs.merge(edited)), ids)
+        assert relative(merged, wanted) <= EXACT
+    assert relative(logits(bs.CachedCausalLM(backbone), ids), wanted) > 0.01
