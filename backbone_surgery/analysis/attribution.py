@@ -21,7 +21,7 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone, lora_settings, made_once
+from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, lora_settings, made_once
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting import Capture, SiteRewrite, Surgery
 
@@ -101,7 +101,7 @@ def attribution(
         (1, len(question.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))
     ]
     zeros = [np.zeros(shape, "float32") for shape in shapes]
-    arguments = (zeros, [v.value for v in model.variables], inputs, tokens)
+    arguments = (zeros, arrays_in_place(model.variables), inputs, tokens)
     if hosts.span(model):
         parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
         hosts.agree(model, "attribution", parts)

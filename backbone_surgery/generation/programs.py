@@ -23,12 +23,11 @@ from jax.experimental.layout import Format, Layout
 from backbone_surgery import graph, hosts, target
 from backbone_surgery.caching.experts import ChosenExperts
 from backbone_surgery.caching.laying import layers_to_lay, weights_to_lay
-from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation import loop
 from backbone_surgery.generation.host_arrays import bundle
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
-from backbone_surgery.opening.model import lora_settings
+from backbone_surgery.opening.model import arrays_in_place, lora_settings, weights_taken
 from backbone_surgery.opening.placement import check_stayed
 
 _READ = ("tokens", "slot", "done", "draws")
@@ -45,14 +44,6 @@ _STRATEGIES = 16
 """How many strategies keep their programs: a sampler that was changed does not run its old ones."""
 
 
-def _taken() -> SurgeryError:
-    return SurgeryError(
-        "generate: expected weights that are in place. Received some that were handed over, as "
-        "`fit`, `evaluate` and `predict` of Keras do until they end, in any thread and for every "
-        "model that shares the arrays. Wait for them; if the weights are gone, load them again."
-    )
-
-
 @contextlib.contextmanager
 def _weights_in_place() -> Iterator[None]:
     """Say in words that the array of a weight is gone."""
@@ -61,7 +52,7 @@ def _weights_in_place() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if not re.search("has been deleted|deleted or donated", str(error)):
             raise
-        raise _taken() from error
+        raise weights_taken() from error
 
 
 class Programs(Forward):
@@ -118,11 +109,11 @@ class Programs(Forward):
         Raises:
             SurgeryError: they lie on another mesh than when the programs were made, or are gone.
         """
+        variables = graph.variables_of(self.model)
+        arrays_in_place(variables)
         for variable, order in weights_to_lay(self._to_lay, lambda v: v.value):
             _lay(variable, order)
-        values = [graph.array_of(v) for v in graph.variables_of(self.model)]
-        if any(value is None for value in values):
-            raise _taken()
+        values = [graph.array_of(v) for v in variables]
         check_stayed(self.placement, values)
         return values
 

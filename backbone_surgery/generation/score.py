@@ -18,7 +18,7 @@ from backbone_surgery.generation.controls import (
 )
 from backbone_surgery.numbers import read_int32, read_mask
 from backbone_surgery.opening.logits import logits_of
-from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, made_once
 from backbone_surgery.opening.site import BLOCK, Identity, Site
 from backbone_surgery.rewriting.rewrite import by_control
 
@@ -69,6 +69,8 @@ def score(
     """Score token ids by the edited graph of a task; see `CachedCausalLM.score`."""
     _check_arguments(scoring_mode, layer_intercept_fn, target_ids)
     model = made_once(lm.opened, "interceptable", lambda: interceptable(lm.opened))
+    if keras.config.backend() == "jax":
+        arrays_in_place(model.variables)
     head = lm.programs.head
     ids = _read_ids("token_ids", token_ids, head.input_dim)
     mask = _read_padding(padding_mask, ids)

@@ -274,6 +274,27 @@ def made_once(model: keras.Model, key: Any, make: Callable[[], Any]) -> Any:
     return kept[key]
 
 
+def arrays_in_place(variables: Iterable[keras.Variable]) -> list[Any]:
+    """Return the arrays of variables, on JAX.
+
+    Raises:
+        SurgeryError: Keras has taken one; `value` would be a new one, as it is initialized.
+    """
+    arrays = [graph.array_of(v) for v in variables]
+    if any(x is None or (hasattr(x, "is_deleted") and x.is_deleted()) for x in arrays):
+        raise weights_taken()
+    return arrays
+
+
+def weights_taken() -> SurgeryError:
+    """Return the error for weights whose arrays are gone."""
+    return SurgeryError(
+        "running a model: expected weights that are in place. Received some that were handed over, "
+        "as `fit`, `evaluate` and `predict` of Keras do until they end, in any thread and for all "
+        "models that share the arrays. Wait for them; if the weights are gone, load them again."
+    )
+
+
 def lora_settings(model: keras.Model) -> tuple[Any, ...]:
     """Return what LoRA is set to in the layers of a model: a compiled program holds it fixed.
 
@@ -283,7 +304,7 @@ def lora_settings(model: keras.Model) -> tuple[Any, ...]:
     layers = made_once(
         model, "lora", lambda: [x for x in graph.layers_within(model) if hasattr(x, "lora_enabled")]
     )
-    return tuple(x.lora_alpha if x.lora_enabled else None for x in layers)
+    return tuple(float(x.lora_alpha) if x.lora_enabled else None for x in layers)
 
 
 def _tensors(value: Any, dtype: str | None) -> Any:

@@ -11,7 +11,7 @@ import keras
 from keras import tree
 
 from backbone_surgery import hosts, target
-from backbone_surgery.opening.model import lora_settings, made_once
+from backbone_surgery.opening.model import arrays_in_place, lora_settings, made_once
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.products import with_fast_products
 
@@ -68,7 +68,7 @@ def predict(model: keras.Model, inputs: Any, programs: SharedPrograms | None = N
     key = "predict", lora_settings(model)
     run, digests = made_once(model, key, lambda: (_compiled(model), {}))
     variables = model.variables
-    weights = [v.value for v in variables]
+    weights = arrays_in_place(variables)
     placement = placement_of(variables)
     placed = inputs if placement is None else placement.put(inputs, by_rows=True)
     if hosts.span(model):

@@ -1,5 +1,6 @@
 """Lora: an adapter of PEFT beside the linear layers that it was trained for."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -92,8 +93,8 @@ class Lora(Rewrite):
         if unused := sorted(set(surgery.once("adapters", dict)) - set(surgery.fired)):
             raise SurgeryError(
                 f"Lora at '{self.name}': expected a graph with all layers that the adapter is for. "
-                f"Received one without {shown(unused)}. Put the adapter before the rewrite that "
-                "takes them out, or merge it."
+                f"Received one without {shown(unused)}. Fold the adapter into the weights by "
+                "`bs.merge`, and take blocks out of the backbone that it returns."
             )
         return rebuilt
 
@@ -133,6 +134,18 @@ class Lora(Rewrite):
                 f"of '{path}', which has its activation inside. Merge the adapter with "
                 "`merge_and_unload` of PEFT, and load the model that it gives."
             )
+        sizes = [
+            math.prod(x[0].shape[2:]) for x in (nodes[path].input_tensors, nodes[path].outputs)
+        ]
+        adapter = self.adapters.get(path)
+        if adapter is not None and adapter.built:
+            own = [adapter.down.shape[0], adapter.up.shape[1]]
+            if own != sizes:
+                raise SurgeryError(
+                    f"Lora at '{self.name}': expected an adapter of '{path}' from {sizes[0]} to "
+                    f"{sizes[1]} numbers. Received one from {own[0]} to {own[1]}. Use adapters of "
+                    "this architecture."
+                )
         return layer
 
     def _read(self, surgery: Surgery, nodes: Mapping[str, Any]) -> dict[str, Adapter]:

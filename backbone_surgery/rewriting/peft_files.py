@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.files import STORABLE, as_path, read_arrays, read_json, reading
+from backbone_surgery.files import FLOATS, as_path, read_arrays, read_json, reading
 
 _MOST = 2**20
 """Bytes of `adapter_config.json`."""
@@ -36,6 +36,7 @@ _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
     *("peft_version", "fan_in_fan_out", "lora_dropout", "eva_config", "loftq_config"),
     *("megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    *("corda_config", "lora_ga_config"),
 }
 """Settings of training, of where the base is, or of what another setting turns on."""
 
@@ -72,6 +73,11 @@ def read_peft(path: Any) -> dict[tuple[int, str], Factors]:
         SurgeryError: a file is missing or damaged, or the adapter is more than LoRA.
     """
     folder = as_path(path, "Lora")
+    if (folder / "adapter_model.bin").is_file() and not (folder / _WEIGHTS).is_file():
+        raise SurgeryError(
+            f"Lora at '{path}': expected {_WEIGHTS}. Received adapter_model.bin, which may run "
+            "code as it is read. Load it with PEFT, and save it with `safe_serialization=True`."
+        )
     missing = [n for n in ("adapter_config.json", _WEIGHTS) if not (folder / n).is_file()]
     if missing:
         raise SurgeryError(
@@ -91,6 +97,8 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     more = {name: value for name, value in config.items() if name not in known and value}
     if config.get("peft_type") != "LORA":
         more["peft_type"] = config.get("peft_type")
+    if not isinstance(config.get("use_rslora", False), bool):
+        more["use_rslora"] = config["use_rslora"]
     if config.get("bias", "none") != "none":
         more["bias"] = config["bias"]
     if config.get("init_lora_weights") not in _KEEP_BASE:
@@ -119,7 +127,13 @@ def _factors(
                 f"'{name}'. {_MERGE}"
             )
         key = int(match["block"]), match["module"]
-        pairs.setdefault(key, {})[match["factor"]] = _checked(folder, name, array)
+        pair, factor = pairs.setdefault(key, {}), match["factor"]
+        if factor in pair:
+            raise SurgeryError(
+                f"Lora at '{folder}': expected one lora_{factor} of each module. Received two of "
+                f"'{key[1]}' in block {key[0]}. The file is damaged; get it again."
+            )
+        pair[factor] = _checked(folder, name, array)
         names[key] = name[: match.start("factor") - len(".lora_")]
     for key, pair in pairs.items():
         if sorted(pair) != ["A", "B"] or len(pair["A"]) != pair["B"].shape[1]:
@@ -140,7 +154,7 @@ def _factors(
 
 
 def _checked(folder: Path, name: str, array: np.ndarray) -> np.ndarray:
-    if array.ndim != 2 or array.dtype not in STORABLE or not np.isfinite(array).all():
+    if array.ndim != 2 or array.dtype not in FLOATS or not array.size or not _finite(array):
         raise SurgeryError(
             f"Lora at '{folder}': expected finite matrices. Received '{name}', "
             f"{array.dtype}{list(array.shape)}, which is none. The file is damaged; get it again."
@@ -148,9 +162,14 @@ def _checked(folder: Path, name: str, array: np.ndarray) -> np.ndarray:
     return np.asarray(array, "float32")
 
 
+def _finite(array: np.ndarray) -> bool:
+    return bool(np.isfinite(np.asarray(array, "float32")).all())
+
+
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
     """Return alpha / rank, or alpha / √rank where PEFT is told so (`use_rslora`)."""
+    name = name.removeprefix("base_model.model.")  # as PEFT matches it
     patterns = config.get("alpha_pattern") or {}
     fits = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", name))
-    alpha = float(next(fits, config["lora_alpha"]))
+    alpha = float(next(fits, config.get("lora_alpha", 8)))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

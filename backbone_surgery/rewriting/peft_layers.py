@@ -40,10 +40,9 @@ _MODULES = {
 }
 """The same of the modules of `transformers`. One module may be several layers."""
 
-_PARENTS = (
-    *("self_attn", "attn", "attention", "self_attention", "linear_attn"),
-    *("mlp", "mlp.shared_expert"),
-)
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn")
+_MLP = ("mlp", "mlp.shared_expert")
+"""What `transformers` calls the parts of a block that hold linear layers."""
 
 
 def linear_nodes(owner: keras.Model) -> Iterator[tuple[str, Any]]:
@@ -101,15 +100,22 @@ def parts_of(
 def _paths(block: int, module: str, nodes: Mapping[str, Any]) -> list[str] | None:
     """Return the paths of the layers that a module is; `None` if it is none."""
     *parents, last = module.split(".")
-    if ".".join(parents) not in ("", *_PARENTS):
+    parent = ".".join(parents)
+    roles = _MODULES.get(last) or _MODULES.get(f"{parent}.{last}", ())
+    attends = {"query", "key", "value", "output"}.issuperset(roles) if roles else None
+    if parent not in (
+        "",
+        *(_ATTENTION if attends is not False else ()),
+        *(_MLP if not attends else ()),
+    ):
         return None
-    if (own := f"blocks.{block}.{last}") in nodes:
-        return [own]
-    roles = _MODULES.get(last) or _MODULES.get(f"{parents[-1]}.{last}" if parents else last, ())
     found = [
         path
         for role in roles
         for name in _LAYERS[role]
         if (path := f"blocks.{block}.{name}") in nodes
     ]
-    return found if found and len(found) == len(roles) else None
+    if found and len(found) == len(roles):
+        return found
+    own = f"blocks.{block}.{last}"
+    return [own] if own in nodes else None

@@ -321,10 +321,18 @@ def test_generation_without_weights_says_so(rng):
     other = bs.CachedCausalLM(make_gpt2())
     x, *_ = batch(rng)
     # `Callback.model` would put the weights back first; another thread does not.
-    meanwhile = keras.callbacks.Callback()
-    meanwhile.on_predict_batch_end = lambda batch, logs=None: greedy(lm, x)
-    with pytest.raises(bs.SurgeryError, match=r"weights that are in place. .* `predict` of Keras"):
-        lm.predict(x, callbacks=[meanwhile], verbose=0)
+    row = np.arange(1, 7)
+    for use in (
+        lambda: greedy(lm, x),
+        lambda: lm.score(row[None]),
+        lambda: bs.logit_lens(lm, row),
+        lambda: bs.attribution(lm, row, target=3),
+    ):
+        use()
+        meanwhile = keras.callbacks.Callback()
+        meanwhile.on_predict_batch_end = lambda batch, logs=None, use=use: use()
+        with pytest.raises(bs.SurgeryError, match=r"weights that are in place. .* `predict` of K"):
+            lm.predict(x, callbacks=[meanwhile], verbose=0)
     for one, another in zip(lm.backbone.variables, other.backbone.variables, strict=True):
         another.assign(one)
     lm.predict(x, verbose=0)

@@ -169,8 +169,10 @@ def test_blocks_in_another_order(llama):
     after = bs.operate(backbone, [bs.Reorder([1, 0, 2]), adapter])
     wanted = logits(bs.CachedCausalLM(before), ids)
     assert np.array_equal(logits(bs.CachedCausalLM(after), ids), wanted)
-    with pytest.raises(bs.SurgeryError, match="expected a graph with all layers that the adapter"):
+    with pytest.raises(bs.SurgeryError, match=r"expected a graph with all layers .* by `bs.merge`"):
         bs.operate(backbone, [bs.Remove("blocks.0"), adapter])
+    removed = bs.operate(bs.merge(bs.operate(backbone, [adapter])), [bs.Remove("blocks.0")])
+    assert np.isfinite(logits(bs.CachedCausalLM(removed), ids)).all()
 
 
 @pytest.mark.parametrize(
@@ -184,6 +186,7 @@ def test_blocks_in_another_order(llama):
         ({"modules_to_save": ["lm_head"]}, "`modules_to_save`"),
         ({"a_setting_to_come": 1}, "`a_setting_to_come` 1"),
         ({"lora_alpha": "much"}, "expected an adapter that PEFT saved"),
+        ({"use_rslora": "false"}, "`use_rslora` 'false'"),
     ],
 )
 def test_more_than_lora_is_refused(settings, words, copy, llama):
@@ -199,12 +202,33 @@ def test_more_than_lora_is_refused(settings, words, copy, llama):
         ("model.layers.0.self_attn.q_proj", (3, 32), r"Received lora_A \[3, 32\], lora_B \[32, 2"),
         ("model.layers.0.self_attn.q_proj", (2, 31), "from 32 to 32 numbers. .* from 31 to 32"),
         ("model.layers.0.self_attn.q_proj", (2,), "expected finite matrices"),
+        ("language_model.layers.0.self_attn.q_proj", (2, 32), "Received two of 'self_attn.q_proj'"),
+        ("model.layers.0.mlp.q_proj", (2, 32), "lora_A .rank, inputs. and lora_B"),
     ],
 )
 def test_arrays_that_do_not_fit(name, array, words, copy, llama):
     arrays = {f"base_model.model.{name}.lora_A.weight": np.ones(array, "float32")}
     with pytest.raises(bs.SurgeryError, match=words):
         bs.operate(llama[0], [bs.Lora("tuned", copy("llama", arrays))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"alpha_pattern": {"^model.layers.0.mlp.down_proj": 70}}, 70 / 5),
+        ({"alpha_pattern": {"base_model.model.model.layers.0.mlp.down_proj": 70}}, 1),
+        ({"alpha_pattern": {}, "use_rslora": True}, 2**0.5),
+        ({"alpha_pattern": {"mlp.*": 10, "down_proj": 70}}, 2),
+    ],
+)
+def test_scales(settings, factor, copy, llama):
+    """As `get_pattern_key` of PEFT finds them, in names without `base_model.model`."""
+    first, second = (
+        bs.operate(llama[0], [bs.Lora("tuned", folder)]).rewrites[0].adapters
+        for folder in (copy("llama", alpha_pattern={}), copy("llama", **settings))
+    )
+    path = "blocks.0.feedforward_output_dense"
+    assert second[path].scale == pytest.approx(first[path].scale * factor)
 
 
 def test_layers_that_the_model_has_not(copy, llama):
@@ -242,6 +266,11 @@ def test_fields(copy, llama, tmp_path):
         bs.SurgeryError, match=r"linear layers of this model. Received one of 'bloc"
     ):
         bs.operate(load("smollm3")[0], edited.rewrites)
+    with pytest.raises(bs.SurgeryError, match=r"'blocks.0.key' from .* numbers. Received one"):
+        bs.operate(load("mistral")[0], edited.rewrites)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(bs.SurgeryError, match=r"Received adapter_model.bin, which may run code"):
+        bs.operate(llama[0], [bs.Lora("tuned", tmp_path)])
 
 
 @pytest.mark.slow
