@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import backbone_surgery as bs
 from backbone_surgery.recipes.store import read_recipe, write_recipe
+from backbone_surgery.rewriting.low_rank import Adapter
 from backbone_surgery.weights.paths import variable_paths
 from tests.helpers import FAMILIES
 
@@ -152,6 +153,9 @@ CASES = {
     "low_rank": lambda name, dtype: [bs.LowRank("blocks.*.query", rank=2)],
     "low_rank_by_strength": lambda name, dtype: [
         bs.LowRank("blocks.*.value", rank=2, name="tone", strength=0.5)
+    ],
+    "peft": lambda name, dtype: [
+        bs.Lora("tuned", adapters={"blocks.1.query": Adapter(2, 0.5, dtype=dtype, name="tuned_q")})
     ],
     "reft": lambda name, dtype: [bs.Reft("tone", rank=2, at="blocks.*", tokens=(1, 4))],
     "autoencoder": read_from_files(None),
