@@ -27,7 +27,7 @@ from backbone_surgery.generation import loop
 from backbone_surgery.generation.host_arrays import bundle
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
-from backbone_surgery.opening.model import arrays_in_place, lora_settings, weights_taken
+from backbone_surgery.opening.model import lora_settings, weights_taken
 from backbone_surgery.opening.placement import check_stayed
 
 _READ = ("tokens", "slot", "done", "draws")
@@ -110,7 +110,8 @@ class Programs(Forward):
             SurgeryError: they lie on another mesh than when the programs were made, or are gone.
         """
         variables = graph.variables_of(self.model)
-        arrays_in_place(variables)
+        if any(graph.array_of(v) is None for v in variables):
+            raise weights_taken()
         for variable, order in weights_to_lay(self._to_lay, lambda v: v.value):
             _lay(variable, order)
         values = [graph.array_of(v) for v in variables]

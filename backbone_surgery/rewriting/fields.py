@@ -4,7 +4,7 @@ What cannot be used is refused by name; what can is kept in one form, so that in
 of NumPy, or a list and a tuple, make equal rewrites.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,17 @@ class Fields:
             rule = f"`{field}` to be an integer of {smallest} or more"
             raise self.refuse(rule, value, "Pass a whole number in that range.")
         self.keep(field, int(value))
+
+    def layers(self, field: str, kind: type, described: str) -> None:
+        """Check a mapping to layers of a class: those that a rewrite made, to be used again."""
+        value = getattr(self.rewrite, field)
+        layers = value.values() if isinstance(value, Mapping) else [None]
+        if not all(isinstance(layer, kind) for layer in layers):
+            raise self.refuse(
+                f"`{field}` to be {described}",
+                value,
+                f"Take those of `edited.rewrites[i].{field}`, or leave them out.",
+            )
 
     def instance(self, field: str, kind: type, described: str, optional: bool = False) -> None:
         """Check an object of a class."""

@@ -62,13 +62,7 @@ class Lora(Rewrite):
         fields.name()
         fields.number("strength")
         fields.instance("path", str | os.PathLike, "the path of a folder")  # type: ignore[arg-type]
-        kinds = self.adapters.values() if isinstance(self.adapters, Mapping) else [None]
-        if not all(isinstance(adapter, Adapter) for adapter in kinds):
-            raise fields.refuse(
-                "`adapters` to be {layer path: adapter}",
-                self.adapters,
-                "Take those of `edited.rewrites[i].adapters`, or leave them out.",
-            )
+        fields.layers("adapters", Adapter, "{layer path: adapter}")
         if bool(self.adapters) == bool(os.fspath(self.path)):
             raise fields.refuse(
                 "either a `path` or `adapters`",

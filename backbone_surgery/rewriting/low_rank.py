@@ -72,13 +72,7 @@ class LowRank(SiteRewrite):
             raise fields.refuse("`name` to be a name of layers, without '/'", self.name, "Rename.")
         if self.strength is not None:
             fields.name()
-        kinds = self.adapters.values() if isinstance(self.adapters, Mapping) else [None]
-        if not all(isinstance(adapter, Adapter) for adapter in kinds):
-            raise fields.refuse(
-                "`adapters` to be {site path: adapter}",
-                self.adapters,
-                "Take those of `edited.rewrites[i].adapters`, or leave them out.",
-            )
+        fields.layers("adapters", Adapter, "{site path: adapter}")
 
     @property
     def control(self) -> str | None:

@@ -102,12 +102,10 @@ def _paths(block: int, module: str, nodes: Mapping[str, Any]) -> list[str] | Non
     *parents, last = module.split(".")
     parent = ".".join(parents)
     roles = _MODULES.get(last) or _MODULES.get(f"{parent}.{last}", ())
-    attends = {"query", "key", "value", "output"}.issuperset(roles) if roles else None
-    if parent not in (
-        "",
-        *(_ATTENTION if attends is not False else ()),
-        *(_MLP if not attends else ()),
-    ):
+    parts: tuple[str, ...] = (*_ATTENTION, *_MLP)
+    if roles:
+        parts = _ATTENTION if roles[0] in ("query", "key", "value", "output") else _MLP
+    if parent not in ("", *parts):
         return None
     found = [
         path

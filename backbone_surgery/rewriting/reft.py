@@ -80,13 +80,7 @@ class Reft(ControlledRewrite):
         fields.number("strength")
         fields.integer("seed", smallest=0)
         fields.keep("tokens", read_tokens(self.tokens, fields.where))
-        own = self.interventions.values() if isinstance(self.interventions, Mapping) else [None]
-        if not all(isinstance(layer, Intervention) for layer in own):
-            raise fields.refuse(
-                "`interventions` to be {site path: layer}",
-                self.interventions,
-                "Take those of `edited.rewrites[i].interventions`, or leave them out.",
-            )
+        fields.layers("interventions", Intervention, "{site path: layer}")
         if not self.interventions:
             check_trained_tokens(self.tokens, fields.where)
 

@@ -30,9 +30,9 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
     """Fold the LoRA and the steering of an edited model into a new backbone.
 
     LoRA factors are folded into their kernels, and so is a `Lora`, at the strength it was made
-    with. Of `Steer` those are folded that act always, at the
-    strength they were made with, on all tokens: `"add"` where a bias can take the vector, and
-    `"ablate"` at sites that a linear layer writes, such as `attention_output` and `mlp_output`.
+    with. Of `Steer` those are folded that act always, at the strength they were made with, on all
+    tokens: `"add"` where a bias can take the vector, and `"ablate"` at sites that a linear layer
+    writes, such as `attention_output` and `mlp_output`.
 
     Args:
         edited: what `operate` made, or a backbone with LoRA.
@@ -131,18 +131,17 @@ class _Fold:
 
 def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
     """Return what to fold, in order, or refuse with everything that cannot be."""
-    tensors = {place.path: place.tensor for place in places(open_backbone(edited.owner))}
+    opened = open_backbone(edited.owner)
+    tensors = {place.path: place.tensor for place in places(opened)}
+    linear = {path: node.operation for path, node in linear_nodes(opened)}
     folds: list[_Sum | _Fold] = []
     refused = []
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
         name = getattr(rewrite, "name", None) or getattr(rewrite, "__name__", "")
         shown = f"rewrites.{i} ({type(rewrite).__name__} '{name}')"
         if type(rewrite) is Lora:
-            nodes = dict(linear_nodes(edited.owner))
-            folds += [
-                _Sum(nodes[path].operation, adapter, rewrite.strength)
-                for path, adapter in rewrite.adapters.items()
-            ]
+            adapters = rewrite.adapters.items()
+            folds += [_Sum(linear[path], x, rewrite.strength) for path, x in adapters]
             continue
         if reason := _reason(rewrite):
             refused.append(f"{shown}: {reason}")
