@@ -43,6 +43,7 @@ from backbone_surgery.opening.state import Stateful, StateSpec
 from backbone_surgery.planning.compilers import CompiledProgram
 from backbone_surgery.planning.plan import plan
 from backbone_surgery.planning.result import Plan
+from backbone_surgery.recipes.peft import save_peft
 from backbone_surgery.recipes.recipe import load_recipe, save_recipe
 from backbone_surgery.rewriting import (
     Ablate,
@@ -158,6 +159,7 @@ __all__ = [
     "register_family",
     "rewire",
     "rewrite_nested",
+    "save_peft",
     "save_recipe",
     "score_detection",
     "serve",

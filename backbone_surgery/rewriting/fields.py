@@ -85,6 +85,16 @@ class Fields:
             raise self.refuse(rule, value, "Pass a whole number in that range.")
         self.keep(field, int(value))
 
+    def strings(self, field: str) -> None:
+        """Check some strings that are not empty, or one; kept as a tuple."""
+        value = getattr(self.rewrite, field)
+        strings = (value,) if isinstance(value, str) else value
+        if not isinstance(strings, list | tuple) or not all(
+            isinstance(x, str) and x for x in strings
+        ):
+            raise self.refuse(f"`{field}` to be strings", value, "Pass a list of names.")
+        self.keep(field, tuple(strings))
+
     def layers(self, field: str, kind: type, described: str) -> None:
         """Check a mapping to layers of a class: those that a rewrite made, to be used again."""
         value = getattr(self.rewrite, field)

@@ -1,4 +1,4 @@
-"""Lora: an adapter of PEFT beside the linear layers that it was trained for."""
+"""Lora: a LoRA adapter beside linear layers, of a folder of PEFT or a new one."""
 
 import math
 import os
@@ -16,20 +16,23 @@ from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.low_rank import Adapter
 from backbone_surgery.rewriting.peft_files import read_peft
-from backbone_surgery.rewriting.peft_layers import linear_nodes, parts_of
+from backbone_surgery.rewriting.peft_layers import linear_nodes, parts_of, paths_of
 from backbone_surgery.rewriting.rewrite import Rewrite, Rows, Surgery
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
 @dataclass(frozen=True)
 class Lora(Rewrite):
-    """Put an adapter that PEFT trained beside the linear layers it was trained for.
+    """Put a LoRA adapter beside linear layers: one that PEFT trained, or a new one.
 
     Reads the folder that `save_pretrained` of PEFT (https://github.com/huggingface/peft) wrote of
     a LoRA adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685): y becomes y + strength ·
     scale · (x A) B, for each linear layer that the folder has factors for, in attention and MLP.
     The strength is a control, a number or one for each row: a batch can hold rows with and without
     the adapter, and with others. A strength of 0 is bit-equal to no edit.
+
+    A `rank` instead of a folder makes a new adapter, which changes nothing until `fit` has trained
+    it. `save_peft` writes either for PEFT, and for all that reads its folders.
 
     Ranks and alphas that differ between layers and `use_rslora` are honoured. All else that changes
     the result is refused, such as DoRA, biases, whole modules that were trained along, experts of a
@@ -45,15 +48,29 @@ class Lora(Rewrite):
         strength: the default of the control. `fit` trains at it: at 0 there is no gradient.
         adapters: `{"blocks.3.query": adapter}`, with linear layers as KerasHub names them, to use
             instead of reading `path`.
+        rank: of a new adapter, at most the smaller of inputs and outputs of each layer.
+        alpha: of a new adapter: scale is alpha / rank; by default 1.
+        target_modules: beside which linear layers a new adapter goes, by the names of
+            `transformers`, such as `"down_proj"`, or by KerasHub's; queries and values by default.
 
     Raises:
         SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> edited = bs.operate(backbone, [bs.Lora("french", rank=2)])
+        >>> list(edited.rewrites[0].adapters)
+        ['blocks.0.query', 'blocks.0.value', 'blocks.1.query', 'blocks.1.value']
     """
 
     name: str
     path: str | os.PathLike[str] = ""
     strength: float = 1.0
     adapters: Mapping[str, keras.layers.Layer] = field(default_factory=dict)
+    rank: int | None = None
+    alpha: float | None = None
+    target_modules: tuple[str, ...] = ()
 
     files: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -63,11 +80,22 @@ class Lora(Rewrite):
         fields.number("strength")
         fields.instance("path", str | os.PathLike, "the path of a folder")  # type: ignore[arg-type]
         fields.layers("adapters", Adapter, "{layer path: adapter}")
-        if bool(self.adapters) == bool(os.fspath(self.path)):
+        fields.integer("rank", smallest=1, optional=True)
+        fields.number("alpha", optional=True)
+        fields.strings("target_modules")
+        sources = {"path": os.fspath(self.path), "adapters": self.adapters, "rank": self.rank}
+        given = [name for name, value in sources.items() if value]
+        if len(given) != 1:
             raise fields.refuse(
-                "either a `path` or `adapters`",
-                "both" if self.adapters else "neither",
-                "Pass the folder that `save_pretrained` of PEFT wrote.",
+                "one of `path`, `adapters` and `rank`",
+                given,
+                "Pass the folder that `save_pretrained` of PEFT wrote, or the rank of a new one.",
+            )
+        if self.rank is None and (self.alpha is not None or self.target_modules):
+            raise fields.refuse(
+                "`alpha` and `target_modules` of a new adapter, with a `rank`",
+                f"them with `{given[0]}`, which says both itself",
+                "Leave them out.",
             )
 
     @property
@@ -95,7 +123,7 @@ class Lora(Rewrite):
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Declare the control, then put an adapter beside each layer that it is for."""
         nodes = dict(linear_nodes(surgery.model.owner))
-        adapters = surgery.once("adapters", lambda: self.adapters or self._read(surgery, nodes))
+        adapters = surgery.once("adapters", lambda: self._adapters(surgery, nodes))
         chosen = {id(self._layer(path, nodes)): path for path in adapters}
         strength = surgery.control(f"{self.name}_strength", np.float32(self.strength))
 
@@ -111,8 +139,9 @@ class Lora(Rewrite):
         return visit
 
     def applied(self, surgery: Surgery) -> "Lora":
-        """Return the rewrite with its adapters, and no path."""
-        return replace(self, path="", adapters=surgery.once("adapters", dict))
+        """Return the rewrite with its adapters alone."""
+        adapters = surgery.once("adapters", dict)
+        return replace(self, path="", adapters=adapters, rank=None, alpha=None, target_modules=())
 
     def _layer(self, path: str, nodes: Mapping[str, Any]) -> Any:
         """Return a layer of the model that an adapter fits beside."""
@@ -142,20 +171,40 @@ class Lora(Rewrite):
                 )
         return layer
 
-    def _read(self, surgery: Surgery, nodes: Mapping[str, Any]) -> dict[str, Adapter]:
-        """Build the adapters from the files."""
-        adapters = {}
+    def _adapters(
+        self, surgery: Surgery, nodes: Mapping[str, Any]
+    ) -> Mapping[str, keras.layers.Layer]:
+        """Return the adapters: those that are there, new ones, or those of the files."""
+        if self.adapters:
+            return self.adapters
+        policy, adapters = surgery.model.dtype_policy, {}
+        if self.rank is not None:
+            scale = (self.rank if self.alpha is None else self.alpha) / self.rank
+            for path in paths_of(self.name, self.target_modules, nodes):
+                adapters[path] = self._adapter(path, nodes, self.rank, scale, policy)
+            return adapters
         for (block, module), factors in read_peft(self.path).items():
             for path, part in parts_of(self.name, block, module, factors, nodes):
-                self._layer(path, nodes)
-                adapter = Adapter(
-                    part.down.shape[1],
-                    part.scale,
-                    dtype=surgery.model.dtype_policy,
-                    name=f"{self.name}_{path.replace('.', '_')}",
-                )
-                adapter.build(nodes[path].input_tensors[0].shape, nodes[path].outputs[0].shape)
-                adapter.down.assign(part.down)
-                adapter.up.assign(part.up)
-                adapters[path] = adapter
+                rank = part.down.shape[1]
+                adapters[path] = self._adapter(path, nodes, rank, part.scale, policy)
+                adapters[path].down.assign(part.down)
+                adapters[path].up.assign(part.up)
         return adapters
+
+    def _adapter(
+        self, path: str, nodes: Mapping[str, Any], rank: int, scale: float, policy: Any
+    ) -> Adapter:
+        """Make an adapter for a layer."""
+        self._layer(path, nodes)
+        shapes = [x[0].shape for x in (nodes[path].input_tensors, nodes[path].outputs)]
+        smaller = min(math.prod(shape[2:]) for shape in shapes)
+        if self.rank is not None and self.rank > smaller:
+            raise SurgeryError(
+                f"Lora at '{self.name}': expected a rank from 1 to {smaller}, the smaller of "
+                f"inputs and outputs of '{path}'. Received {self.rank}. Ranks such as 4 or 8 are "
+                "usual."
+            )
+        name = f"{self.name}_{path.replace('.', '_')}"
+        adapter = Adapter(rank, scale, dtype=policy, name=name)
+        adapter.build(*shapes)
+        return adapter

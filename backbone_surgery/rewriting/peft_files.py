@@ -18,7 +18,8 @@ from backbone_surgery.files import FLOATS, as_path, read_arrays, read_json, read
 _MOST = 2**20
 """Bytes of `adapter_config.json`."""
 
-_WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter."""
 
 _NAME = re.compile(
     r"((base_model|model|transformer|language_model|decoder|gpt_neox)\.)*(layers|h)\.(?P<block>\d+)"
@@ -73,22 +74,22 @@ def read_peft(path: Any) -> dict[tuple[int, str], Factors]:
         SurgeryError: a file is missing or damaged, or the adapter is more than LoRA.
     """
     folder = as_path(path, "Lora")
-    if (folder / "adapter_model.bin").is_file() and not (folder / _WEIGHTS).is_file():
+    if (folder / "adapter_model.bin").is_file() and not (folder / WEIGHTS).is_file():
         raise SurgeryError(
-            f"Lora at '{path}': expected {_WEIGHTS}. Received adapter_model.bin, which may run "
+            f"Lora at '{path}': expected {WEIGHTS}. Received adapter_model.bin, which may run "
             "code as it is read. Load it with PEFT, and save it with `safe_serialization=True`."
         )
-    missing = [n for n in ("adapter_config.json", _WEIGHTS) if not (folder / n).is_file()]
+    missing = [n for n in (CONFIG, WEIGHTS) if not (folder / n).is_file()]
     if missing:
         raise SurgeryError(
-            f"Lora at '{path}': expected a folder with adapter_config.json and {_WEIGHTS}. "
+            f"Lora at '{path}': expected a folder with {CONFIG} and {WEIGHTS}. "
             f"Received one without {' and '.join(missing)}. Pass the folder that `save_pretrained` "
             "of PEFT wrote."
         )
     with reading(folder, "Lora", "an adapter that PEFT saved"):
-        config = dict(read_json(folder / "adapter_config.json", _MOST))
+        config = dict(read_json(folder / CONFIG, _MOST))
         _check_config(folder, config)
-        return _factors(folder, config, read_arrays(folder / _WEIGHTS))
+        return _factors(folder, config, read_arrays(folder / WEIGHTS))
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:

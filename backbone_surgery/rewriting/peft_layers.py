@@ -1,7 +1,7 @@
-"""Which linear layers of KerasHub's families the modules of `transformers` are."""
+"""Which linear layers of KerasHub's families the modules of `transformers` are, and back."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from backbone_surgery import graph
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import is_block
 from backbone_surgery.rewriting.peft_files import Factors
@@ -43,6 +43,34 @@ _MODULES = {
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn")
 _MLP = ("mlp", "mlp.shared_expert")
 """What `transformers` calls the parts of a block that hold linear layers."""
+
+_ROOTS = {
+    **dict.fromkeys(("gpt2", "bloom", "falcon"), "transformer.h"),
+    "gpt_neox": "gpt_neox.layers",
+    "opt": "model.decoder.layers",
+}
+_ROOTS_WITH_IMAGES = dict.fromkeys(("gemma3", "gemma4"), "model.language_model.layers")
+"""What `AutoModelForCausalLM` of `transformers` calls the list of blocks, by model type."""
+
+_USUAL = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b"),
+    *("linear_attn.in_proj_a", "linear_attn.out_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("per_layer_input_gate", "per_layer_projection"),
+)
+_FUSED = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_4h_to_h")
+_WRITTEN = {
+    **{"bloom": (*_FUSED, "mlp.dense_h_to_4h"), "falcon": _FUSED},
+    "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_proj"),
+    "gpt_neox": ("attention.query_key_value", "attention.dense", "mlp.dense_4h_to_h"),
+    "opt": (*_USUAL[:3], "self_attn.out_proj", "fc2"),
+    "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+}
+"""Modules of a block that are linear, by model type."""
+
+_SHARED_EXPERT = ("shared_expert_gate_dense", "shared_expert_gate")
+"""What KerasHub's mixtures with a shared expert have in a block."""
 
 
 def linear_nodes(owner: keras.Model) -> Iterator[tuple[str, Any]]:
@@ -95,6 +123,90 @@ def parts_of(
         ups = np.split(factors.up, np.cumsum(outputs)[:-1], axis=1)
     for path, up in zip(paths, ups, strict=True):
         yield path, replace(factors, up=up)
+
+
+def paths_of(name: str, modules: Sequence[str], nodes: Mapping[str, Any]) -> list[str]:
+    """Return the layers that modules are, in all blocks that have them.
+
+    Args:
+        name: of the rewrite, for errors.
+        modules: names as `transformers` has them, such as `q_proj`; queries and values if none.
+        nodes: see `linear_nodes`.
+
+    Raises:
+        SurgeryError: no block has such a layer.
+    """
+    chosen: set[str] = set()
+    for module in modules or ("q_proj", "v_proj"):
+        found = [path for block in _blocks(nodes) for path in _paths(block, module, nodes) or ()]
+        if not found and modules:
+            layers = sorted({path.split(".", 2)[2] for path in nodes})
+            raise SurgeryError(
+                f"Lora at '{name}': expected `target_modules` that are linear layers of blocks. "
+                f"Received {shown(module)}, which is none. Linear layers here: {', '.join(layers)}."
+            )
+        chosen.update(found)
+    return [path for path in nodes if path in chosen]
+
+
+def module_names(
+    owner: keras.Model, nodes: Mapping[str, Any], root: str | None
+) -> dict[str, list[str]]:
+    """Return `{module: the layers that it is}`, with whole names as `transformers` has them.
+
+    Args:
+        owner: a backbone.
+        nodes: see `linear_nodes`.
+        root: what the list of blocks is called; by default as in `AutoModelForCausalLM`.
+    """
+    family = open_backbone(owner).family
+    kind = family.model_types_of(owner)[0]
+    roots = _ROOTS | (_ROOTS_WITH_IMAGES if family.without_images(owner) else {})
+    root = root or roots.get(kind, "model.layers")
+    names: dict[str, list[str]] = {}
+    for block in _blocks(nodes):
+        shared = any(f"blocks.{block}.{name}" in nodes for name in _SHARED_EXPERT)
+        taken: set[str] = set()
+        for module in _WRITTEN.get(kind, _USUAL):
+            paths = _paths(block, module, nodes)
+            if paths is None or taken.intersection(paths):
+                continue
+            taken.update(paths)
+            written = module.replace("mlp.", "mlp.shared_expert.") if shared else module
+            names[f"{root}.{block}.{written}"] = paths
+    return names
+
+
+def joined(
+    module: str, paths: Sequence[str], factors: Mapping[str, Factors], nodes: Mapping[str, Any]
+) -> Factors:
+    """Return the factors of a module from those of the layers that it is; see `parts_of`.
+
+    Layers of one `down` keep its rank; else ranks add up. A layer without factors gets zeros.
+    """
+    if len(paths) == 1:
+        return factors[paths[0]]
+    own = [factors[path] for path in paths if path in factors]
+    one = all(np.array_equal(f.down, own[0].down) and f.scale == own[0].scale for f in own)
+    down = own[0].down if one else np.concatenate([f.down * f.scale for f in own], axis=1)
+    shapes = [nodes[path].outputs[0].shape[2:] for path in paths]
+    ups, begin = [], 0
+    for path, shape in zip(paths, shapes, strict=True):
+        up = np.zeros((down.shape[1], math.prod(shape)), "float32")
+        if path in factors:
+            rank = len(factors[path].up)
+            up[begin : begin + rank] = factors[path].up
+            begin += 0 if one else rank
+        ups.append(up)
+    if module.endswith("query_key_value"):  # those of each head side by side
+        heads = np.stack([up.reshape(len(up), *shapes[0]) for up in ups], axis=2)
+        return Factors(down, heads.reshape(len(down.T), -1), own[0].scale if one else 1.0)
+    return Factors(down, np.concatenate(ups, axis=1), own[0].scale if one else 1.0)
+
+
+def _blocks(nodes: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the blocks that have linear layers."""
+    return sorted({int(path.split(".")[1]) for path in nodes})
 
 
 def _paths(block: int, module: str, nodes: Mapping[str, Any]) -> list[str] | None:

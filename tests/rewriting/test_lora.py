@@ -256,9 +256,16 @@ def test_layers_that_the_model_has_not(copy, llama):
 
 
 def test_fields(copy, llama, tmp_path):
-    for fields in ({}, {"path": "x", "adapters": {"blocks.0.query": keras.layers.Dense(2)}}):
-        with pytest.raises(bs.SurgeryError, match=r"expected (either a `path`|`adapters` to be)"):
+    for fields in ({}, {"path": "x", "rank": 2}):
+        with pytest.raises(bs.SurgeryError, match=r"one of `path`, `adapters` and `rank`. Rec"):
             bs.Lora("tuned", **fields)
+    with pytest.raises(bs.SurgeryError, match=r"`adapters` to be {layer path: adapter}"):
+        bs.Lora("tuned", adapters={"blocks.0.query": keras.layers.Dense(2)})
+    for fields in ({"alpha": 2}, {"target_modules": "q_proj"}):
+        with pytest.raises(bs.SurgeryError, match=r"of a new adapter.* Received 'them with `path`"):
+            bs.Lora("tuned", "x", **fields)
+    with pytest.raises(bs.SurgeryError, match="`target_modules` to be strings"):
+        bs.Lora("tuned", rank=2, target_modules=["q_proj", 1])
     with pytest.raises(bs.SurgeryError, match="`strength` to be a finite number"):
         bs.Lora("tuned", "x", strength=float("nan"))
     with pytest.raises(bs.SurgeryError, match="`name` to be a name of letters, digits and"):

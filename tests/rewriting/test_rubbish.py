@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.rewriting.low_rank import Adapter
 from tests.rubbish import RUBBISH, complaints, with_rubbish
 
 ONES = np.ones(8, "float32")
@@ -52,10 +51,7 @@ GOOD = {
         "at": lambda: "blocks.0",
     },
     bs.Insert: {"at": lambda: "blocks.0", "layer": lambda: keras.layers.Dense(8)},
-    bs.Lora: {
-        "name": lambda: "tuned",
-        "adapters": lambda: {"blocks.0.query": Adapter(2, 1.0, name="tuned_query")},
-    },
+    bs.Lora: {"name": lambda: "tuned", "rank": lambda: 2},
     bs.LowRank: {"at": lambda: "blocks.0.query", "rank": lambda: 2},
     bs.Patch: {"at": lambda: "blocks.0"},
     bs.Reft: {"name": lambda: "tone", "rank": lambda: 2, "at": lambda: "blocks.0"},
