@@ -146,6 +146,8 @@ def paths_of(name: str, modules: Sequence[str], nodes: Mapping[str, Any]) -> lis
                 f"Received {shown(module)}, which is none. Linear layers here: {', '.join(layers)}."
             )
         chosen.update(found)
+    if not chosen:  # GPT-NeoX has one layer for both
+        return paths_of(name, ("query_key_value",), nodes)
     return [path for path in nodes if path in chosen]
 
 
@@ -158,8 +160,17 @@ def module_names(
         owner: a backbone.
         nodes: see `linear_nodes`.
         root: what the list of blocks is called; by default as in `AutoModelForCausalLM`.
+
+    Raises:
+        SurgeryError: the family of the backbone says of no model of `transformers` that it is it.
     """
     family = open_backbone(owner).family
+    if not family.model_types:
+        raise SurgeryError(
+            f"save_peft at '{owner.name}': expected an architecture that `transformers` has too. "
+            f"Received one of the family '{family.name}' without `model_types`. Register it with "
+            "those, if its blocks are as Llama's, or use `save_recipe`."
+        )
     kind = family.model_types_of(owner)[0]
     roots = _ROOTS | (_ROOTS_WITH_IMAGES if family.without_images(owner) else {})
     root = root or roots.get(kind, "model.layers")

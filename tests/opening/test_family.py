@@ -103,6 +103,24 @@ def test_a_family_from_outside_works_as_those_of_the_package(rng):
     assert len(bs.rewire(bs.operate(backbone, edits[2:])).output["cache"]) == 3
 
 
+def test_an_adapter_of_a_family_from_outside(tmp_path):
+    """It has names in `transformers` where the family says which model there it is."""
+    backbone = make_own()
+    bs.register_family(OWN)
+    edited = bs.operate(backbone, [bs.Lora("tuned", rank=2, target_modules=["query", "mix"])])
+    layers = {path.split(".")[2] for path in edited.rewrites[0].adapters}
+    assert layers == {"query", "mix"}
+    with pytest.raises(bs.SurgeryError, match=r"that `transformers` has too. .* family 'own' with"):
+        bs.save_peft(edited, "tuned", tmp_path / "adapter")
+    family._families.pop("own")
+    bs.register_family(replace(OWN, model_types=("llama",)))
+    edited = bs.operate(make_own(), [bs.Lora("tuned", rank=2, target_modules="query")])
+    bs.save_peft(edited, "tuned", tmp_path / "adapter")
+    assert (
+        "model.layers.1.self_attn.q_proj" in (tmp_path / "adapter/adapter_config.json").read_text()
+    )
+
+
 def test_check_finds_a_family_that_leaves_something_out():
     class Gated(OwnBlock):
         pass

@@ -123,6 +123,11 @@ def test_new_adapters_that_do_not_fit(fields, words):
         bs.operate(load("gpt2")[0], [bs.Lora("tuned", **{"rank": 2, **fields})])
 
 
+def test_the_usual_layers_of_a_model_that_has_one_for_all():
+    edited = bs.operate(load("gpt_neox")[0], [bs.Lora("tuned", rank=2)])
+    assert set(edited.rewrites[0].adapters) == {f"blocks.{i}.query_key_value" for i in range(3)}
+
+
 def test_target_modules_by_either_name():
     """Names of `transformers`, of its fused modules, and of KerasHub."""
     backbone, _ = load("gpt2")
