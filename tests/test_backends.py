@@ -73,6 +73,28 @@ except bs.SurgeryError as error:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_what_looks_inside_on_another_backend(backend):
+    pytest.importorskip(backend)
+    code = (
+        SURGERY
+        + """
+lm = bs.CachedCausalLM(edited)
+own = lm(inputs)
+lens = bs.logit_lens(lm, [1, 1, 1, 1], at="blocks.*")
+best = np.asarray(keras.ops.convert_to_numpy(own)).argmax(-1)
+print(np.array_equal(lens.token_ids[-1], best[0]))
+for ask in (lambda: bs.Engine(lm), lambda: bs.attribution(lm, [1, 2], target=3)):
+    try:
+        ask()
+    except bs.SurgeryError as error:
+        print("the JAX backend" in str(error))
+"""
+    )
+    assert run(code, backend).split() == [backend, "True", "True", "True", "True"]
+
+
+@pytest.mark.slow
 def test_nested_surgery_on_tensorflow():
     code = """
 import keras, numpy as np, backbone_surgery as bs

@@ -182,7 +182,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if not known or not number.isdecimal() or not 1 <= int(number) < 2**20:
             raise SurgeryError(
                 f"--mesh: expected numbers of devices, such as batch=2,model=4. Received {text!r}. "
-                "Name each axis once."
+                "Name one of these axes, or each once, with one device or more."
             )
         sizes[name] = int(number)
     return {"batch": 1, "model": 1, **sizes}

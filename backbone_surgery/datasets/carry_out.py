@@ -8,10 +8,11 @@ from typing import Any
 
 from backbone_surgery import hosts
 from backbone_surgery.datasets import on_ray
-from backbone_surgery.datasets.facts import LM, described, make
+from backbone_surgery.datasets.facts import LM, make
 from backbone_surgery.datasets.job import Job, begun, check, is_begun, make_manifest, run
 from backbone_surgery.datasets.shards import forget
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.described import described
 
 
 def carry_out(

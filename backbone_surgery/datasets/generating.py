@@ -361,10 +361,15 @@ class _Work:
         ids = [f"{shard.file.name}/{i}" for i in range(shard.start, shard.stop)]
         column = self.columns["id_column"]
         if column is not None:
-            values = read_column(_OPERATION, shard, table, column, "an id", lambda x: x is not None)
+            values = read_column(_OPERATION, shard, table, column, "an id", _is_id)
             ids = [repr(value) for value in values]
         digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
         return [int.from_bytes(digest[:4], "big") for digest in digests]
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a value tells a row from others: none that is missing, of which NaN is one."""
+    return value is not None and value == value
 
 
 def _as_float(value: Any) -> Any:

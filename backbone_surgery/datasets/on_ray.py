@@ -10,11 +10,12 @@ from typing import Any
 import keras
 from rich.progress import Progress
 
-from backbone_surgery.datasets.facts import described, sampler_facts
+from backbone_surgery.datasets.facts import sampler_facts
 from backbone_surgery.datasets.job import Job, start
 from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.extras import import_extra
+from backbone_surgery.generation.described import described
 
 _SECONDS = 30.0
 """How long a cluster may take to answer."""

@@ -64,6 +64,15 @@ class Request(NamedTuple):
         return texts[0] if self.prompts.scalar else texts
 
 
+def check_backend(operation: str) -> None:
+    """Refuse a backend that cannot generate."""
+    if keras.config.backend() != "jax":
+        raise SurgeryError(
+            f"{operation}: expected the JAX backend of Keras. Received '{keras.config.backend()}'. "
+            "Set KERAS_BACKEND=jax; surgery itself works on every backend."
+        )
+
+
 def read_request(
     lm: Any,
     inputs: Any,
@@ -93,11 +102,7 @@ def read_request(
     Raises:
         SurgeryError: bad input, or a backend that cannot generate.
     """
-    if keras.config.backend() != "jax":
-        raise SurgeryError(
-            f"{operation}: expected the JAX backend of Keras. Received '{keras.config.backend()}'. "
-            "Set KERAS_BACKEND=jax; surgery itself works on every backend."
-        )
+    check_backend(operation)
     preprocessor, vocabulary_size = lm.preprocessor, lm.programs.head.input_dim
     prompts = read_prompts(inputs, preprocessor, vocabulary_size, operation)
     limits = resolve_limits(

@@ -64,7 +64,7 @@ def predict(model: keras.Model, inputs: Any, programs: SharedPrograms | None = N
         SurgeryError: the processes of a mesh pass different inputs, or models.
     """
     if keras.config.backend() != "jax":
-        return model.predict_on_batch(inputs)
+        return model.predict_on_batch(tree.map_structure(keras.ops.convert_to_numpy, inputs))
     key = "predict", lora_settings(model)
     run, digests = made_once(model, key, lambda: (_compiled(model), {}))
     variables = model.variables

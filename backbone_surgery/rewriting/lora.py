@@ -50,7 +50,7 @@ class Lora(Rewrite):
             instead of reading `path`.
         rank: of a new adapter, at most the smaller of inputs and outputs of each layer.
         alpha: of a new adapter: scale is alpha / rank; by default 1.
-        target_modules: beside which linear layers a new adapter goes, by the names of
+        target_modules: beside which linear layers of the graph a new adapter goes, by the names of
             `transformers`, such as `"down_proj"`, or by KerasHub's; queries and values by default.
 
     Raises:
@@ -116,7 +116,8 @@ class Lora(Rewrite):
             raise SurgeryError(
                 f"Lora at '{self.name}': expected a graph with all layers that the adapter is for. "
                 f"Received one without {shown(unused)}. Fold the adapter into the weights by "
-                "`bs.merge`, and take blocks out of the backbone that it returns."
+                "`bs.merge`, and take blocks out of the backbone that it returns; or pass by "
+                "`adapters` those of `edited.rewrites[i].adapters` whose layers are left."
             )
         return rebuilt
 
@@ -180,7 +181,9 @@ class Lora(Rewrite):
         policy, adapters = surgery.model.dtype_policy, {}
         if self.rank is not None:
             scale = (self.rank if self.alpha is None else self.alpha) / self.rank
-            for path in paths_of(self.name, self.target_modules, nodes):
+            run = {id(node.operation) for node in graph.all_nodes(surgery.model)}
+            left = {path: node for path, node in nodes.items() if id(node.operation) in run}
+            for path in paths_of(self.name, self.target_modules, left):
                 adapters[path] = self._adapter(path, nodes, self.rank, scale, policy)
             return adapters
         for (block, module), factors in read_peft(self.path).items():

@@ -8,7 +8,7 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.request import TooLongError, read_request
+from backbone_surgery.generation.request import TooLongError, check_backend, read_request
 from backbone_surgery.numbers import check_count, check_flag, is_int
 from backbone_surgery.serving.job import Job
 from backbone_surgery.serving.request import EngineRequest
@@ -68,6 +68,7 @@ class Engine:
                 f"Engine: expected a CachedCausalLM. Received {shown(lm)}. Make one of the "
                 "backbone, edited or not."
             )
+        check_backend("Engine")
         hosts.refuse(lm, "Engine", "Call `generate` in all of them.")
         check_count("Engine", "rows", rows, "rows")
         check_count("Engine", "length", length, "tokens")

@@ -206,6 +206,7 @@ class Scheduler:
     def _step(self) -> None:
         batch = self._batch
         batch.let_go()
+        self._check_weights()
         if self._chunk is not None and batch.waits_for_captures:
             self._read()
         self._admit()
@@ -257,7 +258,6 @@ class Scheduler:
             self._sizes_run = sizes
         try:
             job.controls = controls_of_sizes(job.controls, sizes)
-            self._check_weights()
             chunk = self.prefill_chunk
             return Prefill(self.programs, job, chunk, self.lengths, self.prefix_cache)
         except Exception as error:  # nobody else knows of the job here
@@ -265,15 +265,31 @@ class Scheduler:
             raise
 
     def _check_weights(self) -> None:
-        """Empty the prefix cache if a weight, or what LoRA is set to, is not what it was."""
+        """Begin anew if a weight, or what LoRA is set to, is not what it was at the last step.
+
+        What was kept of a prompt is of no use then, and what runs would be of two models.
+        """
         weights, lora = self.programs.weights, lora_settings(self.programs.model)
         before = [ref() for ref in self._weights]
         same = len(before) == len(weights) and all(
             a is b for a, b in zip(before, weights, strict=True)
         )
-        if not same or lora != self._lora:
-            self.clear()
-            self._weights, self._lora = [weakref.ref(x) for x in weights], lora
+        if same and lora == self._lora:
+            return
+        self._batch.read_first()  # what the old ones gave
+        self._read()
+        begun, self._prefill = self._running(), None
+        self._batch.clear()
+        self.clear()
+        self._weights, self._lora = [weakref.ref(x) for x in weights], lora
+        for job in begun:
+            job.fail(
+                SurgeryError(
+                    f"request at token {len(job.new)}: expected the weights that it began with, to "
+                    "its end. Received others, or another setting of LoRA, while it ran. Submit it "
+                    "again."
+                )
+            )
 
     def _fail(self, error: BaseException) -> None:
         """Begin anew, and tell all that waited; who is told may submit again."""

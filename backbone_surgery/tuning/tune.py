@@ -1,5 +1,6 @@
 """Tune: find which method, which blocks and which strength steer best, by the user's own judge."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.progress import Progress
 from backbone_surgery import hosts
 from backbone_surgery.files import as_path
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.described import described
 from backbone_surgery.generation.fingerprint import digest
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.numbers import check_count
@@ -32,7 +34,6 @@ from backbone_surgery.vectors.activations import check_task
 from backbone_surgery.vectors.norms import residual_norms
 from backbone_surgery.vectors.pairs import check_pairs
 from backbone_surgery.vectors.vector import ControlVector
-from backbone_surgery.weights.tree import weights_digest
 
 _KEPT = 3
 """One of so many candidates goes on to the next round."""
@@ -105,7 +106,8 @@ def tune(
         autoencoders: for method `"sae"`, `{block: folder}` of sparse autoencoders of the output of
             blocks, as `SparseAutoencoder` reads them.
         file: where to keep what was measured: a search that was killed goes on from it. It does not
-            know `judge` and `fluency`: for others take another file.
+            know `judge` and `fluency`: for others take another file. The model must be one whose
+            edit a recipe can hold.
 
     Returns:
         The result: `best` is an edit for `operate`.
@@ -128,9 +130,11 @@ def tune(
     settings = [budget, seed, max_new_tokens, rank, steps, fluency is None, strategy.settings()]
     apart = [dict(vector.directions) for vector in others]
     own = {key: dict(vector.directions) for key, vector in given.items()}
-    model = [weights_digest(lm.opened), lm.programs.outline, dict(lm.opened.defaults)]
-    facts = [model, listed, texts, [*methods], own, apart, settings, digest(strategy.key), encoders]
-    path = None if file is None else as_path(file, "tune")
+    path, facts = None if file is None else as_path(file, "tune"), ""
+    if path is not None:
+        model = json.dumps({**described("tune", lm), "versions": None}, sort_keys=True)
+        asked = [listed, texts, [*methods], own, apart, settings, digest(strategy.key), encoders]
+        facts = hosts.digest([model, *asked]).hex()
     half = len(texts) // 2
     search = _Search(
         searched=texts[:half],
@@ -141,7 +145,7 @@ def tune(
         options={"max_new_tokens": max_new_tokens, "batch_size": batch_size},
         seed=seed,
         budget=budget,
-        record=Record(path, hosts.digest(facts).hex()),
+        record=Record(path, facts),
     )
     steering = Steering(lm, name, residual_norms(lm))
     learning = {"steps": steps, "seed": seed}

@@ -138,7 +138,8 @@ def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
     refused = []
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
         name = getattr(rewrite, "name", None) or getattr(rewrite, "__name__", "")
-        shown = f"rewrites.{i} ({type(rewrite).__name__} '{name}')"
+        kind = type(rewrite).__name__ + (f" '{name}'" if name else "")
+        shown = f"rewrites.{i} ({kind})"
         if type(rewrite) is Lora:
             adapters = rewrite.adapters.items()
             folds += [_Sum(linear[path], x, rewrite.strength) for path, x in adapters]
@@ -159,7 +160,7 @@ def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
     if refused:
         raise SurgeryError(
             f"merge at '{edited.name}': expected edits that weights can hold. Received "
-            f"{'; '.join(refused)}. Keep these as edits, and save them by `save_recipe`."
+            f"{'; '.join(refused)}. Leave these out, or keep all as edits by `save_recipe`."
         )
     return sorted(folds, key=lambda fold: fold.order)
 
@@ -173,7 +174,7 @@ _NO_LAYER = {
 def _reason(rewrite: Any) -> str | None:
     """Say why a rewrite can never be folded, if so."""
     if type(rewrite) is not Steer:
-        return "is no steering"
+        return "is neither steering nor an adapter"
     if rewrite.mode not in _NO_LAYER:
         return f"has mode {rewrite.mode!r}"
     if rewrite.tokens not in ("all", (0, None), (None, None)):

@@ -12,7 +12,8 @@ import pytest
 from sentencepiece import sentencepiece_model_pb2
 
 import backbone_surgery as bs
-from backbone_surgery.datasets.facts import controls_digest, tokenizer_digest
+from backbone_surgery.datasets.facts import controls_digest
+from backbone_surgery.generation.described import tokenizer_digest
 from tests.helpers import train_pieces
 
 models = keras_hub.models

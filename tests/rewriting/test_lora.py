@@ -179,6 +179,18 @@ def test_blocks_in_another_order(llama):
     assert relative(found, logits(bs.CachedCausalLM(same), ids)) <= EXACT
 
 
+def test_a_new_adapter_goes_beside_the_layers_that_are_left(llama):
+    backbone, _ = llama
+    for edit in (bs.Remove("blocks.1"), bs.Replace("blocks.1", keras.layers.Rescaling(0.5))):
+        edited = bs.operate(backbone, [edit, bs.Lora("tuned", rank=2)])
+        assert {path.split(".")[1] for path in edited.rewrites[1].adapters} == {"0", "2"}
+    with pytest.raises(bs.SurgeryError, match=r"`target_modules` that are linear .*Received 'up_p"):
+        bs.operate(
+            bs.operate(backbone, [bs.Replace("blocks.*", keras.layers.Rescaling(0.5))]),
+            [bs.Lora("tuned", rank=2, target_modules="up_proj")],
+        )
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

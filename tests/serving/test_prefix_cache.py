@@ -166,6 +166,60 @@ def test_new_weights_empty_it(rng):
     assert engine.stats.prefix_cache_bytes > 0
 
 
+@pytest.mark.parametrize("change", ["a weight", "lora_alpha"])
+def test_other_weights_for_a_while(change, rng):
+    """What runs meanwhile ends with an error, and nothing of it is kept; what waits goes on."""
+    backbone = random_gpt2(rng)
+    backbone.enable_lora(2)
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    layer = backbone.transformer_layers[0]._self_attention_layer._value_dense
+    layer.lora_kernel_b.assign(rng.normal(0, 4, layer.lora_kernel_b.shape))
+    own = {"a weight": (layer.lora_kernel_b, "value"), "lora_alpha": (layer, "lora_alpha")}
+    holder, name = own[change]
+    before = getattr(holder, name)
+
+    def put(value):
+        holder.assign(value) if name == "value" else setattr(holder, name, value)
+
+    engine = bs.Engine(lm, rows=2, length=112, prefill_chunk=CHUNK, chunk_size=2)
+
+    def submit(prompt=PROMPT, tokens=8):
+        defaults = {"max_new_tokens": tokens, "stop_token_ids": None, "logprobs": True}
+        return Asked(prompt, False, **defaults).submit(engine)
+
+    def chances():
+        request = submit()
+        request.result()
+        return request.logprobs.logprobs
+
+    def changed(value, steps):
+        """Change it while a request runs, and another is being prefilled: both end."""
+        runs = submit(PROMPT[:4], 60)
+        engine.step()
+        begun = submit()
+        engine.step()
+        put(value)
+        for _ in range(steps):
+            engine.step()
+        return runs, begun
+
+    wanted = chances()
+    engine.clear()
+    others = changed(before * 7, 1)
+    put(before)
+    assert np.array_equal(chances(), wanted)
+    others += changed(before * 7, 0)
+    waited = chances()
+    for request in others:
+        with pytest.raises(
+            bs.SurgeryError, match=r"request at token \d+: expected the weights that"
+        ):
+            request.result()
+    assert np.array_equal(chances(), waited)
+    assert not np.array_equal(waited, wanted)
+
+
 def test_the_least_recently_used_is_let_go():
     kept = PrefixCache(250)
     for name in (b"a", b"b"):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from random import Random
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -114,6 +115,41 @@ def test_it_is_drawn_and_saved(found, lm, tmp_path):
     assert vector == found.edits["mean_diff"].vector
     with pytest.raises(bs.SurgeryError, match="expected an edit that adds a direction"):
         only(found, "reft").save(tmp_path / "mood.gguf")
+
+
+@pytest.mark.slow
+def test_the_file_of_a_model_that_looks_alike_is_refused(lm, tmp_path):
+    """Of the same weights and shapes, with blocks in another order or another number in a layer."""
+
+    def reordered(*order):
+        return bs.operate(lm.backbone, [bs.Reorder(order)])
+
+    def scaled(scale):
+        layer = keras.layers.Rescaling(scale)
+        return bs.operate(lm.backbone, [bs.Insert("blocks.1.mlp_output", layer)])
+
+    def search(graph, judge=letters):
+        task = bs.CachedCausalLM(graph, lm.preprocessor)
+        task.compile(sampler=lm.sampler)
+        options = {**OPTIONS, "methods": (), "vectors": {"mine": MINE}, "file": file}
+        bs.tune(task, PAIRS, judge, PROMPTS, fluency=letters, **options)
+
+    def dies(texts):
+        if file.exists():
+            raise KeyboardInterrupt
+        return letters(texts)
+
+    for make, first, second in (
+        (reordered, (0, 2, 1, 3, 4, 5), (0, 1, 3, 2, 4, 5)),
+        (scaled, (1.0,), (0.2,)),
+    ):
+        file = tmp_path / make.__name__
+        with pytest.raises(KeyboardInterrupt):
+            search(make(*first), dies)
+        with pytest.raises(bs.SurgeryError, match="Received one of another model, other texts or"):
+            search(make(*second))
+        with pytest.raises(KeyboardInterrupt):
+            search(make(*first), dies)
 
 
 @pytest.mark.slow

@@ -194,8 +194,8 @@ def clone_fn(layer, *args, **kwargs):
         (make_gpt2, add("blocks.*", tokens="prompt"), "acts on tokens 'prompt' only"),
         (make_gpt2, add("blocks.*", tokens=(0, 9)), r"acts on tokens \(0, 9\) only"),
         (make_gpt2, add("blocks.*", renormalize=True), "renormalises what it steers"),
-        (make_gpt2, Double(), r"rewrites\.0 \(Double ''\): is no steering"),
-        (make_gpt2, clone_fn, r"rewrites\.0 \(function 'clone_fn'\): is no steering"),
+        (make_gpt2, Double(), r"rewrites\.0 \(Double\): is neither steering nor an"),
+        (make_gpt2, clone_fn, r"rewrites\.0 \(function 'clone_fn'\): is neither steering nor an"),
     ],
 )
 def test_what_weights_cannot_hold_is_named(make, rewrite, words):
