@@ -90,6 +90,16 @@ def test_rows_of_parquet_keep_their_types(lm, rows, tmp_path):
         assert new == alone(lm, row, repr(row["name"]), 0.5)
 
 
+def test_an_id_that_is_missing_in_parquet_is_refused(lm, rows, tmp_path):
+    """pandas writes NaN for it; all such rows would have one seed."""
+    table = pa.table({"prompt": [row["prompt"] for row in rows], "id": [1.0, *[np.nan] * 10]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(bs.SurgeryError, match=r"row 1 of .*expected an id in column 'id'.* nan"):
+        bs.generate_dataset(
+            lm, tmp_path / "in.parquet", tmp_path / "out", id_column="id", **OPTIONS
+        )
+
+
 def test_strengths_may_be_decimal_numbers(lm, rows, tmp_path):
     rows = [{**row, "strength": round(row["strength"], 2)} for row in rows]
     path, options = tmp_path / "in.parquet", {**OPTIONS, "controls": CONTROLS}
