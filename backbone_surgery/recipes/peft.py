@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, closest, shown
@@ -29,11 +29,12 @@ _OURS = re.compile(rf"{re.escape(CONFIG)}|{re.escape(WEIGHTS)}")
 def save_peft(edited: Any, name: str, path: str | Path, blocks: str | None = None) -> None:
     """Save an adapter of a `Lora` to a folder, as `save_pretrained` of PEFT does.
 
-    The folder holds the adapter at strength 1, in float32, with one rank and one alpha for all
-    modules, since some readers know no others: smaller ranks are filled up with zeros. Where
+    The folder holds the adapter alone: no other edit of the model, and no LoRA of Keras. It is at
+    strength 1, in float32, with one rank and one alpha for all modules, since some readers know no
+    others: smaller ranks are filled up with zeros. Where
     `transformers` has one module for several layers, as GPT-2 for queries, keys and values, their
     ranks add up once `fit` has trained them. The folder is written whole or not at all, and
-    replaces one that was saved so.
+    replaces one that `save_peft` wrote.
 
     Args:
         edited: what `operate` made of a keras_hub Backbone, or a task or cached graph over it.
@@ -69,7 +70,7 @@ def save_peft(edited: Any, name: str, path: str | Path, blocks: str | None = Non
     def write() -> None:
         with writing(path, "save_peft"), new_folder(folder, _OURS.fullmatch) as new:
             (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            save_file(arrays, new / WEIGHTS, metadata={"format": "pt"})
+            (new / WEIGHTS).write_bytes(save(arrays, metadata={"format": "pt"}))
 
     hosts.by_first(model, "save_peft", {"adapter": [json.dumps(config), arrays]}, write)
 
@@ -77,7 +78,7 @@ def save_peft(edited: Any, name: str, path: str | Path, blocks: str | None = Non
 def _lora(model: Any, name: Any) -> Lora:
     """Return the rewrite of a name."""
     found = {r.name: r for r in model.rewrites if isinstance(r, Lora)}
-    if name not in found:
+    if not isinstance(name, str) or name not in found:
         raise SurgeryError(
             f"save_peft at {shown(name)}: expected the name of a Lora. {closest(name, found)} Name "
             'it, or put one in by `operate(backbone, [Lora("french", rank=8)])`.'

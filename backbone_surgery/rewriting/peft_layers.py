@@ -138,7 +138,8 @@ def paths_of(name: str, modules: Sequence[str], nodes: Mapping[str, Any]) -> lis
     """
     chosen: set[str] = set()
     for module in modules or ("q_proj", "v_proj"):
-        found = [path for block in _blocks(nodes) for path in _paths(block, module, nodes) or ()]
+        names = ("attn.c_proj", "mlp.c_proj") if module == "c_proj" else (module,)
+        found = [p for b in _blocks(nodes) for name in names for p in _paths(b, name, nodes) or ()]
         if not found and modules:
             layers = sorted({path.split(".", 2)[2] for path in nodes})
             raise SurgeryError(

@@ -265,9 +265,9 @@ class Scheduler:
             raise
 
     def _check_weights(self) -> None:
-        """Begin anew if a weight, or what LoRA is set to, is not what it was at the last step.
+        """Empty the prefix cache if a weight, or what LoRA is set to, is not what it was.
 
-        What was kept of a prompt is of no use then, and what runs would be of two models.
+        A prompt of which a part has run keeps nothing then: it is of two models.
         """
         weights, lora = self.programs.weights, lora_settings(self.programs.model)
         before = [ref() for ref in self._weights]
@@ -276,20 +276,10 @@ class Scheduler:
         )
         if same and lora == self._lora:
             return
-        self._batch.read_first()  # what the old ones gave
-        self._read()
-        begun, self._prefill = self._running(), None
-        self._batch.clear()
         self.clear()
+        if self._prefill is not None:
+            self._prefill.kept = None
         self._weights, self._lora = [weakref.ref(x) for x in weights], lora
-        for job in begun:
-            job.fail(
-                SurgeryError(
-                    f"request at token {len(job.new)}: expected the weights that it began with, to "
-                    "its end. Received others, or another setting of LoRA, while it ran. Submit it "
-                    "again."
-                )
-            )
 
     def _fail(self, error: BaseException) -> None:
         """Begin anew, and tell all that waited; who is told may submit again."""

@@ -136,6 +136,7 @@ def test_target_modules_by_either_name():
         "c_attn": {"query", "key", "value"},
         ("k_proj", "feedforward_output_dense"): {"key", "feedforward_output_dense"},
         "attn.c_proj": {"attention_output"},
+        "c_proj": {"attention_output", "feedforward_output_dense"},
     }.items():
         edited = bs.operate(backbone, [bs.Lora("tuned", rank=2, target_modules=modules)])
         paths = edited.rewrites[0].adapters
