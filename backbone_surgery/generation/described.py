@@ -31,7 +31,7 @@ def described(operation: str, lm: Any) -> dict[str, Any]:
     except SurgeryError as error:
         raise SurgeryError(
             f"{operation} at 'lm': expected an edit that a recipe can hold, since its digest tells "
-            f"one job from another. Received another one: {error}"
+            f"one model from another. Received another one: {error}"
         ) from error
     owner = lm.opened.owner
     rewrites = [type(rewrite).__name__ for rewrite in lm.opened.rewrites]

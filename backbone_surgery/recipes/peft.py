@@ -31,10 +31,10 @@ def save_peft(edited: Any, name: str, path: str | Path, blocks: str | None = Non
 
     The folder holds the adapter alone: no other edit of the model, and no LoRA of Keras. It is at
     strength 1, in float32, with one rank and one alpha for all modules, since some readers know no
-    others: smaller ranks are filled up with zeros. Where
-    `transformers` has one module for several layers, as GPT-2 for queries, keys and values, their
-    ranks add up once `fit` has trained them. The folder is written whole or not at all, and
-    replaces one that `save_peft` wrote.
+    others: smaller ranks are filled up with zeros. Where `transformers` has one module for several
+    layers, as GPT-2 for queries, keys and values, their ranks add up once `fit` has trained them.
+
+    The folder is written whole or not at all, and replaces one that `save_peft` wrote.
 
     Args:
         edited: what `operate` made of a keras_hub Backbone, or a task or cached graph over it.
@@ -90,12 +90,18 @@ def _described(
     model: Any, lora: Lora, blocks: str | None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return config and arrays of an adapter."""
+    if not model.family.model_types:
+        raise SurgeryError(
+            f"save_peft at '{lora.name}': expected an architecture that `transformers` has too. "
+            f"Received one of the family '{model.family.name}' without `model_types`. Register it "
+            "with those, if its blocks are as Llama's, or use `save_recipe`."
+        )
     nodes = dict(linear_nodes(model.owner))
     factors = {
         path: Factors(hosts.to_numpy(x.down), hosts.to_numpy(x.up), x.scale)
         for path, x in lora.adapters.items()
     }
-    names = module_names(model.owner, nodes, blocks)
+    names = module_names(model, nodes, blocks)
     if others := factors.keys() - {path for paths in names.values() for path in paths}:
         raise SurgeryError(
             f"save_peft at '{lora.name}': expected adapters of layers that `transformers` has as "
@@ -139,7 +145,8 @@ def _config(model: Any, rank: int, scale: float, modules: list[str]) -> dict[str
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": modules,
-        "fan_in_fan_out": model.family.name == "gpt2",  # its modules have [inputs, outputs]
+        # The modules of GPT-2 have [inputs, outputs].
+        "fan_in_fan_out": model.family.model_types_of(model.owner)[0] == "gpt2",
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,

@@ -85,14 +85,15 @@ class Fields:
             raise self.refuse(rule, value, "Pass a whole number in that range.")
         self.keep(field, int(value))
 
-    def strings(self, field: str) -> None:
-        """Check some strings that are not empty, or one; kept as a tuple."""
+    def strings(self, field: str, optional: bool = False) -> None:
+        """Check one string or more, none of them empty; kept as a tuple."""
         value = getattr(self.rewrite, field)
+        if value is None and optional:
+            return
         strings = (value,) if isinstance(value, str) else value
-        if not isinstance(strings, list | tuple) or not all(
-            isinstance(x, str) and x for x in strings
-        ):
-            raise self.refuse(f"`{field}` to be strings", value, "Pass a list of names.")
+        fits = isinstance(strings, list | tuple) and len(strings) > 0
+        if not fits or not all(isinstance(x, str) and x for x in strings):
+            raise self.refuse(f"`{field}` to be names", value, "Pass a list of some, none empty.")
         self.keep(field, tuple(strings))
 
     def layers(self, field: str, kind: type, described: str) -> None:

@@ -15,7 +15,7 @@ from backbone_surgery.graph.emission import Emitted
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.low_rank import Adapter
-from backbone_surgery.rewriting.peft_files import read_peft
+from backbone_surgery.rewriting.peft_files import MERGE, read_peft
 from backbone_surgery.rewriting.peft_layers import linear_nodes, parts_of, paths_of
 from backbone_surgery.rewriting.rewrite import Rewrite, Rows, Surgery
 
@@ -70,7 +70,7 @@ class Lora(Rewrite):
     adapters: Mapping[str, keras.layers.Layer] = field(default_factory=dict)
     rank: int | None = None
     alpha: float | None = None
-    target_modules: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] | None = None
 
     files: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -82,20 +82,20 @@ class Lora(Rewrite):
         fields.layers("adapters", Adapter, "{layer path: adapter}")
         fields.integer("rank", smallest=1, optional=True)
         fields.number("alpha", optional=True)
-        fields.strings("target_modules")
+        fields.strings("target_modules", optional=True)
         sources = {"path": os.fspath(self.path), "adapters": self.adapters, "rank": self.rank}
         given = [name for name, value in sources.items() if value]
         if len(given) != 1:
             raise fields.refuse(
                 "one of `path`, `adapters` and `rank`",
-                given,
+                given or None,
                 "Pass the folder that `save_pretrained` of PEFT wrote, or the rank of a new one.",
             )
-        if self.rank is None and (self.alpha is not None or self.target_modules):
+        if self.rank is None and (self.alpha, self.target_modules) != (None, None):
             raise fields.refuse(
-                "`alpha` and `target_modules` of a new adapter, with a `rank`",
-                f"them with `{given[0]}`, which says both itself",
-                "Leave them out.",
+                "`alpha` and `target_modules` with a `rank` alone",
+                given[0],
+                "Leave them out: the adapter that is there has its own.",
             )
 
     @property
@@ -142,7 +142,7 @@ class Lora(Rewrite):
     def applied(self, surgery: Surgery) -> "Lora":
         """Return the rewrite with its adapters alone."""
         adapters = surgery.once("adapters", dict)
-        return replace(self, path="", adapters=adapters, rank=None, alpha=None, target_modules=())
+        return replace(self, path="", adapters=adapters, rank=None, alpha=None, target_modules=None)
 
     def _layer(self, path: str, nodes: Mapping[str, Any]) -> Any:
         """Return a layer of the model that an adapter fits beside."""
@@ -155,8 +155,8 @@ class Lora(Rewrite):
         if layer.activation not in (None, keras.activations.linear):
             raise SurgeryError(
                 f"Lora at '{self.name}': expected adapters of layers that are linear. Received one "
-                f"of '{path}', which has its activation inside. Merge the adapter with "
-                "`merge_and_unload` of PEFT, and load the model that it gives."
+                f"of '{path}', which has its activation inside. "
+                f"{MERGE if self.path else 'Leave it out.'}"
             )
         sizes = [
             math.prod(x[0].shape[2:]) for x in (nodes[path].input_tensors, nodes[path].outputs)
@@ -182,8 +182,8 @@ class Lora(Rewrite):
         if self.rank is not None:
             scale = (self.rank if self.alpha is None else self.alpha) / self.rank
             run = {id(node.operation) for node in graph.all_nodes(surgery.model)}
-            left = {path: node for path, node in nodes.items() if id(node.operation) in run}
-            for path in paths_of(self.name, self.target_modules, left):
+            left = {path for path, node in nodes.items() if id(node.operation) in run}
+            for path in paths_of(self.name, self.target_modules, surgery.model, nodes, left):
                 adapters[path] = self._adapter(path, nodes, self.rank, scale, policy)
             return adapters
         for (block, module), factors in read_peft(self.path).items():

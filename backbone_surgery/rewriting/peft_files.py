@@ -107,11 +107,11 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     if more:
         raise SurgeryError(
             f"Lora at '{folder}': expected LoRA beside linear layers, and nothing else. Received "
-            f"{', '.join(f'`{n}` {shown(v)}' for n, v in sorted(more.items()))}. {_MERGE}"
+            f"{', '.join(f'`{n}` {shown(v)}' for n, v in sorted(more.items()))}. {MERGE}"
         )
 
 
-_MERGE = "Merge the adapter with `merge_and_unload` of PEFT, and load the model that it gives."
+MERGE = "Merge the adapter with `merge_and_unload` of PEFT, and load the model that it gives."
 
 
 def _factors(
@@ -125,7 +125,7 @@ def _factors(
         if match is None:
             raise SurgeryError(
                 f"Lora at '{folder}': expected factors of linear layers in blocks. Received "
-                f"'{name}'. {_MERGE}"
+                f"'{name}'. {MERGE}"
             )
         key = int(match["block"]), match["module"]
         pair, factor = pairs.setdefault(key, {}), match["factor"]

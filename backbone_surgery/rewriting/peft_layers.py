@@ -1,7 +1,7 @@
 """Which linear layers of KerasHub's families the modules of `transformers` are, and back."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import is_block
 from backbone_surgery.rewriting.peft_files import Factors
@@ -25,6 +26,8 @@ _LAYERS = {
     "per_layer": ("per_layer_up_proj",),
 }
 """What the linear layers of a block are called in KerasHub's families."""
+
+_QUERIES_AND_VALUES = (*_LAYERS["query"], *_LAYERS["value"], "query_key_value")
 
 _MODULES = {
     **dict.fromkeys(("q_proj",), ("query",)),
@@ -125,61 +128,72 @@ def parts_of(
         yield path, replace(factors, up=up)
 
 
-def paths_of(name: str, modules: Sequence[str], nodes: Mapping[str, Any]) -> list[str]:
-    """Return the layers that modules are, in all blocks that have them.
+def paths_of(
+    name: str,
+    targets: Sequence[str] | None,
+    model: EditedBackbone,
+    nodes: Mapping[str, Any],
+    left: Collection[str],
+) -> list[str]:
+    """Return the layers that a new adapter goes beside.
 
     Args:
         name: of the rewrite, for errors.
-        modules: names as `transformers` has them, such as `q_proj`; queries and values if none.
+        targets: names of layers of KerasHub, or of modules of `transformers`, by how they end;
+            queries and values if `None`.
+        model: the model.
         nodes: see `linear_nodes`.
+        left: the paths of those that the graph still has.
 
     Raises:
-        SurgeryError: no block has such a layer.
+        SurgeryError: the graph has no such layer.
     """
-    chosen: set[str] = set()
-    for module in modules or ("q_proj", "v_proj"):
-        names = ("attn.c_proj", "mlp.c_proj") if module == "c_proj" else (module,)
-        found = [p for b in _blocks(nodes) for name in names for p in _paths(b, name, nodes) or ()]
-        if not found and modules:
-            layers = sorted({path.split(".", 2)[2] for path in nodes})
+    layers = {path: path.split(".", 2)[2] for path in nodes if path in left}
+    expected = f"Lora at '{name}': expected linear layers that the graph has"
+    here = f"Linear layers here: {', '.join(sorted(set(layers.values()))) or 'none'}."
+    if targets is None:
+        usual = [path for path, layer in layers.items() if layer in _QUERIES_AND_VALUES]
+        if not usual:
             raise SurgeryError(
-                f"Lora at '{name}': expected `target_modules` that are linear layers of blocks. "
-                f"Received {shown(module)}, which is none. Linear layers here: {', '.join(layers)}."
+                f"{expected}. Received none of queries and values. Name others by "
+                f"`target_modules`. {here}"
             )
-        chosen.update(found)
-    if not chosen:  # GPT-NeoX has one layer for both
-        return paths_of(name, ("query_key_value",), nodes)
-    return [path for path in nodes if path in chosen]
+        return usual
+    modules, chosen = module_names(model, nodes), set()
+    for target in targets:
+        found = {path for path, layer in layers.items() if layer == target}
+        for module, paths in modules.items():
+            if f".{module}".endswith(f".{target}"):  # as PEFT matches them
+                found.update(layers.keys() & paths)
+        if not found:
+            raise SurgeryError(
+                f"{expected} as `target_modules`. Received {shown(target)}, which is none. {here}"
+            )
+        chosen |= found
+    return [path for path in layers if path in chosen]
 
 
 def module_names(
-    owner: keras.Model, nodes: Mapping[str, Any], root: str | None
+    model: EditedBackbone, nodes: Mapping[str, Any], root: str | None = None
 ) -> dict[str, list[str]]:
     """Return `{module: the layers that it is}`, with whole names as `transformers` has them.
 
+    There are none where the family does not say which models of `transformers` are its own.
+
     Args:
-        owner: a backbone.
+        model: the model.
         nodes: see `linear_nodes`.
         root: what the list of blocks is called; by default as in `AutoModelForCausalLM`.
-
-    Raises:
-        SurgeryError: the family of the backbone says of no model of `transformers` that it is it.
     """
-    family = open_backbone(owner).family
-    if not family.model_types:
-        raise SurgeryError(
-            f"save_peft at '{owner.name}': expected an architecture that `transformers` has too. "
-            f"Received one of the family '{family.name}' without `model_types`. Register it with "
-            "those, if its blocks are as Llama's, or use `save_recipe`."
-        )
-    kind = family.model_types_of(owner)[0]
-    roots = _ROOTS | (_ROOTS_WITH_IMAGES if family.without_images(owner) else {})
+    family, names = model.family, {}
+    kind = family.model_types_of(model.owner)[0]
+    roots = _ROOTS | (_ROOTS_WITH_IMAGES if family.without_images(model.owner) else {})
     root = root or roots.get(kind, "model.layers")
-    names: dict[str, list[str]] = {}
-    for block in _blocks(nodes):
+    modules = _WRITTEN.get(kind, _USUAL) if family.model_types else ()
+    for block in sorted({int(path.split(".")[1]) for path in nodes}):
         shared = any(f"blocks.{block}.{name}" in nodes for name in _SHARED_EXPERT)
         taken: set[str] = set()
-        for module in _WRITTEN.get(kind, _USUAL):
+        for module in modules:
             paths = _paths(block, module, nodes)
             if paths is None or taken.intersection(paths):
                 continue
@@ -211,14 +225,9 @@ def joined(
             begin += 0 if one else rank
         ups.append(up)
     if module.endswith("query_key_value"):  # those of each head side by side
-        heads = np.stack([up.reshape(len(up), *shapes[0]) for up in ups], axis=2)
-        return Factors(down, heads.reshape(len(down.T), -1), own[0].scale if one else 1.0)
-    return Factors(down, np.concatenate(ups, axis=1), own[0].scale if one else 1.0)
-
-
-def _blocks(nodes: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the blocks that have linear layers."""
-    return sorted({int(path.split(".")[1]) for path in nodes})
+        ups = [np.stack([up.reshape(len(up), *shapes[0]) for up in ups], axis=2)]
+    up = np.concatenate([up.reshape(down.shape[1], -1) for up in ups], axis=1)
+    return Factors(down, up, own[0].scale if one else 1.0)
 
 
 def _paths(block: int, module: str, nodes: Mapping[str, Any]) -> list[str] | None:

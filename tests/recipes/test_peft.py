@@ -1,13 +1,16 @@
 """Adapters saved for PEFT, new ones and those that PEFT made: their names and products."""
 
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import presets
 from backbone_surgery.files import read_arrays
 from tests.helpers import relative
 from tests.opening.test_text_only import make_gemma3
@@ -115,7 +118,11 @@ def test_a_new_adapter_is_trained_and_saved(tmp_path):
             r"Received 'qproj', which is none. Linear .*: attention_outp",
         ),
         ({"rank": 99}, r"a rank from 1 to \d+, the smaller of inputs and outputs of 'blocks.0.que"),
-        ({"target_modules": "c_fc"}, "_intermediate_dense', which has its activation inside"),
+        ({"target_modules": "k_proj"}, "Received 'k_proj', which is none"),  # of other models
+        (
+            {"target_modules": "feedforward_intermediate_dense"},
+            r"_intermediate_dense', which has its activation inside. Leave it out.",
+        ),
     ],
 )
 def test_new_adapters_that_do_not_fit(fields, words):
@@ -132,15 +139,47 @@ def test_target_modules_by_either_name():
     """Names of `transformers`, of its fused modules, and of KerasHub."""
     backbone, _ = load("gpt2")
     for modules, layers in {
-        (): {"query", "value"},
+        None: {"query", "value"},
         "c_attn": {"query", "key", "value"},
-        ("k_proj", "feedforward_output_dense"): {"key", "feedforward_output_dense"},
+        ("key", "mlp.c_proj"): {"key", "feedforward_output_dense"},
         "attn.c_proj": {"attention_output"},
         "c_proj": {"attention_output", "feedforward_output_dense"},
     }.items():
         edited = bs.operate(backbone, [bs.Lora("tuned", rank=2, target_modules=modules)])
         paths = edited.rewrites[0].adapters
         assert set(paths) == {f"blocks.{i}.{layer}" for i in range(3) for layer in layers}
+
+
+def test_modules_are_those_of_the_model():
+    """As PEFT finds them: Qwen 3.5 has an `out_proj` in its linear attention alone."""
+    edited = bs.operate(load("qwen3_5")[0], [bs.Lora("tuned", rank=1, target_modules="out_proj")])
+    assert list(edited.rewrites[0].adapters) == ["blocks.0.out_proj", "blocks.2.out_proj"]
+
+
+def test_what_the_config_says(tmp_path, monkeypatch):
+    backbone, _ = load("gpt2")
+    adapter = bs.Lora("tuned", rank=2, alpha=0, target_modules="mlp.c_proj")
+    edited = bs.operate(backbone, [adapter])
+    bs.save_peft(edited, "tuned", tmp_path / "adapter")
+    config = config_of(tmp_path / "adapter")
+    assert (config["lora_alpha"], config["base_model_name_or_path"]) == (0, None)
+    monkeypatch.setitem(presets._names, backbone, "hf://someone/model")
+    bs.save_peft(edited, "tuned", tmp_path / "adapter")
+    assert config_of(tmp_path / "adapter")["base_model_name_or_path"] == "someone/model"
+
+
+def test_a_full_disk_keeps_the_old_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    edited = bs.operate(load("gpt2")[0], [bs.Lora("tuned", rank=2)])
+    bs.save_peft(edited, "tuned", tmp_path / "adapter")
+    before = arrays_of(tmp_path / "adapter")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(bs.SurgeryError, match=r"save_peft at .*: No space left on device"):
+        bs.save_peft(edited, "tuned", tmp_path / "adapter")
+    assert before.keys() == arrays_of(tmp_path / "adapter").keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 def test_a_backbone_with_images_is_named_so(tmp_path):

@@ -184,11 +184,11 @@ def test_a_new_adapter_goes_beside_the_layers_that_are_left(llama):
     for edit in (bs.Remove("blocks.1"), bs.Replace("blocks.1", keras.layers.Rescaling(0.5))):
         edited = bs.operate(backbone, [edit, bs.Lora("tuned", rank=2)])
         assert {path.split(".")[1] for path in edited.rewrites[1].adapters} == {"0", "2"}
-    with pytest.raises(bs.SurgeryError, match=r"`target_modules` that are linear .*Received 'up_p"):
-        bs.operate(
-            bs.operate(backbone, [bs.Replace("blocks.*", keras.layers.Rescaling(0.5))]),
-            [bs.Lora("tuned", rank=2, target_modules="up_proj")],
-        )
+    empty = bs.operate(backbone, [bs.Replace("blocks.*", keras.layers.Rescaling(0.5))])
+    with pytest.raises(bs.SurgeryError, match=r"as `target_modules`. Received 'up_proj', .*: none"):
+        bs.operate(empty, [bs.Lora("tuned", rank=2, target_modules="up_proj")])
+    with pytest.raises(bs.SurgeryError, match=r"Received none of queries and values. Name others"):
+        bs.operate(empty, [bs.Lora("tuned", rank=2)])
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,11 @@ def test_fields(copy, llama, tmp_path):
     with pytest.raises(bs.SurgeryError, match=r"`adapters` to be {layer path: adapter}"):
         bs.Lora("tuned", adapters={"blocks.0.query": keras.layers.Dense(2)})
     for fields in ({"alpha": 2}, {"target_modules": "q_proj"}):
-        with pytest.raises(bs.SurgeryError, match=r"of a new adapter.* Received 'them with `path`"):
+        with pytest.raises(bs.SurgeryError, match=r"with a `rank` alone. Received 'path'. Leave"):
             bs.Lora("tuned", "x", **fields)
-    with pytest.raises(bs.SurgeryError, match="`target_modules` to be strings"):
-        bs.Lora("tuned", rank=2, target_modules=["q_proj", 1])
+    for modules in (["q_proj", 1], [], ""):
+        with pytest.raises(bs.SurgeryError, match="`target_modules` to be names"):
+            bs.Lora("tuned", rank=2, target_modules=modules)
     with pytest.raises(bs.SurgeryError, match="`strength` to be a finite number"):
         bs.Lora("tuned", "x", strength=float("nan"))
     with pytest.raises(bs.SurgeryError, match="`name` to be a name of letters, digits and"):
