@@ -195,15 +195,20 @@ class _Work:
 
     def check(self, lm: CachedCausalLM, shard: Shard) -> None:
         """Refuse texts of a shard that cannot be run."""
-        texts = self._texts(shard)
-        read_tokens(_OPERATION, lm, shard, doubtful(lm, texts), self.length)
+        self._tokens(lm, shard, doubtful(lm, self._texts(shard)))
 
     def _read(self, lm: CachedCausalLM, shard: Shard) -> list[np.ndarray]:
         """Return the token ids of each text, none for an empty one."""
         texts = self._texts(shard)
-        rows = dict(zip(texts, read_tokens(_OPERATION, lm, shard, texts, self.length), strict=True))
+        rows = dict(zip(texts, self._tokens(lm, shard, texts), strict=True))
         none = np.zeros(0, np.int32)
         return [rows.get(i, none) for i in range(shard.stop - shard.start)]
+
+    def _tokens(
+        self, lm: CachedCausalLM, shard: Shard, texts: Mapping[int, Any]
+    ) -> list[np.ndarray]:
+        remedy = f"Pass `length={lm.max_positions}` to cut such texts, or shorten them."
+        return read_tokens(_OPERATION, lm, shard, texts, self.length, remedy)
 
     def _texts(self, shard: Shard) -> dict[int, Any]:
         """Read the texts that are not empty, by the number of the row within the shard."""

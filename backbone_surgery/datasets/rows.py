@@ -76,7 +76,8 @@ def by_row(
             try:
                 read([value])
             except SurgeryError as error:
-                raise SurgeryError(f"{place(operation, shard, row)}: {error}") from error
+                text = str(error).removeprefix(f"{operation}: ")
+                raise SurgeryError(f"{place(operation, shard, row)}: {text}") from error
         raise
 
 
@@ -86,6 +87,7 @@ def read_tokens(
     shard: Shard,
     texts: Mapping[int, Any],
     most: int | None = None,
+    remedy: str = "Shorten it.",
 ) -> list[np.ndarray]:
     """Turn texts into rows of token ids, int32[tokens] each.
 
@@ -95,13 +97,18 @@ def read_tokens(
         shard: what the texts are of.
         texts: by the number of the row within the shard.
         most: how many tokens of a text to keep; all by default.
+        remedy: what to do with a text that is too long, for the error.
 
     Raises:
         SurgeryError: a text cannot be read, or has more tokens than the model learned positions.
     """
     if not texts:
         return []
-    return by_row(operation, shard, texts, lambda listed: read_texts(lm, listed, operation, most))
+
+    def read(listed: list[Any]) -> list[np.ndarray]:
+        return read_texts(lm, listed, operation, most, remedy)
+
+    return by_row(operation, shard, texts, read)
 
 
 def doubtful(lm: CachedCausalLM, texts: Mapping[int, Any], new: int = 0) -> dict[int, Any]:

@@ -247,6 +247,8 @@ class Programs(Forward):
             donate: which of them it takes over.
             *static: whatever else the program depends on.
         """
+        lora = lora_settings(self.model)
+        given = run, args, donate
         if self.placement is not None:
             args = self.placement.put(args)
         bundled = None
@@ -256,7 +258,7 @@ class Programs(Forward):
         leaves, structure = jax.tree.flatten(args)
         places = _on_device(leaves) if self.placement is None else map(_on_mesh, leaves)
         precision = self.precision or target.precision_of_jax()
-        settings = *static, precision, lora_settings(self.model)
+        settings = *static, precision, lora
         key = (kind, settings, structure, bundled, *places)
         programs = self._programs_of(strategy)
         program = programs.get(key)
@@ -265,6 +267,8 @@ class Programs(Forward):
                 program = programs.get(key)
                 if program is None:
                     lowered = jax.jit(run, donate_argnums=donate).lower(*args)
+                    if lora_settings(self.model) != lora:  # another thread has changed them
+                        return self.run(kind, strategy, *given, *static)
                     if hosts.span(self.model):
                         hosts.agree(self.model, kind, {"edit and sampler": lowered.as_text()})
                     program = lowered.compile(_compiler_options(kind, leaves))

@@ -210,6 +210,7 @@ class Scheduler:
         if self._chunk is not None and batch.waits_for_captures:
             self._read()
         self._admit()
+        self._check_weights()  # another thread may have set LoRA meanwhile
         # The next chunk is begun before the last one is looked at.
         following = batch.decode(stop_early=bool(self._queue))
         batch.read_first()

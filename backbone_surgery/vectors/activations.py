@@ -65,7 +65,9 @@ def check_task(lm: Any, operation: str) -> None:
         )
 
 
-def read_texts(lm: Any, texts: Any, operation: str, most: int | None = None) -> list[np.ndarray]:
+def read_texts(
+    lm: Any, texts: Any, operation: str, most: int | None = None, remedy: str = "Shorten it."
+) -> list[np.ndarray]:
     """Turn texts into rows of token ids as generation does, start token included.
 
     Args:
@@ -73,6 +75,7 @@ def read_texts(lm: Any, texts: Any, operation: str, most: int | None = None) -> 
         texts: the texts, at least one.
         operation: for errors.
         most: how many tokens of a text to keep; all by default.
+        remedy: what to do with a text that is too long, for the error.
 
     Returns:
         int32[tokens] for each text.
@@ -89,17 +92,19 @@ def read_texts(lm: Any, texts: Any, operation: str, most: int | None = None) -> 
     else:
         rows = [read_ids(text, vocabulary, operation) for text in listed]
     rows = [row[:most] for row in rows]
-    check_lengths(lm, rows, operation)
+    check_lengths(lm, rows, operation, remedy)
     return rows
 
 
-def check_lengths(lm: CachedCausalLM, rows: list[np.ndarray], operation: str) -> None:
+def check_lengths(
+    lm: CachedCausalLM, rows: list[np.ndarray], operation: str, remedy: str = "Shorten it."
+) -> None:
     """Refuse texts of more tokens than the model has learned positions."""
     longest = max(map(len, rows))
     if lm.max_positions is not None and longest > lm.max_positions:
         raise SurgeryError(
             f"{operation}: expected texts of at most {lm.max_positions} tokens, as many positions "
-            f"as the model has learned. Received one of {longest}. Shorten it."
+            f"as the model has learned. Received one of {longest}. {remedy}"
         )
 
 

@@ -91,7 +91,8 @@ def test_empty_texts_have_no_rows(tmp_path):
 def test_long_texts_are_refused_or_cut(lm, tmp_path):
     prompt = list(range(1, 41))
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}))
-    with pytest.raises(bs.SurgeryError, match="at most 32 tokens"):
+    words = "jsonl': expected texts of at most 32 tokens.* Pass `length=32` to cut such texts"
+    with pytest.raises(bs.SurgeryError, match=words):
         bs.harvest(lm, tmp_path / "in.jsonl", tmp_path / "out", "blocks.1", **OPTIONS)
     options = {**OPTIONS, "length": 9}
     [path] = bs.harvest(lm, tmp_path / "in.jsonl", tmp_path / "cut", "blocks.1", **options)

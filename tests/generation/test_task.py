@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation import loop
 from tests.helpers import FAMILIES, TASKS, make_gpt2, ragged
 
 OPTIONS = {"max_new_tokens": 12, "stop_token_ids": None}
@@ -130,6 +131,28 @@ def test_lora_that_is_scaled_and_switched_off(rng):
         assert seen[-1] == [t[t != 0].tolist() for t in found[0]]
         before = found
     engine.close()
+
+
+def test_lora_set_by_another_thread_while_a_program_is_made(rng, monkeypatch):
+    """No program is kept for a setting other than it was made under."""
+    backbone = make_gpt2(num_layers=2)
+    layers = tuned(backbone)
+    inputs, own = ragged(rng, (4, 4), 4), layers[0].lora_alpha
+    wanted = greedy(bs.CachedCausalLM(bs.operate(backbone, [])), inputs)
+    lm = bs.CachedCausalLM(bs.operate(backbone, []))
+    prefill, alphas = loop.prefill, iter([40.0])
+
+    def late(*args):
+        layers[0].lora_alpha = next(alphas, layers[0].lora_alpha)
+        return prefill(*args)
+
+    monkeypatch.setattr(loop, "prefill", late)
+    other = greedy(lm, inputs)
+    layers[0].lora_alpha = own
+    np.testing.assert_array_equal(greedy(lm, inputs), wanted)
+    layers[0].lora_alpha = 40.0
+    np.testing.assert_array_equal(greedy(lm, inputs), other)
+    assert not np.array_equal(other, wanted)
 
 
 @pytest.mark.slow

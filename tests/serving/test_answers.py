@@ -67,11 +67,15 @@ def test_captures_are_written_beside_the_loop_that_serves_others(stream):
     assert threading.main_thread() not in request.reads
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_of_the_engine_is_told_in_openais_shape(monkeypatch, stream):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(bs.SurgeryError("`fit` holds the weights"), "RuntimeError"), (MemoryError(), "MemoryError")],
+)
+def test_a_failure_of_the_engine_is_told_in_openais_shape(monkeypatch, stream, error, shown):
     def fail(scheduler):
-        raise MemoryError("of the chip")
+        raise error
 
     monkeypatch.setattr(Scheduler, "_admit", fail)
     app = make_server_app(bs.CachedCausalLM.from_preset("tiny_gpt2"), warm_up=False, rows=2)
@@ -79,6 +83,6 @@ def test_a_failure_of_the_engine_is_told_in_openais_shape(monkeypatch, stream):
     with TestClient(app, raise_server_exceptions=False) as client:
         answer = client.post("/v1/completions", json=body)
     assert answer.status_code == (200 if stream else 500)
-    error = json.loads(answer.text.removeprefix("data: "))["error"]
-    assert error["type"] == "server_error"
-    assert error["message"].startswith("the server failed: MemoryError.")
+    told = json.loads(answer.text.removeprefix("data: "))["error"]
+    assert told["type"] == "server_error"
+    assert told["message"].startswith(f"the server failed: {shown}. Its log says more.")

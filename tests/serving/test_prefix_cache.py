@@ -210,6 +210,41 @@ def test_other_weights_for_a_while(change, rng):
     assert not np.array_equal(others, wanted)
 
 
+def test_lora_set_by_another_thread_within_a_step(rng, monkeypatch):
+    backbone = random_gpt2(rng)
+    backbone.enable_lora(2)
+    lm = bs.CachedCausalLM(backbone)
+    lm.compile(sampler="greedy")
+    layer = backbone.transformer_layers[0]._self_attention_layer._value_dense
+    layer.lora_kernel_b.assign(rng.normal(0, 4, layer.lora_kernel_b.shape))
+    engine = bs.Engine(lm, rows=2, length=112, prefill_chunk=CHUNK, chunk_size=2)
+
+    def chances():
+        options = {"max_new_tokens": 8, "stop_token_ids": None, "logprobs": True}
+        request = Asked(PROMPT, False, **options).submit(engine)
+        request.result()
+        return request.logprobs.logprobs
+
+    wanted = chances()
+    engine.clear()
+    own, programs = layer.lora_alpha, engine._scheduler.programs
+
+    def run_under(name, alpha):
+        run = getattr(programs, name)
+
+        def set_and_run(*args):
+            layer.lora_alpha = alpha
+            return run(*args)
+
+        monkeypatch.setattr(programs, name, set_and_run)
+
+    run_under("extend", own * 7)
+    run_under("decode", own)
+    assert not np.array_equal(chances(), wanted)
+    monkeypatch.undo()
+    assert np.array_equal(chances(), wanted)
+
+
 def test_the_least_recently_used_is_let_go():
     kept = PrefixCache(250)
     for name in (b"a", b"b"):

@@ -118,8 +118,6 @@ class Answer:
             if include_usage:
                 yield _sse({**self._head(kind), "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
-        except SurgeryError as error:
-            yield _sse(error_body(str(error), "invalid_request_error"))
         except Exception as error:
             _log.exception("an answer could not be made")
             yield _sse(failure_body(error))
@@ -141,7 +139,10 @@ class Answer:
         """
         request = self.requests[index]
         if request.finish_reason == "error":
-            request.result()
+            try:
+                request.result()
+            except SurgeryError as error:  # which would be answered as a fault of the request
+                raise RuntimeError("the engine failed") from error
         ended = request.finish_reason is not None
         text = await asyncio.to_thread(request.added_text)
         ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
