@@ -39,12 +39,13 @@ def save_recipe(edited: Any, path: str | Path) -> None:
     or not at all, and replaces a recipe that was there.
 
     Args:
-        edited: what `operate` made of a keras_hub Backbone, or a task or cached graph over it.
+        edited: what `operate` made of a keras_hub Backbone, or a task or cached graph over it. A
+            backbone without an edit may be in it for its LoRA or quantisation.
         path: of the folder, such as `happy.recipe`.
 
     Raises:
-        SurgeryError: the edit cannot be described, as docs/weights.md says, the model is no edit of
-            a keras_hub Backbone, or the folder holds something else. Nothing is written then.
+        SurgeryError: the edit cannot be described, as docs/weights.md says, the model is not made
+            of a keras_hub Backbone, or the folder holds something else. Nothing is written then.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np, os, tempfile
