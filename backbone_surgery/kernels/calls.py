@@ -24,6 +24,9 @@ _MOST_ROWS_OF_DOTS = {"float32": 64, "bfloat16": 16, "int8": 24}
 """With more rows XLA's products are faster: they pack the matrix, and multiply pairs of narrow
 numbers. See docs/performance.md."""
 
+_MOST_SUMS = 4096
+"""Sums that are read and written for each row of a matrix; more leave the first cache."""
+
 _MOST_QUERIES, _MOST_PARTS = 16, 8
 
 _OLDEST = (0, 50)
@@ -126,10 +129,11 @@ def _by_columns(x: Any, y: Any, inner: int) -> Any | None:
     from backbone_surgery.kernels.targets import columns_target
 
     parts = count_parts()
+    wide = rows == 1 and columns > _MOST_SUMS
     whole = batch >= parts  # each part then has matrices of its own; else a piece of each
     shape = (1 if whole else parts, batch, rows, columns)
     call = jax.ffi.ffi_call(
-        columns_target(y.dtype.name, rows, whole), jax.ShapeDtypeStruct(shape, x.dtype)
+        columns_target(y.dtype.name, rows, whole, wide), jax.ShapeDtypeStruct(shape, x.dtype)
     )
     z = call(x, y.reshape(batch, inner, columns), parts=np.int64(parts))
     return added_up(z)

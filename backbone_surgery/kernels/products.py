@@ -21,25 +21,44 @@ first."""
 _STEPS = 4
 """Steps of the inner loop over one row to write out."""
 
+_AHEAD = 16
+"""How many rows ahead to ask for, where several are multiplied at once."""
 
-def write_stream(module: ir.Module, width: int, dtype: str) -> str:
+
+def write_stream(module: ir.Module, width: int, dtype: str, at_once: int) -> str:
     """Write `stream(x, w, y, first, stop, K, columns)`: y = x[first:stop] @ w[first:stop].
 
     x is float32[K], w [K, columns] of the dtype, y float32[columns]; columns divides by the width.
+    The sums in y are read and written once for the rows that are multiplied at once. The processor
+    asks for one row after another by itself; several have to be asked for.
+
+    Args:
+        module: to add it to.
+        width: floats of a vector.
+        dtype: of w.
+        at_once: rows of w to multiply at once; first and stop divide by it.
     """
     b = Builder(module, "stream", _arguments(dtype, 4), width)
     x, w, y, first, stop, _, columns = b.function.args
+    line = per_line(dtype)
     with b.loop(0, columns, width) as j:
         b.store(b.zeros, y, j)
     whole = b.ir.sub(columns, b.ir.srem(columns, INT(_STEPS * width)))
-    with b.loop(first, stop) as k:
-        factor, row = b.scalar(x, k), b.product(k, columns)
+    with b.loop(first, stop, at_once) as k:
+        factors = [b.scalar(x, k, r) for r in range(at_once)]
+        rows = [b.product(b.sum(k, r), columns) for r in range(at_once)]
+        following = b.product(b.sum(k, _AHEAD), columns)
         for start, end, steps in ((0, whole, _STEPS), (whole, columns, 1)):
             with b.loop(start, end, steps * width) as j:
+                if at_once > 1:
+                    for i in range(0, steps * width * at_once, line):
+                        b.prefetch(w, following, b.product(j, at_once), i)
                 for step in range(steps):
                     at = b.sum(j, step * width)
-                    vector = b.load_as_floats(dtype, w, row, at)
-                    b.store(b.add_product(factor, vector, b.load(y, at)), y, at)
+                    sums = b.load(y, at)
+                    for factor, row in zip(factors, rows, strict=True):
+                        sums = b.add_product(factor, b.load_as_floats(dtype, w, row, at), sums)
+                    b.store(sums, y, at)
     b.ir.ret_void()
     return "stream"
 

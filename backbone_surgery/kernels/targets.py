@@ -16,7 +16,7 @@ _ROWS = {16: 8, 8: 4}
 """By the floats of a vector, how many rows of x are multiplied at once with two of a matrix."""
 
 
-def columns_target(dtype: str, rows: int, whole: bool) -> str:
+def columns_target(dtype: str, rows: int, whole: bool, wide: bool) -> str:
     """Register x, [batch, rows, K], by w, [batch, K, columns], to [pieces, batch, rows, columns].
 
     Args:
@@ -24,12 +24,14 @@ def columns_target(dtype: str, rows: int, whole: bool) -> str:
         rows: of x.
         whole: whether a part multiplies whole matrices, and there is one piece; else each part
             multiplies a piece of each matrix, and the pieces are to be added up.
+        wide: whether the sums for one row of x are more than stay in the first cache.
     """
 
     def write(module: ir.Module, width: int) -> Body:
         group = _GROUPS[width]
         if rows == 1:
-            kernel = products.write_stream(module, width, dtype)
+            at_once = group if wide else 4 if dtype == "int8" else 1
+            kernel = products.write_stream(module, width, dtype, at_once)
         else:
             kernel = products.write_groups(module, width, dtype, rows, group)
 
@@ -50,7 +52,8 @@ def columns_target(dtype: str, rows: int, whole: bool) -> str:
 
         return body
 
-    return register(f"columns_{dtype}_{rows}_{'whole' if whole else 'pieces'}", write)
+    name = f"columns_{dtype}_{rows}_{'whole' if whole else 'pieces'}{'_wide' if wide else ''}"
+    return register(name, write)
 
 
 def dots_target(dtype: str, rows: int) -> str:

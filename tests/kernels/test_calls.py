@@ -56,6 +56,23 @@ def test_products(everywhere, monkeypatch, rng, name, rows, dtype, parts):
 
 
 @pytest.mark.by_default(2)
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 2), ("bfloat16", 3), ("int8", 8)])
+@pytest.mark.parametrize("name", ["columns", "columns and some", "to heads"])
+def test_products_of_one_row_and_a_wide_matrix(everywhere, monkeypatch, rng, name, dtype, parts):
+    """Several rows of the matrix at once; the same sums in the same order as one after another."""
+    own, matrix, axes = SHAPES[name]
+    monkeypatch.setattr(calls, "count_parts", lambda: parts)
+    x, y = (jnp.asarray(9 * rng.standard_normal(s), dtype) for s in ((1, *own), matrix))
+    received = []
+    for most in (0, 1000):
+        monkeypatch.setattr(calls, "_MOST_SUMS", most)
+        run = jax.jit(lambda x, y: calls.product(x, y, (((axes[0],), (axes[1],)), ((), ()))))
+        received.append(run(x, y))
+    close(received[0], x, y, axes)
+    np.testing.assert_array_equal(*received)
+
+
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("rows", [20, 45])
 @pytest.mark.parametrize("name", ["columns", "a matrix as it is turned"])
 def test_products_of_many_rows(everywhere, monkeypatch, rng, name, rows):
