@@ -91,7 +91,7 @@ def load(config: dict[str, Any], dtype: str) -> tuple[keras.Model, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            model = _save(config, folder)
+            model = save(config, folder)
         except ImportError:
             model = None
             Path(folder, "config.json").write_text(json.dumps({**config, "rope_theta": 10000.0}))
@@ -112,7 +112,8 @@ def spread(backbone: keras.Model, seed: int = 0) -> None:
             variable.assign(scale * rng.standard_normal(variable.shape, "float32"))
 
 
-def _save(config: dict[str, Any], folder: str) -> Any:
+def save(config: dict[str, Any], folder: str) -> Any:
+    """Make a random model of `transformers`, save it to a folder, and return it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

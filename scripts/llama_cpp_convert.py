@@ -1,4 +1,4 @@
-"""Write a model of Hugging Face as GGUF in float32, by llama.cpp's own converter.
+"""Write a model of Hugging Face as GGUF, by llama.cpp's own converter.
 
 The folder needs no tokenizer: the file says how large the vocabulary is, and no more. The converter
 and its version of `gguf` come from the sources of llama.cpp:
@@ -7,7 +7,7 @@ and its version of `gguf` come from the sources of llama.cpp:
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import gguf
 import typer
@@ -15,11 +15,15 @@ from conversion import get_model_class
 from conversion.base import ModelBase
 
 
-def main(folder: Path, file: Path) -> None:
+def main(
+    folder: Path,
+    file: Path,
+    kind_of_file: Annotated[str, typer.Option("--type", help="As `gguf` names it.")] = "ALL_F32",
+) -> None:
     """Convert the model in a folder."""
     config = ModelBase.load_hparams(folder, is_mistral_format=False)
     kind: Any = get_model_class(config["architectures"][0])
-    converter = kind(folder, gguf.LlamaFileType.ALL_F32, file)
+    converter = kind(folder, gguf.LlamaFileType[kind_of_file], file)
 
     def name_the_size_alone() -> None:
         converter.gguf_writer.add_tokenizer_model("none")

@@ -1,4 +1,4 @@
-"""llama.cpp, as an independent peer: its own converters, and the logits of its library.
+"""llama.cpp, as an independent peer: its own converters, and its library.
 
 It takes `pip install llama-cpp-python`, which compiles it, and the sources of that, whose folder
 `vendor/llama.cpp` holds the converters:
@@ -29,15 +29,17 @@ def _silent(level: int, text: bytes, data: Any) -> None:
 api.llama_log_set(_silent, None)
 
 
-def convert_model(sources: Path, folder: Path, path: Path) -> None:
-    """Write a model of Hugging Face as GGUF in float32.
+def convert_model(sources: Path, folder: Path, path: Path, kind: str = "ALL_F32") -> None:
+    """Write a model of Hugging Face as GGUF.
 
     Args:
         sources: of llama.cpp.
         folder: with `config.json` and weights.
         path: of the file.
+        kind: `LlamaFileType` of `gguf`.
     """
-    _run(sources, Path(__file__).with_name("llama_cpp_convert.py"), folder, path)
+    script = Path(__file__).with_name("llama_cpp_convert.py")
+    _run(sources, script, folder, path, "--type", kind)
 
 
 def convert_adapter(sources: Path, adapter: Path, base: Path, path: Path) -> None:
@@ -60,7 +62,7 @@ def _run(sources: Path, script: Path, *args: str | Path) -> None:
 
 
 class LlamaCpp:
-    """A model that llama.cpp has read, on one thread.
+    """A model that llama.cpp has read.
 
     Args:
         path: of a GGUF file.
@@ -94,17 +96,56 @@ class LlamaCpp:
             self._steer(context, vector)
         if adapter is not None:
             self._adapt(context, adapter)
-        batch = api.llama_batch_init(len(token_ids), 0, 1)
-        batch.n_tokens = len(token_ids)
-        for i, token in enumerate(token_ids):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        _done(api.llama_decode(context, batch), "decode")
-        rows = [api.llama_get_logits_ith(context, i) for i in range(len(token_ids))]
-        logits = [np.ctypeslib.as_array(row, (self._vocabulary,)).copy() for row in rows]
-        api.llama_batch_free(batch)
+        logits = self._decode(context, np.array([token_ids]), 0, [*range(len(token_ids))])
         api.llama_free(context)
-        return np.stack(logits)
+        return logits
+
+    def generate(self, prompts: np.ndarray, length: int, threads: int) -> np.ndarray:
+        """Return the likeliest new tokens of all rows at once, int[batch, new].
+
+        Args:
+            prompts: int32[batch, prompt].
+            length: tokens of a row in the end, its prompt included.
+            threads: to run on.
+        """
+        rows, prompt = prompts.shape
+        parameters = api.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = rows * length, rows
+        parameters.n_batch = parameters.n_ubatch = rows * prompt
+        parameters.n_threads = parameters.n_threads_batch = threads
+        context = _there(api.llama_init_from_model(self._model, parameters), "context")
+        ends = [row * prompt + prompt - 1 for row in range(rows)]
+        new = [self._decode(context, prompts, 0, ends).argmax(axis=1)]
+        for position in range(prompt, length - 1):
+            logits = self._decode(context, new[-1][:, None], position, [*range(rows)])
+            new.append(logits.argmax(axis=1))
+        api.llama_free(context)
+        return np.stack(new, axis=1)
+
+    def _decode(
+        self, context: Any, tokens: np.ndarray, position: int, wanted: list[int]
+    ) -> np.ndarray:
+        """Run tokens of each row, int[batch, time], and return some of the logits.
+
+        Args:
+            context: whose cache has what came before.
+            tokens: to run.
+            position: of the first of each row.
+            wanted: numbers of the tokens, counted through all rows.
+        """
+        time = tokens.shape[1]
+        batch = api.llama_batch_init(tokens.size, 0, 1)
+        batch.n_tokens = tokens.size
+        for i, token in enumerate(tokens.reshape(-1).tolist()):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position + i % time, 0
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, i // time
+        for i in wanted:
+            batch.logits[i] = 1
+        _done(api.llama_decode(context, batch), "decode")
+        rows = [api.llama_get_logits_ith(context, i) for i in wanted]
+        logits = np.stack([np.ctypeslib.as_array(row, (self._vocabulary,)) for row in rows])
+        api.llama_batch_free(batch)
+        return logits
 
     def _steer(self, context: Any, path: Path) -> None:
         """Add `direction.N` to the output of layer N, from 1 on, as its command line does."""
