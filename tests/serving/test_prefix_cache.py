@@ -166,15 +166,22 @@ def test_new_weights_empty_it(rng):
     assert engine.stats.prefix_cache_bytes > 0
 
 
-@pytest.mark.parametrize("change", ["a weight", "lora_alpha"])
-def test_other_weights_for_a_while(change, rng):
-    """Nothing is kept of a prompt of which a part ran meanwhile."""
+@pytest.fixture
+def with_lora(rng):
+    """Return a task whose LoRA counts, and a layer that has it."""
     backbone = random_gpt2(rng)
     backbone.enable_lora(2)
     lm = bs.CachedCausalLM(backbone)
     lm.compile(sampler="greedy")
     layer = backbone.transformer_layers[0]._self_attention_layer._value_dense
     layer.lora_kernel_b.assign(rng.normal(0, 4, layer.lora_kernel_b.shape))
+    return lm, layer
+
+
+@pytest.mark.parametrize("change", ["a weight", "lora_alpha"])
+def test_other_weights_for_a_while(change, with_lora):
+    """Nothing is kept of a prompt of which a part ran meanwhile."""
+    lm, layer = with_lora
     own = {"a weight": (layer.lora_kernel_b, "value"), "lora_alpha": (layer, "lora_alpha")}
     holder, name = own[change]
     before = getattr(holder, name)
@@ -210,13 +217,8 @@ def test_other_weights_for_a_while(change, rng):
     assert not np.array_equal(others, wanted)
 
 
-def test_lora_set_by_another_thread_within_a_step(rng, monkeypatch):
-    backbone = random_gpt2(rng)
-    backbone.enable_lora(2)
-    lm = bs.CachedCausalLM(backbone)
-    lm.compile(sampler="greedy")
-    layer = backbone.transformer_layers[0]._self_attention_layer._value_dense
-    layer.lora_kernel_b.assign(rng.normal(0, 4, layer.lora_kernel_b.shape))
+def test_lora_set_by_another_thread_within_a_step(with_lora, monkeypatch):
+    lm, layer = with_lora
     engine = bs.Engine(lm, rows=2, length=112, prefill_chunk=CHUNK, chunk_size=2)
 
     def chances():
