@@ -248,7 +248,7 @@ class Programs(Forward):
             *static: whatever else the program depends on.
         """
         lora = lora_settings(self.model)
-        given = run, args, donate
+        given = functools.partial(run), args, donate  # JAX would trace `run` itself once only
         if self.placement is not None:
             args = self.placement.put(args)
         bundled = None

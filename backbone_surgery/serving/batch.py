@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.samplers import NO_TOKEN
-from backbone_surgery.serving.job import Job
+from backbone_surgery.serving.job import Job, RequestError
 from backbone_surgery.serving.prefill import Prefill
 from backbone_surgery.serving.row_programs import RowPrograms
 from backbone_surgery.serving.sampling import Sampling
@@ -198,7 +197,7 @@ class RowBatch:
         before = len(job.new)
         if known < len(new) and not stopped:
             job.fail(
-                SurgeryError(
+                RequestError(
                     f"request at step {known}: expected logits to choose a token by. Received NaN, "
                     "an infinite one, or no finite one. Look for weights, strengths or directions "
                     "that are too large or no numbers."

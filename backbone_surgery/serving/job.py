@@ -12,12 +12,18 @@ from typing import Literal
 import numpy as np
 
 from backbone_surgery.contexts import setting
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.sampling import Sampling
 
 _log = logging.getLogger(__name__)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class RequestError(SurgeryError):
+    """What a request asked for went wrong, while others go on."""
+
 
 _untold: ContextVar["list[Job] | None"] = ContextVar("untold", default=None)
 """Jobs that changed, where listeners are called later."""

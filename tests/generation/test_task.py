@@ -143,8 +143,9 @@ def test_lora_set_by_another_thread_while_a_program_is_made(rng, monkeypatch):
     prefill, alphas = loop.prefill, iter([40.0])
 
     def late(*args):
+        state = prefill(*args)
         layers[0].lora_alpha = next(alphas, layers[0].lora_alpha)
-        return prefill(*args)
+        return state
 
     monkeypatch.setattr(loop, "prefill", late)
     other = greedy(lm, inputs)

@@ -67,6 +67,21 @@ def test_captures_are_written_beside_the_loop_that_serves_others(stream):
     assert threading.main_thread() not in request.reads
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strength_that_is_too_large_is_a_fault_of_the_request(stream):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    vector = {1: np.full(lm.backbone.hidden_dim, 2.0)}
+    lm = bs.CachedCausalLM(bs.operate(lm.backbone, [bs.Steer("mood", vector)]), lm.preprocessor)
+    app = make_server_app(lm, warm_up=False, rows=2)
+    body = {"prompt": "Hello", "max_tokens": 4, "steering": {"mood": 3e38}, "stream": stream}
+    with TestClient(app, raise_server_exceptions=False) as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == (200 if stream else 400)
+    told = json.loads(answer.text.removeprefix("data: "))["error"]
+    assert told["type"] == "invalid_request_error"
+    assert "that are too large" in told["message"]
+
+
 @pytest.mark.by_default(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.serving.job import RequestError
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.web.logprobs import ShownLogprobs
 
@@ -118,6 +119,8 @@ class Answer:
             if include_usage:
                 yield _sse({**self._head(kind), "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
+        except RequestError as error:
+            yield _sse(error_body(str(error), "invalid_request_error"))
         except Exception as error:
             _log.exception("an answer could not be made")
             yield _sse(failure_body(error))
@@ -141,6 +144,8 @@ class Answer:
         if request.finish_reason == "error":
             try:
                 request.result()
+            except RequestError:
+                raise
             except SurgeryError as error:  # which would be answered as a fault of the request
                 raise RuntimeError("the engine failed") from error
         ended = request.finish_reason is not None
