@@ -138,7 +138,10 @@ def test_lora_set_by_another_thread_while_a_program_is_made(rng, monkeypatch):
     backbone = make_gpt2(num_layers=2)
     layers = tuned(backbone)
     inputs, own = ragged(rng, (4, 4), 4), layers[0].lora_alpha
-    wanted = greedy(bs.CachedCausalLM(bs.operate(backbone, [])), inputs)
+    wanted = {}
+    for alpha in (40.0, own):
+        layers[0].lora_alpha = alpha
+        wanted[alpha] = greedy(bs.CachedCausalLM(bs.operate(backbone, [])), inputs)
     lm = bs.CachedCausalLM(bs.operate(backbone, []))
     prefill, alphas = loop.prefill, iter([40.0])
 
@@ -148,12 +151,10 @@ def test_lora_set_by_another_thread_while_a_program_is_made(rng, monkeypatch):
         return state
 
     monkeypatch.setattr(loop, "prefill", late)
-    other = greedy(lm, inputs)
+    np.testing.assert_array_equal(greedy(lm, inputs), wanted[40.0])
     layers[0].lora_alpha = own
-    np.testing.assert_array_equal(greedy(lm, inputs), wanted)
-    layers[0].lora_alpha = 40.0
-    np.testing.assert_array_equal(greedy(lm, inputs), other)
-    assert not np.array_equal(other, wanted)
+    np.testing.assert_array_equal(greedy(lm, inputs), wanted[own])
+    assert not np.array_equal(wanted[40.0], wanted[own])
 
 
 @pytest.mark.slow
