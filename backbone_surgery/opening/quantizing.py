@@ -11,29 +11,40 @@ import keras_hub
 
 from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.packed_axes import laid_out
 
 CALIBRATED = ("gptq", "awq")
 MODES = ("int8", "int4", *CALIBRATED)
 
 
-def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -> None:
+def quantize(
+    owner: keras.Model,
+    family: Family,
+    mode: str | None,
+    config: Any,
+    filters: Any = None,
+    **kwargs: Any,
+) -> None:
     """Quantise all of a backbone, whatever an edit of it leaves out.
 
     GPTQ and AWQ calibrate each block of the backbone in turn, without the edit, where KerasHub's
-    task for the architecture says that its blocks are.
+    task for the architecture says that its blocks are. The first is given what the backbone gives
+    it, where KerasHub's task leaves some of that out.
 
     Args:
         owner: of the weights.
+        family: of its blocks.
         mode: see `keras.Model.quantize`, as for what follows.
         config: a quantization config, which says the mode too, and for GPTQ and AWQ the texts.
-        **kwargs: `filters`.
+        filters: which layers to quantise.
+        **kwargs: others.
 
     Raises:
         SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
             there is LoRA, which GPTQ and AWQ do not know, or weights in half precision, which GPTQ
-            does not, or several processes hold the model; or KerasHub does not say where the
-            blocks are.
+            does not, or several processes hold the model; KerasHub does not say where the blocks
+            are; or they are given more than the residual stream, as Gemma 4's.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
@@ -41,16 +52,23 @@ def quantize(owner: keras.Model, mode: str | None, config: Any, **kwargs: Any) -
             f"quantize at '{owner.name}': expected one of {', '.join(MODES)}. Received "
             f"{shown(chosen)}, which leaves tables in float and can't be saved. Pass one of these."
         )
-    layers = _able(owner, chosen, kwargs.get("filters"))
+    layers = _able(owner, chosen, filters)
     if chosen in CALIBRATED:
         hosts.refuse(owner, f"quantize to {chosen}", "Quantise there, and save a recipe.")
+        if family.further:
+            raise SurgeryError(
+                f"quantize at '{owner.name}': expected blocks that take hidden states alone, which "
+                f"Keras can calibrate by {chosen}. Received blocks of {family.name}, which take "
+                f"{' and '.join(family.further)} too. Take int8 or int4."
+            )
     is_named = getattr(config, "quantization_layer_structure", owner) is not None
     if not is_named:
         config = copy.copy(config)
-        config.quantization_layer_structure = _structure(owner, config.mode)
+        config.quantization_layer_structure = _structure(owner, family, config.mode)
+    able = {id(layer) for layer in layers}  # Keras stops at others that have not been called
     try:
         with graph.calibrating(), laid_out(owner, layers, chosen, config):
-            owner.quantize(mode, config=config, **kwargs)
+            owner.quantize(mode, config=config, filters=lambda x: id(x) in able, **kwargs)
     finally:
         if not is_named:
             config.quantization_layer_structure = None  # the layers keep this config
@@ -149,16 +167,31 @@ def _calibrated(owner: keras.Model) -> set[str]:
     return {layer.quantization_mode for layer in graph.layers_within(owner)} & {*CALIBRATED}
 
 
-def _structure(owner: keras.Model, mode: str) -> dict[str, Any]:
-    """Return the layers before the blocks, and the blocks, as KerasHub's task has them."""
+def _structure(owner: keras.Model, family: Family, mode: str) -> dict[str, Any]:
+    """Return what runs before the blocks, and the blocks, as KerasHub's task names them."""
     for task in vars(keras_hub.models).values():
         if getattr(task, "backbone_cls", None) is type(owner) and hasattr(task, "generate"):
             view = types.SimpleNamespace(backbone=owner)
             structure = task.get_quantization_layer_structure(view, mode)
             if structure is not None:
-                return structure
+                blocks = structure["sequential_blocks"]
+                return {**structure, "pre_block_layers": [_before(owner, family, blocks[0])]}
     raise SurgeryError(
         f"quantize at '{owner.name}': expected a backbone whose blocks KerasHub can calibrate one "
         f"by one. Received a {type(owner).__name__}. Name them in `quantization_layer_structure` "
         "of the config, or take int8 or int4."
     )
+
+
+def _before(owner: keras.Model, family: Family, block: keras.Layer) -> keras.Model:
+    """Return a model of token ids that gives what a backbone gives its first block, without images.
+
+    KerasHub's task for OPT, BLOOM and Gemma 3 looks tokens up, and leaves out positions, a norm and
+    a scale.
+    """
+    node = next(n for n in graph.graph_nodes(owner) if n.operation is block)
+    hidden_states, *_ = family.arguments(block, node.arguments.args, node.arguments.kwargs)
+    mapping = {id(t): t for t in owner.inputs}
+    mapping.update((id(mixed), text) for mixed, text in family.without_images(owner))
+    (hidden_states,), _ = graph.replay([hidden_states], mapping, lambda *_, **__: graph.KEEP)
+    return keras.Model(owner.input["token_ids"], hidden_states)

@@ -9,6 +9,7 @@ import pytest
 
 import backbone_surgery as bs
 from backbone_surgery import graph
+from backbone_surgery.opening import quantizing
 from backbone_surgery.recipes.quantization import quantization
 from backbone_surgery.recipes.store import read_recipe
 from tests.families import ROWS
@@ -66,6 +67,48 @@ def test_an_edited_model_is_quantised_as_kerashub_quantises_its_task(family, mod
         assert a.shape == b.shape
         np.testing.assert_array_equal(a, b)
     assert np.array_equal(greedy(lm, inputs, mood=0.0), upstream(family, theirs, inputs))
+
+
+@pytest.mark.parametrize("family", ["bloom", "smollm3"])
+def test_a_backbone_that_was_never_called_is_quantised_too(family, rng):
+    """Keras stops midway at layers without weights that have not been built."""
+    theirs, ours = ROWS[family].make(), ROWS[family].make()
+    inputs = ragged(rng, (4, 3), 4)
+    with pytest.raises(ValueError, match="isn't yet built"):
+        ROWS[family].make().quantize("int8")
+    theirs.quantize("int8", filters="embedding|dense|proj")
+    lm = bs.CachedCausalLM(ours)
+    lm.quantize("int8")
+    for a, b in zip(theirs.variables, ours.variables, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.array_equal(greedy(lm, inputs), greedy(bs.CachedCausalLM(theirs), inputs))
+
+
+@pytest.mark.parametrize("family", sorted({*ROWS} - {"gemma4"}))
+def test_blocks_are_calibrated_on_what_they_are_given_in_the_model(family):
+    """KerasHub leaves out positions of OPT, a norm of BLOOM and a scale of Gemma 3."""
+    backbone = ROWS[family].make()
+    edited = bs.operate(backbone, [bs.Capture("embeddings", "blocks.*")])
+    ids = np.random.default_rng(0).integers(1, VOCABULARY, (1, 12))
+    wanted = edited({"token_ids": ids, "padding_mask": np.ones_like(ids)})["captures"]
+    structure = quantizing._structure(backbone, edited.family, "gptq")
+    x = ids
+    for layer in structure["pre_block_layers"]:
+        x = layer(x)
+    np.testing.assert_allclose(x, wanted["embeddings"], rtol=1e-5, atol=1e-6)
+    for i, block in enumerate(structure["sequential_blocks"]):
+        x = block(x)[0][None]  # as Keras takes it
+        np.testing.assert_allclose(x, wanted[f"blocks.{i}"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["gptq", "awq"])
+def test_blocks_that_are_given_more_than_hidden_states(mode):
+    lm = bs.CachedCausalLM(ROWS["gemma4"].make())
+    before = bs.weights_digest(lm.backbone)
+    words = f"by {mode}. Received blocks of gemma4, which take per_layer_input and shared_kv too"
+    with pytest.raises(bs.SurgeryError, match=words):
+        lm.quantize(mode, config=config_of(mode))
+    assert bs.weights_digest(lm.backbone) == before
 
 
 @pytest.mark.parametrize("mode", MODES)
