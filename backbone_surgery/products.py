@@ -57,10 +57,12 @@ class _Met:
     Attributes:
         weights: `{id: array}`, what the function closes over.
         turned: `{id of a matrix: (matrix, what it is the transpose of)}`.
+        computed: `{what was computed of which arrays: (these arrays, what came out)}`.
     """
 
     weights: dict[int, Any]
     turned: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    computed: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], met: _Met) -> list[Any]:
@@ -83,7 +85,10 @@ def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], met: _Met) -> l
 
     for equation in jaxpr.eqns:
         inputs, name = [read(atom) for atom in equation.invars], equation.primitive.name
-        if name == "dot_general":
+        key = _key(equation, inputs)
+        if key in met.computed:  # by another block, such as the turns of positions
+            _, outputs = met.computed[key]
+        elif name == "dot_general":
             x, y = inputs
             _, stored = met.turned.get(id(y), (None, None))
             # Of several matrices only weights lie in memory as they are multiplied.
@@ -99,10 +104,31 @@ def _run(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], met: _Met) -> l
             params = equation.primitive.get_bind_params(equation.params)
             outputs = equation.primitive.bind(*inputs, **params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]
+        if key is not None:
+            met.computed[key] = inputs, outputs
         if name == "transpose" and equation.params["permutation"] == (1, 0):
             met.turned[id(outputs[0])] = outputs[0], inputs[0]
         values |= zip(equation.outvars, outputs, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _key(equation: Any, inputs: Sequence[Any]) -> Any | None:
+    """Return what an equation computes, and of which arrays; `None` where that can't be told."""
+    from jax.extend.core import Literal
+
+    name = equation.primitive.name
+    if equation.effects or name in _CALLS:
+        return None
+    of = tuple(
+        (atom.aval, np.asarray(atom.val).tobytes()) if isinstance(atom, Literal) else id(x)
+        for atom, x in zip(equation.invars, inputs, strict=True)
+    )
+    key = name, of, tuple(sorted(equation.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def product(

@@ -73,6 +73,25 @@ def test_whatever_else_a_function_does_stays(rng):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-2)
 
 
+def test_what_is_computed_of_the_same_arrays_is_computed_once():
+    """Also in calls of their own; zeros of either sign are two numbers, and so are dtypes."""
+
+    def function(x):
+        turned = [jnp.cos(x), jax.jit(lambda y: jnp.cos(y) * 0.0)(x), jnp.cos(x) * -0.0]
+        table = jnp.arange(8.0)
+        found = [table[x.astype("int32")], table[x.astype("int32")], x.astype("int8")]
+        return [*turned, *found, x.astype("int32") + 1, x.astype("float16") + 1]
+
+    x = jnp.arange(4.0)
+    once = with_fast_products(function, Model(), "cpu")
+    for received, wanted in zip(once(x), function(x), strict=True):
+        assert received.dtype == wanted.dtype
+        assert received.tobytes() == wanted.tobytes()
+    text = str(jax.make_jaxpr(once)(x))
+    assert text.count(" cos ") == text.count(" gather[") == 1
+    assert str(jax.make_jaxpr(function)(x)).count(" cos ") == 3
+
+
 def test_nothing_changes_where_nothing_is_narrow_or_on_a_chip(monkeypatch):
     monkeypatch.setattr(calls, "available", lambda: False)
 
