@@ -14,8 +14,8 @@ import numpy as np
 
 from backbone_surgery.contexts import setting
 
-_LEAST = 1 << 17
-"""Numbers of a matrix or a cache that is worth a kernel, and more."""
+_LEAST, _LEAST_OF_CACHE = 1 << 17, 1 << 15
+"""Numbers of a matrix or a cache; more are worth a kernel."""
 
 _STORED = ("float32", "bfloat16", "int8")
 
@@ -65,10 +65,10 @@ def worth_one(numbers: int) -> bool:
     return _in_use.get() and numbers > _LEAST and available()
 
 
-def _takes(x: Any, y: Any) -> bool:
+def _takes(x: Any, y: Any, least: int = _LEAST) -> bool:
     """Tell whether two arrays are of one dtype, and the second is worth a kernel."""
     known = x.dtype == y.dtype and y.dtype.name in _STORED
-    return known and y.size > _LEAST and available()
+    return known and y.size > least and available()
 
 
 def product(x: Any, y: Any, dimension_numbers: Any) -> Any | None:
@@ -168,7 +168,7 @@ def attends(rows: Any, cache: Any) -> bool:
     if not _in_use.get():  # other backends have shapes that are not known
         return False
     few = rows.shape[2] <= _MOST_QUERIES and cache.shape[3] % 16 == 0
-    return few and cache.dtype.name != "int8" and _takes(rows, cache)
+    return few and cache.dtype.name != "int8" and _takes(rows, cache, _LEAST_OF_CACHE)
 
 
 def scores(query: Any, key: Any, first: Any, stop: Any) -> Any:
