@@ -65,7 +65,7 @@ def worth_one(numbers: int) -> bool:
     return _in_use.get() and numbers > _LEAST and available()
 
 
-def _takes(x: Any, y: Any, least: int = _LEAST) -> bool:
+def _takes(x: Any, y: Any, least: int) -> bool:
     """Tell whether two arrays are of one dtype, and the second is worth a kernel."""
     known = x.dtype == y.dtype and y.dtype.name in _STORED
     return known and y.size > least and available()
@@ -95,7 +95,7 @@ def product(x: Any, y: Any, dimension_numbers: Any) -> Any | None:
         batch, own = len(left_batch), y.ndim - len(right) - len(right_batch)
         axes = [*range(batch), *range(batch + own, z.ndim), *range(batch, batch + own)]
         return jnp.transpose(z, axes)
-    if not _takes(x, y) or not left:
+    if not _takes(x, y, _LEAST) or not left:
         return None
     rows = [a for a in range(x.ndim) if a not in (*left, *left_batch)]
     columns = [a for a in range(y.ndim) if a not in (*right, *right_batch)]

@@ -74,7 +74,8 @@ def everywhere(monkeypatch):
         monkeypatch.setattr(calls, name, counted)
 
     def switch(on):
-        monkeypatch.setattr(calls, "_LEAST", 0 if on else 1 << 60)
+        for name in ("_LEAST", "_LEAST_OF_CACHE"):
+            monkeypatch.setattr(calls, name, 0 if on else 1 << 60)
 
     switch.made = made
     return switch
