@@ -23,6 +23,9 @@ _SUMS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"}
 _CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 """The primitives that run a function as it is, and the parameter that holds it."""
 
+_EACH_TIME_ANEW = ("rng_uniform", "pure_callback")
+"""Primitives without effects whose second result may be another one."""
+
 
 def with_fast_products(
     function: Callable[..., Any], model: keras.Model, platform: str
@@ -117,7 +120,7 @@ def _key(equation: Any, inputs: Sequence[Any]) -> Any | None:
     from jax.extend.core import Literal
 
     name = equation.primitive.name
-    if equation.effects or name in _CALLS:
+    if equation.effects or name in (*_CALLS, *_EACH_TIME_ANEW):
         return None
     of = tuple(
         (atom.aval, np.asarray(atom.val).tobytes()) if isinstance(atom, Literal) else id(x)

@@ -251,7 +251,7 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
 
     def quantize(self, mode: str | None = None, config: Any = None, **kwargs: Any) -> None:
         """Quantise the owning backbone; see `keras.Model.quantize`."""
-        quantizing.quantize(self.owner, self.family, mode, config, **kwargs)
+        quantizing.quantize(self.owner, self.family, self.max_positions, mode, config, **kwargs)
 
 
 def remember(model: keras.Model, **facts: Any) -> None:

@@ -21,6 +21,7 @@ MODES = ("int8", "int4", *CALIBRATED)
 def quantize(
     owner: keras.Model,
     family: Family,
+    max_positions: int | None,
     mode: str | None,
     config: Any,
     filters: Any = None,
@@ -35,6 +36,7 @@ def quantize(
     Args:
         owner: of the weights.
         family: of its blocks.
+        max_positions: how many positions the model has learned; `None` if it is not limited.
         mode: see `keras.Model.quantize`, as for what follows.
         config: a quantization config, which says the mode too, and for GPTQ and AWQ the texts.
         filters: which layers to quantise.
@@ -43,8 +45,9 @@ def quantize(
     Raises:
         SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
             there is LoRA, which GPTQ and AWQ do not know, or weights in half precision, which GPTQ
-            does not, or several processes hold the model; KerasHub does not say where the blocks
-            are; or they are given more than the residual stream, as Gemma 4's.
+            does not; several processes hold the model; texts are longer than the model's
+            positions; KerasHub does not say where the blocks are; or they may be given more than
+            hidden states, as Gemma 4's.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
@@ -55,12 +58,7 @@ def quantize(
     layers = _able(owner, chosen, filters)
     if chosen in CALIBRATED:
         hosts.refuse(owner, f"quantize to {chosen}", "Quantise there, and save a recipe.")
-        if family.further:
-            raise SurgeryError(
-                f"quantize at '{owner.name}': expected blocks that take hidden states alone, which "
-                f"Keras can calibrate by {chosen}. Received blocks of {family.name}, which take "
-                f"{' and '.join(family.further)} too. Take int8 or int4."
-            )
+        _check_calibration(family, max_positions, chosen, config)
     is_named = getattr(config, "quantization_layer_structure", owner) is not None
     if not is_named:
         config = copy.copy(config)
@@ -83,7 +81,11 @@ def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Laye
             f"quantize at 'filters': expected a regular expression, a list of them, or a function "
             f"of a layer. Received {shown(filters)} ({error}). Pass one that chooses layers."
         ) from error
-    able = [x for x in layers if type(x).quantize is not keras.layers.Layer.quantize]
+    able = [
+        layer
+        for layer in layers
+        if type(layer).quantize is not keras.layers.Layer.quantize and not graph.sublayers(layer)
+    ]
     if not able:
         raise SurgeryError(
             f"quantize at 'filters': expected to choose layers that Keras can quantise. Received "
@@ -109,6 +111,23 @@ def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Laye
             "or take awq."
         )
     return able
+
+
+def _check_calibration(family: Family, max_positions: int | None, mode: str, config: Any) -> None:
+    """Refuse blocks and texts that Keras would stop at midway, or calibrate on something else."""
+    if family.further:
+        raise SurgeryError(
+            f"quantize to {mode}: expected blocks that take hidden states alone, which Keras can "
+            f"calibrate. Received blocks of {family.name}, which can take "
+            f"{' and '.join(family.further)} too. Take int8 or int4."
+        )
+    length = getattr(config, "sequence_length", 0)
+    if max_positions is not None and length > max_positions:
+        raise SurgeryError(
+            f"quantize at 'config': expected texts of at most {max_positions} tokens, as many "
+            f"positions as the model has learned. Received sequence_length={length}. Make the "
+            f"config with sequence_length={max_positions}."
+        )
 
 
 def check_lora(owner: keras.Model, operation: str) -> None:

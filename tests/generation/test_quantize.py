@@ -101,11 +101,24 @@ def test_blocks_are_calibrated_on_what_they_are_given_in_the_model(family):
         np.testing.assert_allclose(x, wanted[f"blocks.{i}"], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_texts_longer_than_the_positions_of_the_model(family):
+    lm = bs.CachedCausalLM(ROWS[family].make(max_sequence_length=8))
+    before = bs.weights_digest(lm.backbone)
+    words = "at most 8 tokens, .* Received sequence_length=16. Make the config with .*=8"
+    with pytest.raises(bs.SurgeryError, match=words):
+        lm.quantize("gptq", config=config_of("gptq"))
+    assert bs.weights_digest(lm.backbone) == before
+    assert quantization(lm.backbone) is None
+
+
 @pytest.mark.parametrize("mode", ["gptq", "awq"])
 def test_blocks_that_are_given_more_than_hidden_states(mode):
     lm = bs.CachedCausalLM(ROWS["gemma4"].make())
     before = bs.weights_digest(lm.backbone)
-    words = f"by {mode}. Received blocks of gemma4, which take per_layer_input and shared_kv too"
+    words = (
+        f"by {mode}. Received blocks of gemma4, which can take per_layer_input and shared_kv too"
+    )
     with pytest.raises(bs.SurgeryError, match=words):
         lm.quantize(mode, config=config_of(mode))
     assert bs.weights_digest(lm.backbone) == before
@@ -266,7 +279,12 @@ def test_a_task_of_what_is_quantised_already_predicts_and_learns(mode, rng):
 
 @pytest.mark.parametrize(
     ("filters", "words"),
-    [("nothing", "'nothing', which chooses none"), (3, "it is a int"), ("(", "unterminated")],
+    [
+        ("nothing", "'nothing', which chooses none"),
+        ("gpt2_backbone", "which chooses none"),
+        (3, "it is a int"),
+        ("(", "unterminated"),
+    ],
 )
 def test_filters_that_choose_nothing(filters, words):
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
