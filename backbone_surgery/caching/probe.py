@@ -176,23 +176,31 @@ class _Trial:
         return "gives for a row what depends on other rows"
 
     def _fault_of_slots(self, whole: list[np.ndarray]) -> str | None:
-        """Check the slots of attention patterns: those after a token, and after all tokens."""
+        """Check the slots of attention patterns: those after a token, and empty ones.
 
-        def extended(tensor: keras.KerasTensor, x: np.ndarray) -> np.ndarray:
-            widths = [0] * x.ndim
-            if _has_slots(tensor):
-                widths[_open_axes(tensor)[1]] = _EMPTY_SLOTS
-            return np.pad(x, [(0, width) for width in widths])
-
-        for before, after in zip(whole, self._run(extended), strict=True):
-            is_pattern = before.ndim > 2 and before.shape[-1] == self.time
-            if is_pattern and np.triu(before, 1).any():
+        These are after all tokens, and before them too, where prompts of other rows are longer.
+        """
+        for output in whole:
+            is_pattern = output.ndim > 2 and output.shape[-1] == self.time
+            if is_pattern and np.triu(output, 1).any():
                 return "gives for a token what depends on tokens after it"
-            kept = tuple(map(slice, before.shape))
-            rest = after.copy()
-            rest[kept] = 0
-            if not _same(before, after[kept], self.half) or rest.any():
-                return "changes with the number of slots of the attention pattern"
+        for first in (0, _EMPTY_SLOTS):
+
+            def extended(tensor: keras.KerasTensor, x: np.ndarray, first: int = first) -> Any:
+                widths = [(0, 0)] * x.ndim
+                if _has_slots(tensor):
+                    widths[_open_axes(tensor)[1]] = (first, _EMPTY_SLOTS)
+                return np.pad(x, widths)
+
+            for before, after in zip(whole, self._run(extended), strict=True):
+                sizes = zip(before.shape, after.shape, strict=True)
+                begins = [first if more > size else 0 for size, more in sizes]
+                kept = tuple(slice(i, i + n) for i, n in zip(begins, before.shape, strict=True))
+                rest = after.copy()
+                rest[kept] = 0
+                if not _same(before, after[kept], self.half) or rest.any():
+                    at = ", or with which of them a token is in" if first else ""
+                    return f"changes with the number of slots of the attention pattern{at}"
         return None
 
     def _run(self, cut: Callable[[keras.KerasTensor, np.ndarray], np.ndarray]) -> list[Any]:

@@ -248,6 +248,11 @@ def pattern_edit(layer):
     return [bs.Insert("blocks.0.attention_pattern", layer)]
 
 
+def without_slot(slot):
+    """Return what nobody looks at a slot by: in rows that are padded it is another token."""
+    return lambda p: ops.where(ops.arange(ops.shape(p)[-1]) == slot, 0.0, p)
+
+
 @pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("function", "words"),
@@ -258,6 +263,8 @@ def pattern_edit(layer):
         (lambda p: ops.flip(p, axis=-1), "depends on tokens after it"),
         (lambda p: p - ops.mean(p, axis=2, keepdims=True), "depends on other tokens"),
         (lambda p: p * ops.cast(ops.shape(p)[-1], p.dtype), "changes with the number of slots"),
+        (without_slot(3), "or with which of them a token is in"),
+        (without_slot(0), "or with which of them a token is in"),
     ],
 )
 def test_layers_on_the_attention_pattern(gpt2, function, words):
