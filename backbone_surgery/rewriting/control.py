@@ -156,7 +156,10 @@ def read_tokens(tokens: Any, where: str, of_a_call: bool = False) -> Tokens:
         hint = ""
     else:
         expected = f"'generated' or (start, stop) with 0 <= start < stop <= {LAST}"
-        hint = "; what counts from the end of a prompt goes into a `Control`"
+        hint = (
+            "; what counts from the end of a prompt goes into a `Control`, which `Steer` and "
+            "`Reft` take"
+        )
     raise SurgeryError(
         f"{where}: expected tokens 'all', 'prompt', {expected}. Received {shown(tokens)}. Choose "
         f"one of them{hint}."
