@@ -139,8 +139,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             SurgeryError: it is a mode of Keras that KerasHub's models do not have, such as
                 `"float8"`; a layer is quantised already, or none is chosen; for
                 GPTQ and AWQ, KerasHub does not say where the blocks are, they take more than hidden
-                states, as Gemma 4's, there is LoRA, processes share the model, or for GPTQ weights
-                are in half precision.
+                states, as Gemma 4's, texts are longer than the model's positions, there is LoRA,
+                processes share the model, or for GPTQ weights are in half precision.
             ValueError: Keras knows no such mode.
         """
         self.opened.quantize(mode, config, **kwargs)

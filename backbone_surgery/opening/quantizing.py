@@ -63,7 +63,7 @@ def quantize(
     if not is_named:
         config = copy.copy(config)
         config.quantization_layer_structure = _structure(owner, family, config.mode)
-    able = {id(layer) for layer in layers}  # Keras stops at others that have not been called
+    able = {id(layer) for layer in layers}  # Keras stops at others that have not been built
     try:
         with graph.calibrating(), laid_out(owner, layers, chosen, config):
             owner.quantize(mode, config=config, filters=lambda x: id(x) in able, **kwargs)
