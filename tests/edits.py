@@ -136,6 +136,21 @@ def reft(rng, backbone):
     return Edit(first, lambda model: model.blocks[1].at("block", hook), tone_strength=strength)
 
 
+def project_out(rng, _):
+    rows = rng.normal(size=(2, SIZE))
+    keep = (np.eye(SIZE) - np.linalg.pinv(rows) @ rows).astype("float32")
+    strength = np.array([1.0, 0.25], "float32")[:, None, None]
+
+    def hook(h, _):
+        return h + strength * (h @ keep - h)
+
+    return Edit(
+        bs.ProjectOut("none", rows, at="blocks.1.mlp_output"),
+        lambda model: model.blocks[1].at("mlp_output", hook),
+        none_strength=strength[:, 0, 0],
+    )
+
+
 def wrap(rng, _):
     def in_numpy(model):
         model.blocks[1].wrap(lambda x, block: x + np.tanh(block(0.5 * x)))
@@ -212,6 +227,7 @@ EDITS = {
         replace,
         low_rank,
         reft,
+        project_out,
         wrap,
         repeat,
         reorder,

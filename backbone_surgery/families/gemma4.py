@@ -49,6 +49,7 @@ def open_block(block, stream, padding_mask, positions, lends=False, **further):
         product = GatedProduct(gelu_approximate, dtype=policy, name="per_layer_product")
         made = product(block.per_layer_input_gate(x), further["per_layer_input"])
         made = block.post_per_layer_input_norm(block.per_layer_up_proj(made))
+        made = Site("per_layer_output")(made)
         x = layers.Add(dtype=policy, name="per_layer_residual")([x, made])
     x = Scaled(block.layer_scalar, dtype=policy, name="layer_scalar")(x)
     return (x, *lent) if lends else x

@@ -35,6 +35,7 @@ _SELECTOR = re.compile(
     rf"blocks\.(?P<blocks>\*|{_NUMBER}|({_NUMBER})?:({_NUMBER})?)(?:\.(?P<role>[a-z_*]+))?"
 )
 _STREAM = re.compile(r"embeddings|blocks\.\d+(\.residual_mid)?")
+_WRITTEN = re.compile(r"embeddings|blocks\.\d+\.(attention|mlp|per_layer)_output")
 
 
 class Identity(DirectLayer):
@@ -151,6 +152,11 @@ def is_pattern(path: str) -> bool:
 def is_stream(path: str) -> bool:
     """Tell whether a path is that of the residual stream itself, and not of what is added to it."""
     return _STREAM.fullmatch(path) is not None
+
+
+def is_written(path: str) -> bool:
+    """Tell whether what stands at a path is added to the residual stream, or begins it."""
+    return _WRITTEN.fullmatch(path) is not None
 
 
 def places(model: keras.Model) -> list[Place]:

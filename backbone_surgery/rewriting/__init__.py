@@ -9,6 +9,7 @@ from backbone_surgery.rewriting.insert import Insert, Replace
 from backbone_surgery.rewriting.lora import Lora
 from backbone_surgery.rewriting.low_rank import LowRank
 from backbone_surgery.rewriting.patch import Patch
+from backbone_surgery.rewriting.project_out import ProjectOut
 from backbone_surgery.rewriting.reft import Reft
 from backbone_surgery.rewriting.rewrite import Rewrite, Rows, SiteRewrite, Surgery
 from backbone_surgery.rewriting.sparse_autoencoder import SparseAutoencoder
@@ -24,6 +25,7 @@ __all__ = [
     "Lora",
     "LowRank",
     "Patch",
+    "ProjectOut",
     "Reft",
     "Remove",
     "Reorder",

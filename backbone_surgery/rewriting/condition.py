@@ -8,16 +8,18 @@ import keras
 import numpy as np
 from keras import ops
 
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.emission import emit
 from backbone_surgery.numbers import read_number
 from backbone_surgery.opening.site import Place
 from backbone_surgery.opening.state import StateSpec, write_slots
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.control import (
+    Control,
     Tokens,
     default_tokens,
     range_before,
+    read_thresholds,
     read_tokens,
     token_rows,
 )
@@ -41,11 +43,12 @@ class Condition(ControlledRewrite):
 
     Attributes:
         name: name of the condition, for `Steer(when=name)`, and of its control: a threshold, for
-            all rows or one for each.
+            all rows or one for each, or a `Control` of threshold and tokens.
         vector: float[hidden_dim], or a control vector with a direction for the block watched.
         threshold: what the cosine has to exceed, from -1 to 1.
         at: selector of the one site that is watched.
-        tokens: which tokens are watched, as of `Steer`.
+        tokens: which tokens are watched, as of `Steer`. The greatest similarity among them
+            decides, so leave out a special token that begins every text: `(1, None)`.
         signed: whether to compare cos(h, v) instead of its absolute value: for vectors that point
             one way in rows that meet the condition and the other way in the rest.
 
@@ -134,17 +137,17 @@ class Condition(ControlledRewrite):
         return directions[place.block]
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind a threshold, for all rows or one for each. `None` takes that of the rewrite."""
-        threshold = self.threshold if value is None else value
+        """Bind a threshold, or a `Control`. `None` takes the fields of the rewrite."""
         where = f"controls at '{self.name}'"
-        thresholds = bind_amounts(threshold, where, rows.batch)
-        if (np.abs(thresholds) > 1).any():
-            raise SurgeryError(
-                f"{where}: expected thresholds from -1 to 1. Received {shown(value)}. Pass cosines."
-            )
+        control = value if isinstance(value, Control) else Control()
+        control.check_only(("threshold", "tokens"), where, "Condition")
+        threshold = control.threshold if isinstance(value, Control) else value
+        threshold = self.threshold if threshold is None else threshold
+        tokens = self.tokens if control.tokens is None else control.tokens
+        amounts = bind_amounts(threshold, where, rows.batch)
         return {
-            f"{self.name}_threshold": thresholds,
-            f"{self.name}_tokens": token_rows(self.tokens, rows.prompt_lengths, where),
+            f"{self.name}_threshold": read_thresholds(amounts, where),
+            f"{self.name}_tokens": token_rows(tokens, rows.prompt_lengths, where),
         }
 
 

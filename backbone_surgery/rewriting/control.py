@@ -1,7 +1,7 @@
 """What a call may set of a steering rewrite: strength, directions and tokens, as arrays of rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,8 @@ class Schedule:
 class Control:
     """What a call may change of a `Steer`; `None` leaves it as the rewrite was built.
 
-    Of a `Reft` it may change the strength and the tokens.
+    Of a `Reft` and a `ProjectOut` it may change the strength and the tokens, of a `Condition` the
+    threshold and the tokens.
 
     Attributes:
         strength: a number, float[batch], float[batch, blocks], a `Schedule`, or a list of a number
@@ -107,6 +108,7 @@ class Control:
             such as `[0, 12]`, is one range for all rows. Negative positions count from the end of
             the prompt: `(-1, None)` are its last token and all that follow. `"last"` is that token
             alone.
+        threshold: of a `Condition` alone: a number, or one for each row.
 
     Raises:
         SurgeryError: a field that no model could use.
@@ -120,6 +122,7 @@ class Control:
     strength: Any = None
     directions: Any = None
     tokens: Any = None
+    threshold: Any = None
 
     def __post_init__(self) -> None:
         # How many rows and blocks there are is not known yet; what could never be used is.
@@ -130,6 +133,29 @@ class Control:
         if self.tokens is not None:
             for tokens in _listed(self.tokens, 1):
                 read_tokens(tokens, "Control", of_a_call=True)
+        if self.threshold is not None:
+            read_thresholds(self.threshold, "Control")
+
+    def check_only(self, parts: Collection[str], where: str, kind: str) -> None:
+        """Refuse fields that a kind of rewrite does not take; `parts` are those that it does."""
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        wrong = [name for name in given if name not in parts]
+        if wrong:
+            raise SurgeryError(
+                f"{where}: expected a Control of {' and '.join(parts)}, which is what a call may "
+                f"change of a {kind}. Received {' and '.join(wrong)} too. Leave that out."
+            )
+
+
+def read_thresholds(value: Any, where: str) -> np.ndarray:
+    """Read thresholds of cosines, one or one for each row."""
+    array = read_finite(value)
+    if array is None or array.ndim > 1 or (np.abs(array) > 1).any():
+        raise SurgeryError(
+            f"{where}: expected thresholds from -1 to 1, one or one for each row. Received "
+            f"{shown(value)}. Pass cosines."
+        )
+    return array
 
 
 def read_tokens(tokens: Any, where: str, of_a_call: bool = False) -> Tokens:
@@ -156,10 +182,7 @@ def read_tokens(tokens: Any, where: str, of_a_call: bool = False) -> Tokens:
         hint = ""
     else:
         expected = f"'generated' or (start, stop) with 0 <= start < stop <= {LAST}"
-        hint = (
-            "; what counts from the end of a prompt goes into a `Control`, which `Steer` and "
-            "`Reft` take"
-        )
+        hint = "; what counts from the end of a prompt goes into a `Control`, which a call passes"
     raise SurgeryError(
         f"{where}: expected tokens 'all', 'prompt', {expected}. Received {shown(tokens)}. Choose "
         f"one of them{hint}."

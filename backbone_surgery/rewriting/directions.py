@@ -51,6 +51,19 @@ def read_directions(vector: Any, where: str) -> dict[int, np.ndarray]:
     return checked
 
 
+def orthonormal_basis(directions: np.ndarray) -> np.ndarray:
+    """Return orthonormal rows with the span of some directions: float64[rank, hidden_dim].
+
+    Args:
+        directions: float[directions, hidden_dim], at least one of them not zero.
+    """
+    rows = np.asarray(directions, "float64")
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    kept = norms[:, 0] > 0
+    _, sizes, basis = np.linalg.svd(rows[kept] / norms[kept], full_matrices=False)
+    return basis[sizes > 1e-6]  # of dependent ones, what they span
+
+
 def direction_rows(
     value: Any, batch: int, blocks: Sequence[int], hidden_dim: int, where: str
 ) -> np.ndarray:

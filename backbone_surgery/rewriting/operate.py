@@ -22,6 +22,7 @@ from backbone_surgery.rewriting import (
     Capture,
     LowRank,
     Patch,
+    ProjectOut,
     Reft,
     Rewrite,
     Skip,
@@ -29,7 +30,7 @@ from backbone_surgery.rewriting import (
     Surgery,
 )
 
-_LOCAL = (Ablate, Capture, LowRank, Patch, Reft, Skip, Steer)
+_LOCAL = (Ablate, Capture, LowRank, Patch, ProjectOut, Reft, Skip, Steer)
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.site import Place
-from backbone_surgery.rewriting.amounts import bind_amounts
-from backbone_surgery.rewriting.control import (
-    Control,
-    Tokens,
-    check_trained_tokens,
-    default_tokens,
-    range_before,
-    read_tokens,
-    token_rows,
-)
+from backbone_surgery.rewriting.control import Tokens, check_trained_tokens, read_tokens
 from backbone_surgery.rewriting.fields import Fields
-from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
+from backbone_surgery.rewriting.ranged import RangedRewrite
+from backbone_surgery.rewriting.rewrite import Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer
 from backbone_surgery.rewriting.steering import in_range
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
 @dataclass(frozen=True, eq=False)
-class Reft(ControlledRewrite):
+class Reft(RangedRewrite):
     """Edit hidden states within a subspace that `fit` learns, the backbone frozen.
 
     h becomes h + strength · Rᵀ(W h + b - R h), where R and W are float[rank, hidden_dim], and the
@@ -97,8 +88,7 @@ class Reft(ControlledRewrite):
                 f"Received some for {shown(list(self.interventions))}. Leave `interventions` out "
                 "to start with new ones."
             )
-        surgery.control(f"{self.name}_strength", np.float32(self.strength))
-        surgery.control(f"{self.name}_tokens", default_tokens(self.tokens))
+        self.declare(surgery)
         return super().visitor(surgery)
 
     def check_fit(self) -> None:
@@ -125,36 +115,11 @@ class Reft(ControlledRewrite):
             )
         surgery.train(layer)
         surgery.once("interventions", dict)[place.path] = layer
-        controls = [surgery.inputs[f"{self.name}_{part}"] for part in ("strength", "tokens")]
-        return layer(x, surgery.positions, *controls)
+        return layer(x, surgery.positions, *self.declared(surgery))
 
     def applied(self, surgery: Surgery) -> "Reft":
         """Return the rewrite with its layers."""
         return replace(self, interventions=surgery.once("interventions", dict))
-
-    def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Leave out what acts on generated tokens alone, or on tokens from `end` on."""
-        tokens = range_before(bound[f"{self.name}_tokens"], end)
-        if tokens is None or not bound[f"{self.name}_strength"].any():
-            return {f"{self.name}_{part}": np.zeros(0) for part in ("strength", "tokens")}
-        return {f"{self.name}_tokens": tokens}
-
-    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind a strength, or a `Control`. `None` takes the fields of the rewrite."""
-        where = f"controls at '{self.name}'"
-        control = value if isinstance(value, Control) else Control()
-        if control.directions is not None:
-            raise SurgeryError(
-                f"{where}: expected no directions for a Reft, which learns its own. Received some. "
-                "Leave them out."
-            )
-        strength = control.strength if isinstance(value, Control) else value
-        strength = self.strength if strength is None else strength
-        tokens = self.tokens if control.tokens is None else control.tokens
-        return {
-            f"{self.name}_strength": bind_amounts(strength, where, rows.batch),
-            f"{self.name}_tokens": token_rows(tokens, rows.prompt_lengths, where),
-        }
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")

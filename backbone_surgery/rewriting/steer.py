@@ -254,6 +254,7 @@ class Steer(ControlledRewrite):
         """Bind a strength, a `Schedule`, or a `Control`. `None` takes the fields of the rewrite."""
         where = f"controls at '{self.name}'"
         control = value if isinstance(value, Control) else Control()
+        control.check_only(("strength", "directions", "tokens"), where, "Steer")
         strength = control.strength if isinstance(value, Control) else value
         strength = self.strength if strength is None else strength
         tokens = self.tokens if control.tokens is None else control.tokens

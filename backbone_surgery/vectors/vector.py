@@ -18,7 +18,7 @@ from backbone_surgery.files import as_path
 from backbone_surgery.numbers import check_count, is_int, read_number
 from backbone_surgery.opening import site
 from backbone_surgery.presets import find_vector
-from backbone_surgery.rewriting.directions import read_directions
+from backbone_surgery.rewriting.directions import orthonormal_basis, read_directions
 from backbone_surgery.vectors import files
 from backbone_surgery.vectors.activations import (
     TokenStates,
@@ -262,10 +262,8 @@ class ControlVector:
                     f"direction for block {block}. Received {shown(others[fits.index(False)])}. "
                     "Train them all on one model, at the same blocks."
                 )
-            shared = [np.asarray(o.directions[block], "float64") for o in others]
-            units = [x / norm for x in shared if (norm := np.linalg.norm(x)) > 0]
-            _, sizes, rows = np.linalg.svd(np.array(units or [0 * own]), full_matrices=False)
-            basis = rows[sizes > 1e-6]  # of dependent ones, what they span
+            shared = np.array([other.directions[block] for other in others])
+            basis = orthonormal_basis(shared.reshape(-1, self.hidden_dim))
             left = own - basis.T @ (basis @ own)
             if np.linalg.norm(left) <= 1e-6 * np.linalg.norm(own):
                 raise SurgeryError(

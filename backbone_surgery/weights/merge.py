@@ -1,9 +1,10 @@
 """Merging: fold an edit into the weights of a new backbone, where weights can hold it.
 
-A linear layer y = xW + b that writes a site can hold two kinds of steering at that site: adding
-s·v makes its bias b + s·v, and taking a direction v̂ out makes it W - s(Wv̂)v̂ᵀ, b - s(b·v̂)v̂ (Arditi
-et al. 2024, "Refusal in language models is mediated by a single direction", section 4). What is
-added to a residual sum can as well be added to one of its terms.
+A linear layer y = xW + b that writes a site can hold two kinds of edit at that site: adding s·v
+makes its bias b + s·v, and taking out directions with the orthonormal basis B makes it W - s(WBᵀ)B,
+b - s(bBᵀ)B (for one direction Arditi et al. 2024, arXiv:2406.11717, section 4). So can a token
+embedding that does not make the logits too. What is added to a residual sum can as well be added to
+one of its terms.
 """
 
 import re
@@ -18,21 +19,24 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
-from backbone_surgery.opening.site import Site, block_of, places
-from backbone_surgery.rewriting import Lora, Steer
+from backbone_surgery.opening.site import block_of, places
+from backbone_surgery.rewriting import Lora, ProjectOut, Steer
+from backbone_surgery.rewriting.directions import orthonormal_basis
 from backbone_surgery.rewriting.peft_layers import linear_nodes
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, is_quantized
 from backbone_surgery.weights.paths import resolve, variable_paths
 from backbone_surgery.weights.transfer import assign_in_place
+from backbone_surgery.weights.writers import all_that_write, biases
 
 
 def merge(edited: Any) -> keras_hub.models.Backbone:
     """Fold the LoRA and the steering of an edited model into a new backbone.
 
     LoRA factors are folded into their kernels, and so is a `Lora`, at the strength it was made
-    with. Of `Steer` those are folded that act always, at the strength they were made with, on all
-    tokens: `"add"` where a bias can take the vector, and `"ablate"` at sites that a linear layer
-    writes, such as `attention_output` and `mlp_output`.
+    with. Of `Steer` and `ProjectOut` those are folded that act always, at the strength they were
+    made with, on all tokens: what adds a vector where a bias can take it; and what takes
+    directions out where a linear layer writes the site, as for `attention_output` and `mlp_output`,
+    or a token embedding that is not tied to the logits.
 
     Args:
         edited: what `operate` made, or a backbone with LoRA.
@@ -69,11 +73,9 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
                 # The attribute of that name is the sum of the weight and the factors' product.
                 assign_in_place(variables[names[id(weight)]], getattr(layer, weight.name))
     for fold in folds:
-        # With LoRA on, `layer.kernel` is a sum: the variable is found by its name.
-        for variable in graph.own_weights(fold.layer):
-            if variable.name in fold.changes:
-                target = variables[names[id(variable)]]
-                assign_in_place(target, fold.apply(np.array(target, "float32")))
+        for variable in fold.variables:
+            target = variables[names[id(variable)]]
+            assign_in_place(target, fold.apply(np.array(target, "float32")))
     return new
 
 
@@ -85,8 +87,12 @@ class _Sum:
     adapter: Any
     strength: float
 
-    changes: ClassVar[tuple[str, ...]] = ("kernel",)
     order: ClassVar[int] = 0
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """What it changes."""
+        return [w for w in graph.own_weights(self.layer) if w.name == "kernel"]
 
     def apply(self, value: np.ndarray) -> np.ndarray:
         """Return a new kernel."""
@@ -103,18 +109,13 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Fold:
-    """One direction to be folded into the layer that writes its site."""
+    """Directions to be folded into what writes their site: one to add, or some to take out."""
 
-    layer: Any
-    direction: np.ndarray
+    variables: list[keras.Variable]
+    directions: np.ndarray
     strength: float
     ablate: bool
-    residual: bool
-
-    @property
-    def changes(self) -> tuple[str, ...]:
-        """The names of the variables it changes."""
-        return ("bias", "kernel") if self.ablate else ("bias",)
+    residual: bool = False
 
     @property
     def order(self) -> int:
@@ -122,11 +123,11 @@ class _Fold:
         return 2 if self.residual else 1
 
     def apply(self, value: np.ndarray) -> np.ndarray:
-        """Return a new kernel or bias, whose last axis is that of the direction."""
+        """Return a new kernel, bias or table, whose last axis is that of the directions."""
         if not self.ablate:
-            return value + np.float32(self.strength) * self.direction
-        unit = self.direction / max(float(np.linalg.norm(self.direction)), 1e-12)
-        return value - np.float32(self.strength) * (value @ unit)[..., None] * unit
+            return value + np.float32(self.strength) * self.directions[0]
+        basis = orthonormal_basis(self.directions).astype("float32")
+        return value - np.float32(self.strength) * (value @ basis.T) @ basis
 
 
 def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
@@ -135,7 +136,7 @@ def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
     tensors = {place.path: place.tensor for place in places(opened)}
     linear = {path: node.operation for path, node in linear_nodes(opened)}
     folds: list[_Sum | _Fold] = []
-    refused = []
+    refused: dict[str, list[str]] = {}
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
         name = getattr(rewrite, "name", None) or getattr(rewrite, "__name__", "")
         kind = type(rewrite).__name__ + (f" '{name}'" if name else "")
@@ -145,66 +146,57 @@ def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
             folds += [_Sum(linear[path], x, rewrite.strength) for path, x in adapters]
             continue
         if reason := _reason(rewrite):
-            refused.append(f"{shown}: {reason}")
+            refused.setdefault(f"{shown}: {reason}", [])
             continue
+        ablate = type(rewrite) is ProjectOut or rewrite.mode == "ablate"
         for path in fired.sites:
-            layer, residual = _writer(tensors[path], rewrite.mode)
-            if layer is None:
-                refused.append(f"{shown} at '{path}': {_NO_LAYER[rewrite.mode]}")
-                continue
-            vector = np.asarray(rewrite.directions[block_of(path)], "float32")
-            if not np.isfinite(vector).all():
-                refused.append(f"{shown} at '{path}': its direction is not finite")
-                continue
-            folds.append(_Fold(layer, vector, rewrite.strength, rewrite.mode == "ablate", residual))
+            fold = _fold(rewrite, path, tensors[path], ablate)
+            if isinstance(fold, str):
+                refused.setdefault(f"{shown}: {fold}", []).append(path)
+            else:
+                folds.append(fold)
     if refused:
+        listed = "; ".join(reason + _at(paths) for reason, paths in refused.items())
         raise SurgeryError(
-            f"merge at '{edited.name}': expected edits that weights can hold. Received "
-            f"{'; '.join(refused)}. Leave these out, or keep all as edits by `save_recipe`."
+            f"merge at '{edited.name}': expected edits that weights can hold. Received {listed}. "
+            "Leave these out, or keep all as edits by `save_recipe`."
         )
     return sorted(folds, key=lambda fold: fold.order)
 
 
-_NO_LAYER = {
-    "add": "no layer with a bias writes that site, or the sum there",
-    "ablate": "no linear layer writes that site",
-}
+def _at(paths: list[str]) -> str:
+    """Say at which sites, a few of them by name."""
+    if not paths:
+        return ""
+    more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+    return f" (at {', '.join(paths[:2])}{more})"
 
 
 def _reason(rewrite: Any) -> str | None:
     """Say why a rewrite can never be folded, if so."""
-    if type(rewrite) is not Steer:
+    if type(rewrite) not in (ProjectOut, Steer):
         return "is neither steering nor an adapter"
-    if rewrite.mode not in _NO_LAYER:
-        return f"has mode {rewrite.mode!r}"
     if rewrite.tokens not in ("all", (0, None), (None, None)):
         return f"acts on tokens {rewrite.tokens!r} only"
+    if type(rewrite) is ProjectOut:
+        return None
     if rewrite.renormalize:
         return "renormalises what it steers"
     return None if rewrite.when is None else "acts on a condition"
 
 
-def _writer(tensor: keras.KerasTensor, mode: str) -> tuple[Any, bool]:
-    """Find the linear layer that writes a site, or for adding one that writes a term of its sum."""
-    node = _source(tensor)
-    if _is_linear(node.operation):
-        fits = mode == "ablate" or node.operation.bias is not None
-        return (node.operation if fits else None), False
-    if mode == "add" and isinstance(node.operation, keras.layers.Add):
-        for layer in (_source(term).operation for term in node.input_tensors):
-            if _is_linear(layer) and layer.bias is not None:
-                return layer, True
-    return None, False
-
-
-def _source(tensor: keras.KerasTensor) -> Any:
-    """Return the node that made a tensor, looking through sites and dropout."""
-    node = graph.node_of(tensor)
-    while isinstance(node.operation, Site | keras.layers.Dropout):
-        node = graph.node_of(node.input_tensors[0])
-    return node
-
-
-def _is_linear(layer: Any) -> bool:
-    dense = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
-    return dense and layer.activation in (None, keras.activations.linear)
+def _fold(rewrite: Any, path: str, tensor: keras.KerasTensor, ablate: bool) -> _Fold | str:
+    """Return what to fold for one site, or why nothing can be."""
+    rows = rewrite.directions
+    rows = rows if type(rewrite) is ProjectOut else rows[block_of(path)][None]
+    if not np.isfinite(rows).all():
+        return "a direction is not finite"
+    if ablate:
+        written_by = all_that_write(tensor)
+        if isinstance(written_by, str):
+            return written_by
+        return _Fold(written_by, rows, rewrite.strength, True)
+    found, residual = biases(tensor)
+    if not found:
+        return "no layer with a bias writes that site, or the sum there"
+    return _Fold(found, rows, rewrite.strength, False, residual)

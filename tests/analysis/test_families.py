@@ -94,7 +94,7 @@ def test_a_direction_is_merged_or_refused(name, rng):
     steer = bs.Steer("none", {0: vector, 1: vector}, "blocks.*.attention_output", mode="ablate")
     edited = bs.operate(backbone, [steer])
     if name in NORM_AFTER:
-        with pytest.raises(bs.SurgeryError, match="no linear layer writes that site"):
+        with pytest.raises(bs.SurgeryError, match="that site, or a part of it, and is no linear"):
             bs.merge(edited)
         return
     got = run(name, bs.merge(edited), TOKENS)

@@ -359,6 +359,7 @@ def test_backbones_and_rewrites_need_no_probe(gpt2, monkeypatch):
         bs.Ablate("blocks.0.head_outputs", heads=[0]),
         bs.LowRank("blocks.*.query", rank=2),
         bs.Reft("tone", rank=2, at="blocks.*"),
+        bs.ProjectOut("none", np.ones(16)),
         bs.Skip("blocks.1"),
         bs.Capture("blocks.*.attention_pattern"),
         bs.Insert("blocks.0.mlp_output", layers.Dense(16)),

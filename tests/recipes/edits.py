@@ -157,6 +157,9 @@ CASES = {
     "peft": lambda name, dtype: [
         bs.Lora("tuned", adapters={"blocks.1.query": Adapter(2, 0.5, dtype=dtype, name="tuned_q")})
     ],
+    "project_out": lambda name, dtype: [
+        bs.ProjectOut("none", np.eye(SIZE)[:2] + 1, at=("blocks.*",), tokens=(1, 4))
+    ],
     "reft": lambda name, dtype: [bs.Reft("tone", rank=2, at="blocks.*", tokens=(1, 4))],
     "autoencoder": read_from_files(None),
     "autoencoder_error": read_from_files(None, bs.Ablate("blocks.1.sae_latents"), error=True),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.controls import bind_controls
 from tests.by_hand import generate_by_hand, model_by_hand
 from tests.helpers import make_deep_gpt2, ragged
 
@@ -131,6 +132,52 @@ def test_signed_and_tokens(rng):
     from_third = [[False] * 3 + [True] * 3, [False] * 6]
     assert changed() == changed(-1) == changed(signed=True) == from_third
     assert changed(-1, signed=True) == changed(tokens=(0, 3)) == [[False] * 6] * 2
+
+
+def test_a_call_may_say_which_tokens_are_watched(rng):
+    """The last token of each prompt, whatever its length; and a threshold for each row."""
+    backbone = make_deep_gpt2()
+    prompts = ragged(rng, [6, 4], 6)
+    own = states(model_by_hand(backbone), prompts, 3)
+    condition = bs.Condition("c", own[1, 3], 0.999, at="blocks.0")
+    push = bs.Steer("s", {2: 9 * rng.normal(size=32)}, when="c")
+    lm, plain = (bs.CachedCausalLM(bs.operate(backbone, x)) for x in ([condition, push], []))
+    options = {"max_new_tokens": 6, "stop_token_ids": None}
+    for model in (lm, plain):
+        model.compile(sampler="greedy")
+    unsteered = plain.generate(prompts, **options)["token_ids"]
+
+    def steered(**control):
+        controls = {"c": bs.Control(**control)}
+        got = lm.generate(prompts, controls=controls, **options)["token_ids"]
+        return (got != unsteered).any(axis=1).tolist()
+
+    assert steered(tokens="last") == steered(tokens=(-1, None)) == [False, True]
+    assert steered(tokens=(-2, -1)) == steered(tokens=["last", (0, 3)]) == [False, False]
+    assert steered(tokens="last", threshold=[-1.0, 1.0]) == [True, False]
+    assert lm.programs.compilations == {"prefill": 1, "decode": 1}
+
+
+@pytest.mark.parametrize(
+    ("control", "words"),
+    [
+        (
+            bs.Control(1.0),
+            "a Control of threshold and tokens, .* of a Condition. Received strength",
+        ),
+        (bs.Control(threshold=[0.1, 0.2, 0.3]), r"'c': expected finite numbers: one, \[2\]"),
+        (bs.Control(tokens=["last"]), "'c': expected tokens for 2 rows"),
+    ],
+)
+def test_controls_that_do_not_fit_are_refused(control, words):
+    condition = bs.Condition("c", np.ones(32), 0.1, at="blocks.0")
+    edited = bs.operate(make_deep_gpt2(), [condition, bs.Steer("s", {2: np.ones(32)}, when="c")])
+    with pytest.raises(bs.SurgeryError, match=words):
+        bind_controls(edited, {"c": control}, np.array([3, 4]))
+    with pytest.raises(bs.SurgeryError, match="from -1 to 1"):
+        bs.Control(threshold=1.5)
+    with pytest.raises(bs.SurgeryError, match=r"of a Steer. Received threshold too"):
+        bind_controls(edited, {"s": bs.Control(threshold=0.5)}, np.array([3, 4]))
 
 
 def test_errors(rng):

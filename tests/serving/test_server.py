@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from functools import partial
 
 import httpx
 import keras
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 import backbone_surgery as bs
 from backbone_surgery.cli import app
+from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import check_server, make_server_app
 from backbone_surgery.serving.web import ending, limits
@@ -143,6 +145,29 @@ def test_an_easysteer_vector_without_a_scale_acts_at_1(lm, entry):
     vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
     control = read_steering(lm, vectors, {"vectors": [{"name": "mood", **entry}]}, 128)["mood"]
     assert control.strength == 1.0
+
+
+def test_objects_of_other_controls_say_what_those_take():
+    tiny = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    direction = bs.ControlVector.from_preset("tiny_gpt2", "mood").directions[4]
+    rewrites = [
+        bs.Condition("sad", direction, 0.2, at="blocks.1"),
+        bs.Steer("mood", {4: direction}, when="sad"),
+        bs.ProjectOut("none", direction),
+    ]
+    lm = bs.CachedCausalLM(bs.operate(tiny.backbone, rewrites))
+    read = partial(read_steering, lm, Vectors(lm, {}), length=128)
+    steering = {"sad": {"threshold": 0.5, "tokens": "last"}, "none": {"strength": 1}}
+    controls = read(steering)
+    assert controls["sad"].threshold == 0.5
+    assert (controls["sad"].tokens, controls["none"].strength) == ("last", 1)
+    bind_controls(lm.opened, controls, np.array([3]))
+    with pytest.raises(bs.SurgeryError, match=r"'sad': expected threshold, tokens. Received 'str"):
+        read({"sad": {"strength": 1}})
+    with pytest.raises(bs.SurgeryError, match="'none': expected a `strength`, since without one"):
+        read({"none": {"tokens": "last"}})
+    with pytest.raises(bs.SurgeryError, match="from -1 to 1"):
+        read({"sad": {"threshold": "high"}})
 
 
 def test_a_vector_may_come_from_a_model_in_another_dtype(tmp_path):

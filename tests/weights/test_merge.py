@@ -143,7 +143,7 @@ def test_directions_that_are_not_finite_are_refused():
     edited = bs.operate(make_gpt2(), [add("blocks.*", trainable=True)])
     learned = next(v for v in edited.trainable_variables if tuple(v.shape)[-1:] == (32,))
     learned.assign(np.full(learned.shape, np.nan))
-    with pytest.raises(bs.SurgeryError, match=r"'add'\) at 'blocks\.\d': its direction is not f"):
+    with pytest.raises(bs.SurgeryError, match=r"'add'\): a direction is not finite \(at bl"):
         bs.merge(edited)
 
 
@@ -186,10 +186,10 @@ def clone_fn(layer, *args, **kwargs):
 @pytest.mark.parametrize(
     ("make", "rewrite", "words"),
     [
-        (make_gemma, add("blocks.*"), r"Steer 'add'\) at 'blocks\.0': no layer with a bias"),
-        (make_gemma, add("blocks.*.mlp_output"), r"at 'blocks\.1\.mlp_output': no layer with a b"),
-        (make_gemma2, ablate("blocks.*.mlp_output"), "no linear layer writes that site"),
-        (make_gpt2, ablate("blocks.*"), r"'ablate'\) at 'blocks\.0': no linear layer"),
+        (make_gemma, add("blocks.*"), r"Steer 'add'\): no layer with a bias .* \(at blocks\.0"),
+        (make_gemma, add("blocks.*.mlp_output"), r"no layer with a b.* blocks\.1\.mlp_output\)"),
+        (make_gemma2, ablate("blocks.*.mlp_output"), "'post_ffw_norm' writes that site, or a part"),
+        (make_gpt2, ablate("blocks.*"), r"'ablate'\): .* and is no linear layer \(at b"),
         (make_gpt2, add("blocks.*.attention_norm"), "no layer with a bias writes that site"),
         (make_gpt2, add("blocks.*", tokens="prompt"), "acts on tokens 'prompt' only"),
         (make_gpt2, add("blocks.*", tokens=(0, 9)), r"acts on tokens \(0, 9\) only"),
@@ -205,7 +205,7 @@ def test_what_weights_cannot_hold_is_named(make, rewrite, words):
 
 def test_everything_that_is_refused_is_named_at_once():
     edited = bs.operate(make_gpt2(), [Double(), add("blocks.*"), ablate("blocks.*")])
-    with pytest.raises(bs.SurgeryError, match=r"rewrites\.0 .*; rewrites\.2 .* at 'blocks\.1'"):
+    with pytest.raises(bs.SurgeryError, match=r"rewrites\.0 .*; rewrites\.2 .* blocks\.1\)"):
         bs.merge(edited)
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,19 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
-from backbone_surgery.rewriting import Control, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting import Condition, Control, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import by_control
 from backbone_surgery.vectors import ControlVector
 from backbone_surgery.vectors.vector import check_fits
 
-_KEYS = ("strength", "vector", "tokens", "schedule")
+_KEYS: dict[type, tuple[str, ...]] = {
+    Steer: ("strength", "vector", "tokens", "schedule"),
+    RangedRewrite: ("strength", "tokens"),
+    Condition: ("threshold", "tokens"),
+}
+"""What the object may hold that controls a rewrite of one of these classes."""
+
 _EASYSTEER_KEYS = ("name", "scale", "layers", "apply")
 _MOST_VECTORS = 256
 _DEFAULTS = ("strength", "threshold", "amount")
@@ -164,9 +171,9 @@ def read_steering(
                 f"steering at '{name}': expected a control of this model. "
                 f"{closest(name, known)} `GET /v1/steering` lists them."
             )
-        steers = isinstance(rewrites.get(name), Steer)
-        if isinstance(value, Mapping) and steers:
-            controls[name] = _control(name, value, vectors, length)
+        kinds = [kind for kind in _KEYS if isinstance(rewrites.get(name), kind)]
+        if isinstance(value, Mapping) and kinds:
+            controls[name] = _control(name, value, _KEYS[kinds[0]], vectors, length)
         elif isinstance(value, bool | str) or value is None:
             raise SurgeryError(
                 f"steering at '{name}': expected a number, or an object. Received {shown(value)}. "
@@ -177,19 +184,22 @@ def read_steering(
     return controls
 
 
-def _control(name: str, value: Mapping[str, Any], vectors: Vectors, length: int) -> Control:
+def _control(
+    name: str, value: Mapping[str, Any], keys: Sequence[str], vectors: Vectors, length: int
+) -> Control:
     where = f"steering at '{name}'"
-    unknown = [key for key in value if key not in _KEYS]
+    unknown = [key for key in value if key not in keys]
     if unknown:
         raise SurgeryError(
-            f"{where}: expected {', '.join(_KEYS)}. Received '{unknown[0]}'. "
-            f"{closest(unknown[0], _KEYS)}"
+            f"{where}: expected {', '.join(keys)}. Received '{unknown[0]}'. "
+            f"{closest(unknown[0], keys)}"
         )
     strength, schedule = value.get("strength"), value.get("schedule")
-    if strength is None and schedule is None:
+    if "strength" in keys and strength is None and schedule is None:
+        amounts = "a `strength` or a `schedule`" if "schedule" in keys else "a `strength`"
         raise SurgeryError(
-            f"{where}: expected a `strength` or a `schedule`, since without one nothing is "
-            f'steered. Received {shown(sorted(value))}. Pass `"strength": 1.5`, say.'
+            f"{where}: expected {amounts}, since without one nothing is steered. Received "
+            f'{shown(sorted(value))}. Pass `"strength": 1.5`, say.'
         )
     if schedule is not None:
         strength = _schedule(where, schedule, 1.0 if strength is None else strength, length)
@@ -198,6 +208,7 @@ def _control(name: str, value: Mapping[str, Any], vectors: Vectors, length: int)
         strength=strength,
         directions=vectors[value["vector"]] if value.get("vector") is not None else None,
         tokens=tuple(tokens) if isinstance(tokens, list) else tokens,
+        threshold=value.get("threshold"),
     )
 
 

@@ -1,0 +1,131 @@
+"""ProjectOut: take directions out of hidden states, wherever they are written."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.numbers import read_finite
+from backbone_surgery.opening.site import Place, is_written
+from backbone_surgery.rewriting.control import Tokens, read_tokens
+from backbone_surgery.rewriting.directions import orthonormal_basis
+from backbone_surgery.rewriting.fields import Fields
+from backbone_surgery.rewriting.ranged import RangedRewrite
+from backbone_surgery.rewriting.rewrite import Surgery
+from backbone_surgery.rewriting.site_layer import SiteLayer
+from backbone_surgery.rewriting.steering import in_range
+
+
+@keras.saving.register_keras_serializable("backbone_surgery")
+@dataclass(frozen=True, eq=False)
+class ProjectOut(RangedRewrite):
+    """Take one direction, or the span of several, out of hidden states.
+
+    h becomes h - strength · Bᵀ(B h), where the rows of B are an orthonormal basis of the span. By
+    default this happens to all that is written to the residual stream: the embeddings, and what
+    each block adds. The basis is an input of the graph, float32[batch, rank, hidden_dim]. A
+    strength of 0 is bit-equal to no edit. `merge` folds it into the weights where they can hold it.
+
+    `Steer(mode="ablate")` takes out a direction of its own at each block.
+
+    Source: directional ablation, Arditi et al. 2024, arXiv:2406.11717, for one direction.
+
+    Attributes:
+        name: name of the control: a strength, for all rows or one for each, or a `Control` of
+            strength and tokens.
+        directions: float[hidden_dim], or float[directions, hidden_dim], of any length, and at any
+            angle to each other.
+        at: a selector, or several, of sites of hidden states; by default of `embeddings`, and of
+            `attention_output`, `mlp_output` and Gemma 4's `per_layer_output` in all blocks.
+        tokens: which tokens are edited, as of `Steer`.
+        strength: the default of the control: 1 takes all of it out.
+
+    Raises:
+        SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub, numpy as np
+        >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        >>> edited = bs.operate(backbone, [bs.ProjectOut("refusal", np.ones(8))])
+        >>> edited.report[0].sites[:3]
+        ('embeddings', 'blocks.0.attention_output', 'blocks.0.mlp_output')
+    """
+
+    name: str
+    directions: Any
+    at: Any = None
+    tokens: Tokens = "all"
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        fields = Fields(self, "name")
+        fields.name()
+        fields.strings("at", optional=True)
+        fields.number("strength")
+        fields.keep("tokens", read_tokens(self.tokens, fields.where))
+        read = read_finite(self.directions)
+        rows = np.zeros((1, 1)) if read is None or not read.ndim else np.atleast_2d(read)
+        if rows.ndim != 2 or not rows.any(axis=1).all():
+            raise fields.refuse(
+                "`directions` to be finite float[hidden_dim] or float[directions, hidden_dim], "
+                "none of them zero",
+                self.directions,
+                "Pass `vector.directions[3]` of a control vector, say.",
+            )
+        fields.keep("directions", rows)
+
+    @property
+    def basis(self) -> np.ndarray:
+        """What is taken out, as orthonormal rows: float32[rank, hidden_dim]."""
+        return orthonormal_basis(self.directions).astype("float32")
+
+    def choose(self, surgery: Surgery) -> list[Place]:
+        """Return the sites that any of the selectors picks, in the order in which they run."""
+        if self.at is None:
+            return [place for place in surgery.places if is_written(place.path)]
+        chosen = {place.path for at in self.at for place in surgery.select(at)}
+        return [place for place in surgery.places if place.path in chosen]
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Declare the controls, then visit the sites."""
+        self.declare(surgery)
+        surgery.control(f"{self.name}_basis", self.basis)
+        return super().visitor(surgery)
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Put a projection at the site."""
+        size = self.directions.shape[1]
+        if len(x.shape) != 3 or x.shape[-1] != size:
+            raise SurgeryError(
+                f"ProjectOut at '{place.path}': expected directions of the size that stands there, "
+                f"{list(x.shape[2:])}. Received directions of size {size}. Select sites of that "
+                f"size by `at`. {surgery.sites_of((size,), place)}"
+            )
+        basis = surgery.inputs[f"{self.name}_basis"]
+        layer = Projection(name=self.layer_name(place))
+        return layer(x, surgery.positions, *self.declared(surgery), basis)
+
+
+class Projection(SiteLayer):
+    """Take the span of some directions out of hidden states.
+
+    Call arguments:
+        x: float[batch, time, hidden_dim].
+        positions: int32[batch, time].
+        strength: float32[batch].
+        tokens: int32[batch, 3], as of `SteeringScale`.
+        basis: float32[batch, rank, hidden_dim], with orthonormal rows.
+    """
+
+    def call(self, x, positions, strength, tokens, basis):
+        """Edit the tokens in range; leave the others, and strength 0, exactly as they are."""
+        h, basis = ops.cast(x, "float32")[:, :, None], basis[:, None]
+        # Sums, not a product of matrices, which accelerators round to bfloat16.
+        along = ops.sum(h * basis, axis=-1, keepdims=True) * basis
+        scale = ops.where(in_range(positions, tokens), strength[:, None], 0.0)[..., None]
+        edited = h[:, :, 0] - scale * ops.sum(along, axis=2)
+        return ops.where(ops.not_equal(scale, 0), ops.cast(edited, x.dtype), x)
