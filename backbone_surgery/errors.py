@@ -5,6 +5,7 @@ to do about it.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,6 +91,16 @@ def shown_array(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return shown(value)
+
+
+def plain(error: BaseException) -> str:
+    r"""Return the words of an error without the codes for bold and colours that Keras puts in.
+
+    Examples:
+        >>> plain(ValueError("\x1b[1mno such block\x1b[0m"))
+        'no such block'
+    """
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
 
 
 def shown_ids(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Pass 3, rewire: give each layer of a graph that keeps state a cache of its own."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,6 +85,13 @@ def rewire_for(
         devices: how many share the heads; by default those on which the weights lie.
     """
     opened = open_backbone(backbone)
+    used = {id(t) for node in graph.graph_nodes(opened) for t in node.input_tensors}
+    for name in (name for name, signal in opened.signals.items() if id(signal) not in used):
+        warnings.warn(
+            f"rewire at '{opened.name}': the condition '{name}' changes nothing. Put a "
+            f"`Steer(..., when='{name}')` after it.",
+            stacklevel=3,
+        )
     probe = Probe(opened.family, trust)
     model = derive(opened, probe, devices)
     probe.finish()

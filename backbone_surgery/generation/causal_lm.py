@@ -28,6 +28,7 @@ from backbone_surgery.opening.logits import Logits
 from backbone_surgery.opening.model import EditedBackbone, check_names
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.training import TrainsOwnLayers
+from backbone_surgery.rewriting.rewrite import by_control
 
 _SEQUENCE_CHECK = 16
 """Steps between two looks at the text, where there are stop sequences."""
@@ -108,17 +109,21 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream, on a dict of exactly the inputs of the model."""
-        check_names(self, inputs)
+        check_names(self, inputs, controls=self._controls)
         return super().__call__(inputs, *args, **kwargs)
 
     def stateless_call(
         self, trainable_variables: Any, non_trainable_variables: Any, inputs: Any, **kwargs: Any
     ) -> Any:
         """As a call: `fit` and `predict` come this way on JAX."""
-        check_names(self, inputs)
+        check_names(self, inputs, controls=self._controls)
         return super().stateless_call(
             trainable_variables, non_trainable_variables, inputs, **kwargs
         )
+
+    @property
+    def _controls(self) -> set[str]:
+        return {*self.opened.control_inputs, *by_control(self.opened.rewrites)}
 
     rewired_by: tuple[Iterable[Any], str | None]
     opened: EditedBackbone

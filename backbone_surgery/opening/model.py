@@ -12,9 +12,16 @@ import numpy as np
 from keras import ops, tree
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest, shown
+from backbone_surgery.errors import (
+    SurgeryError,
+    WeightMismatchError,
+    closest,
+    shown,
+    shown_array,
+    shown_ids,
+)
 from backbone_surgery.files import reading
-from backbone_surgery.numbers import check_count
+from backbone_surgery.numbers import check_count, fits, read_array
 from backbone_surgery.opening import quantizing
 from backbone_surgery.opening.checkpoint import check_checkpoint, save
 from backbone_surgery.opening.layers import RowConstant
@@ -43,9 +50,20 @@ class WithControls(keras.Model):
         """Make tensors of the inputs, and add one row of each control for each row of tokens."""
         check_names(self, inputs, self.defaults)
         dtypes = {t.name: t.dtype for t in self.inputs}
+        given = [name for name in self.defaults if name in inputs]
+        for name in given:
+            check_numbers(self, name, inputs[name], self.defaults[name])
         inputs = {k: _tensors(v, dtypes.get(k)) for k, v in inputs.items()}
-        missing = [name for name in self.defaults if name not in inputs]
         ids = inputs["token_ids"]
+        for name in given:
+            wanted = (ids.shape[0], *self.input[name].shape[1:])
+            if not fits(getattr(inputs[name], "shape", wanted), wanted):
+                raise SurgeryError(
+                    f"call of '{self.name}' at input '{name}': expected {dtypes[name]}"
+                    f"{list(wanted)}. Received {shown_array(inputs[name])}. Pass a row for each "
+                    "row of tokens."
+                )
+        missing = [name for name in self.defaults if name not in inputs]
         return {**inputs, **{name: _rows(name, self.defaults[name], ids) for name in missing}}
 
     def get_config(self) -> dict:
@@ -62,13 +80,16 @@ class WithControls(keras.Model):
         self.get_config()
 
 
-def check_names(model: keras.Model, inputs: Any, defaults: Iterable[str] = ()) -> None:
+def check_names(
+    model: keras.Model, inputs: Any, defaults: Iterable[str] = (), controls: Iterable[str] = ()
+) -> None:
     """Refuse inputs that are not those of a model, by name: Keras would mix them up.
 
     Args:
         model: a Functional model on a dict of inputs.
         inputs: what it is called on.
         defaults: names of inputs that may be left out.
+        controls: names of what the model takes elsewhere.
 
     Raises:
         SurgeryError: they are no dict, one of them is not the model's, or one is left out.
@@ -80,6 +101,12 @@ def check_names(model: keras.Model, inputs: Any, defaults: Iterable[str] = ()) -
             f"{shown(inputs)}. Name each of them."
         )
     unknown = [name for name in inputs if name not in known]
+    if unknown and unknown[0] in controls:
+        raise SurgeryError(
+            f"call of '{model.name}' at input '{unknown[0]}': expected inputs of the model. "
+            "Received a control, which a call of a task does not take. Use "
+            "`score(token_ids, controls=...)` for logits, or call `.opened` for hidden states."
+        )
     if unknown:
         raise SurgeryError(
             f"call of '{model.name}' at input '{unknown[0]}': expected inputs of the model. "
@@ -91,6 +118,21 @@ def check_names(model: keras.Model, inputs: Any, defaults: Iterable[str] = ()) -
         raise SurgeryError(
             f"call of '{model.name}' at input '{missing[0]}': expected a value, since there is "
             f"no default for it. Received {sorted(inputs)}. Pass it too."
+        )
+
+
+def check_numbers(model: keras.Model, name: str, value: Any, default: np.ndarray) -> None:
+    """Refuse a control that is not finite, unless its default is not.
+
+    Tensors are taken as they are: looking at one would wait for it.
+    """
+    if any(ops.is_tensor(x) or isinstance(x, keras.KerasTensor) for x in tree.flatten(value)):
+        return
+    array = read_array(value)
+    if array is None or (np.isfinite(default).all() and not np.isfinite(array).all()):
+        raise SurgeryError(
+            f"call of '{model.name}' at input '{name}': expected finite numbers. Received "
+            f"{shown(value)}. Pass a row for each row of tokens."
         )
 
 
@@ -155,9 +197,14 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         graph.share(self)
 
     def with_defaults(self, inputs: Any) -> Any:
-        """As for any model with controls; refuse rows of more tokens than there are positions."""
+        """As for any model with controls; refuse ids and rows that the model has not learned.
+
+        Ids are checked where they are no tensors yet, and where the mask says that they count.
+        """
+        given = inputs
         inputs = super().with_defaults(inputs)
         ids = inputs["token_ids"]
+        self._check_ids(given["token_ids"], given["padding_mask"])
         time = ids.shape[1] if len(ids.shape) == 2 else None
         if time is not None and self.max_positions is not None and time > self.max_positions:
             raise SurgeryError(
@@ -165,6 +212,17 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
                 f"many positions as the model has learned. Received {time}. Cut the rows."
             )
         return inputs
+
+    def _check_ids(self, ids: Any, mask: Any) -> None:
+        if not (isinstance(ids, np.ndarray | list) and isinstance(mask, np.ndarray | list)):
+            return
+        ids, mask, count = np.asarray(ids), np.asarray(mask), self.token_embedding.input_dim
+        if ids.shape == mask.shape and (((ids < 0) | (ids >= count)) & (mask != 0)).any():
+            raise SurgeryError(
+                f"call of '{self.name}' at input 'token_ids': expected ids from 0 to {count - 1} "
+                f"where `padding_mask` is not 0. Received {shown_ids(ids)}. Tokenize by the "
+                "tokenizer of this model."
+            )
 
     def also_train(self, layers: Iterable[keras.layers.Layer]) -> None:
         """Add layers to `trained_layers`, unless it is empty: then all layers train anyway."""

@@ -98,6 +98,11 @@ def find_family(model: keras.Model) -> Family:
             f"open at '{model.name}': expected a backbone. Received the task "
             f"{type(model).__name__}. Pass its `.backbone`."
         )
+    if isinstance(getattr(model, "source", None), EditedBackbone):
+        raise SurgeryError(
+            f"open at '{model.name}': expected a backbone. Received a cached graph, which `rewire` "
+            "made of one. Edit its `.source`, and rewire that."
+        )
     layers = [node.operation for node in graph.all_nodes(model)]
     refusal = refusal_of(model)
     if refusal is not None:

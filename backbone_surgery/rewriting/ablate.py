@@ -161,14 +161,20 @@ class Ablate(ControlledRewrite):
         if self.values is None:
             return None
         shape = tuple(place.shape[2:])
-        value = self.values.get(place.path, np.zeros(0))
+        value = self.values.get(place.path)
+        if value is None:
+            raise SurgeryError(
+                f"Ablate at '{place.path}': expected values for each site that '{self.at}' "
+                f"selects. Received some for {sorted(self.values)}. Take them from captures of the "
+                "same sites."
+            )
         pool = value[None] if self.to == "mean" else value
         if place.is_pattern or pool.shape[1:] != shape or not len(pool):
             rule = "zero" if place.is_pattern else list(shape)
             raise SurgeryError(
                 f"Ablate at '{place.path}': expected values of shape {rule} for {self.to!r}, "
-                f"with entries first to resample. Received {list(value.shape)} among values for "
-                f"{sorted(self.values)}. Take them from captures of the same site."
+                f"with entries first to resample. Received {list(value.shape)}. Take them from "
+                "captures of the same site."
             )
         return pool
 

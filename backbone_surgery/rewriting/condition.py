@@ -79,6 +79,7 @@ class Condition(ControlledRewrite):
             fields.keep("vector", read_directions(self.vector, fields.where))
         else:
             fields.keep("vector", read_directions({0: self.vector}, fields.where)[0])
+            self._check_direction(self.vector)
 
     @property
     def _where(self) -> str:
@@ -124,6 +125,14 @@ class Condition(ControlledRewrite):
             return {f"{self.name}_{p}": np.zeros(0) for p in ("direction", "threshold", "tokens")}
         return {f"{self.name}_tokens": tokens}
 
+    def _check_direction(self, direction: np.ndarray) -> np.ndarray:
+        if not direction.any():
+            raise SurgeryError(
+                f"{self._where}: expected a direction other than zero. Received zeros, which are "
+                "similar to nothing. Pass another one."
+            )
+        return direction
+
     def _direction(self, place: Place) -> np.ndarray:
         if isinstance(self.vector, np.ndarray):
             return self.vector
@@ -134,7 +143,7 @@ class Condition(ControlledRewrite):
                 f"Received directions for blocks {list(directions)}. Watch one of these, or pass "
                 "one array."
             )
-        return directions[place.block]
+        return self._check_direction(directions[place.block])
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind a threshold, or a `Control`. `None` takes the fields of the rewrite."""

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, plain
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import SiteRewrite, Surgery
@@ -108,7 +108,7 @@ def _call(
         raise SurgeryError(
             f"{operation} at '{place.path}': expected a layer that takes one tensor of shape "
             f"{x.shape}. Received '{layer.name}' ({type(layer).__name__}), which fails with: "
-            f"{error} Build a layer for this site."
+            f"{plain(error)} Build a layer for this site."
         ) from error
     surgery.train(layer)
     differs = isinstance(result, keras.KerasTensor) and result.dtype != like.dtype

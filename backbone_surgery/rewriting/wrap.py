@@ -19,7 +19,7 @@ import keras
 from keras import ops
 
 from backbone_surgery import graph
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SurgeryError, plain, shown
 from backbone_surgery.opening.site import BLOCK, BlockInput, Site, stream_index
 from backbone_surgery.rewriting.depth import select_blocks
 from backbone_surgery.rewriting.fields import Fields
@@ -182,7 +182,9 @@ class Wrap(Rewrite):
             outputs = _inline(nested, [*inputs[:stream], before, *inputs[stream + 1 :]])
             after = AfterBlock(wrapper, block, name=f"{wrapper.name}_after")(x, outputs[0])
         except Exception as error:
-            raise self._refuse(path, f"'{wrapper.name}', which fails with: {error}") from error
+            raise self._refuse(
+                path, f"'{wrapper.name}', which fails with: {plain(error)}"
+            ) from error
         if set(block.counts) != {1}:
             raise self._refuse(path, f"one that calls it {block.counts[-1]} times")
         if after.shape[1:] != x.shape[1:]:

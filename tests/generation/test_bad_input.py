@@ -271,6 +271,32 @@ def test_inputs_of_a_call_are_the_models(lm, prompt, extra):
         lm.fit(inputs, prompt["token_ids"], verbose=0, shuffle=False)
 
 
+def test_controls_of_a_call_of_the_task(prompt):
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Steer("mood", {0: np.ones(32)})]))
+    for name in ("mood", "mood_strength"):
+        with pytest.raises(bs.SurgeryError, match=rf"'{name}'.*a control.*`score\(token_ids, con"):
+            lm({**prompt, name: np.ones((2, 1))})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mood_strength", np.ones(2), r"float32\[2, 1\]. Received float32\[2\]"),
+        ("mood_strength", np.ones((3, 1)), r"float32\[2, 1\]. Received float32\[3, 1\]"),
+        ("mood_strength", [[np.nan], [1.0]], "expected finite numbers"),
+        ("mood_strength", "high", "expected finite numbers. Received 'high'"),
+        ("token_ids", np.array([[1, 2, 60], [1, 2, 3]]), "ids from 0 to 59 .* from 1 to 60"),
+    ],
+)
+def test_what_an_edited_model_is_called_on(name, value, words):
+    edited = bs.operate(make_gpt2(), [bs.Steer("mood", {0: np.ones(32)})])
+    inputs = {"token_ids": np.ones((2, 3), "int32"), "padding_mask": np.ones((2, 3), "int32")}
+    with pytest.raises(bs.SurgeryError, match=f"'{name}': .*{words}"):
+        edited({**inputs, name: value})
+    ids = np.array([[1, 2, -1], [1, 2, 3]])  # one of them is padding
+    edited({"token_ids": ids, "padding_mask": (ids > 0).astype("int32")})
+
+
 def test_controls(prompt):
     backbone = make_gemma()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Steer("mood", {0: np.ones(32)})]))

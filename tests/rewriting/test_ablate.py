@@ -145,7 +145,7 @@ def test_resampling_starts_at_a_whole_number(rng):
         ({"at": "blocks.1", "values": {}}, "expected to='zero' without"),
         (
             {"at": "blocks.1", "to": "mean", "values": {"blocks.0": np.zeros(32)}},
-            r"'blocks.1': expected values of shape \[32\] .* values for \['blocks.0'\]",
+            r"'blocks.1': expected values for each site .* some for \['blocks.0'\]",
         ),
         (
             {

@@ -180,6 +180,12 @@ def test_controls_that_do_not_fit_are_refused(control, words):
         bind_controls(edited, {"s": bs.Control(threshold=0.5)}, np.array([3, 4]))
 
 
+def test_a_condition_that_changes_nothing_is_named():
+    condition = bs.Condition("alone", np.ones(32), 0.1, at="blocks.0")
+    with pytest.warns(UserWarning, match=r"'alone' changes nothing. Put a `Steer\(..., when='al"):
+        bs.rewire(bs.operate(make_deep_gpt2(), [condition]))
+
+
 def test_errors(rng):
     backbone, direction = make_deep_gpt2(), rng.normal(size=32)
     condition = bs.Condition("wet", direction, 0.3, at="blocks.1")

@@ -229,7 +229,7 @@ def wraps(call):
         ),
         (
             lambda: bs.Wrap("blocks.1", wraps(lambda self, x: np.tanh(self.block(x)))),
-            "which fails with",
+            r"^[^\x1b]*which fails with[^\x1b]*$",
         ),
     ],
 )

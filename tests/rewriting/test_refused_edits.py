@@ -278,6 +278,23 @@ ROWS = Rows(np.array([3, 4]))
             lambda b: bs.operate(b, [bs.Wrap("blocks.0", lambda block: block(1))]),
             "the block to be called inside its wrapper's `call`. Received a call outside of it",
         ),
+        (lambda b: bs.operate(bs.rewire(b), []), "Received a cached graph, .* Edit its `.source`"),
+        (
+            lambda b: bs.Condition("c", np.zeros(32), 0.1, "blocks.0"),
+            "a direction other than zero",
+        ),
+        (
+            lambda b: bs.operate(
+                b, [bs.Condition("c", {0: np.zeros(32), 1: np.ones(32)}, 0.1, "blocks.0")]
+            ),
+            "a direction other than zero",
+        ),
+        (
+            lambda b: bs.operate(
+                b, [bs.Ablate("blocks.0", to="mean", values={"blocks.1": np.ones(32)})]
+            ),
+            r"values for each site that 'blocks.0' selects. Received some for \['blocks.1'\]",
+        ),
         (
             lambda b: bs.rewire(bs.operate(b, [WithoutBlocks()])),
             "expected a graph with attention in it, or with another layer that keeps state",
