@@ -201,6 +201,23 @@ class _Trial:
                 if not _same(before, after[kept], self.half) or rest.any():
                     at = ", or with which of them a token is in" if first else ""
                     return f"changes with the number of slots of the attention pattern{at}"
+        return self._fault_of_padding(whole)
+
+    def _fault_of_padding(self, whole: list[np.ndarray]) -> str | None:
+        """Check the pattern of a token that looks nowhere, as in padding: zero throughout."""
+
+        def padded(tensor: keras.KerasTensor, x: np.ndarray) -> np.ndarray:
+            kept = np.arange(self.time) >= _EMPTY_SLOTS
+            queries = _open_axes(tensor)[0] if _has_slots(tensor) else None
+            sizes = [self.time if i == queries else 1 for i in range(x.ndim)]
+            return x if queries is None else x * kept.reshape(sizes)
+
+        for before, after in zip(whole, self._run(padded), strict=True):
+            if np.isfinite(before).all() and not np.isfinite(after).all():
+                return (
+                    "gives NaN or an infinite number for a padded token, whose attention pattern "
+                    "is zero throughout: divide by what cannot be zero"
+                )
         return None
 
     def _run(self, cut: Callable[[keras.KerasTensor, np.ndarray], np.ndarray]) -> list[Any]:

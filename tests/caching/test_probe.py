@@ -259,6 +259,7 @@ def without_slot(slot):
     [
         (lambda p: p * p, None),
         (lambda p: p / (ops.sum(p, axis=-1, keepdims=True) + 1e-9), None),
+        (lambda p: p / ops.sum(p, axis=-1, keepdims=True), "NaN .* for a padded token, whose"),
         (lambda p: p + 0.01, "depends on tokens after it"),
         (lambda p: ops.flip(p, axis=-1), "depends on tokens after it"),
         (lambda p: p - ops.mean(p, axis=2, keepdims=True), "depends on other tokens"),
