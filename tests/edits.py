@@ -136,6 +136,23 @@ def reft(rng, backbone):
     return Edit(first, lambda model: model.blocks[1].at("block", hook), tone_strength=strength)
 
 
+def knockout(rng, _):
+    heads = np.array([[[1, 0, 0, 1]], [[0, 1, 0, 0]]], "float32")
+
+    def hook(x, _):
+        lost = np.zeros_like(x)
+        lost[..., 3:, 1:3] = x[..., 3:, 1:3] * heads[:, 0, :, None, None]
+        return np.where(
+            lost.any(axis=-1, keepdims=True), (x - lost) / (1 - lost.sum(-1, keepdims=True)), x
+        )
+
+    return Edit(
+        bs.Knockout("cut", queries=(3, None), keys=(1, 3), at="blocks.1.attention_pattern"),
+        lambda model: model.blocks[1].at("attention_pattern", hook),
+        cut_heads=heads,
+    )
+
+
 def project_out(rng, _):
     rows = rng.normal(size=(2, SIZE))
     keep = (np.eye(SIZE) - np.linalg.pinv(rows) @ rows).astype("float32")
@@ -228,6 +245,7 @@ EDITS = {
         low_rank,
         reft,
         project_out,
+        knockout,
         wrap,
         repeat,
         reorder,

@@ -6,6 +6,7 @@ from backbone_surgery.rewriting.condition import Condition
 from backbone_surgery.rewriting.control import Control, Schedule
 from backbone_surgery.rewriting.depth import Remove, Reorder, Repeat, Skip
 from backbone_surgery.rewriting.insert import Insert, Replace
+from backbone_surgery.rewriting.knockout import Knockout
 from backbone_surgery.rewriting.lora import Lora
 from backbone_surgery.rewriting.low_rank import LowRank
 from backbone_surgery.rewriting.patch import Patch
@@ -22,6 +23,7 @@ __all__ = [
     "Condition",
     "Control",
     "Insert",
+    "Knockout",
     "Lora",
     "LowRank",
     "Patch",

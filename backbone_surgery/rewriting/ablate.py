@@ -81,7 +81,7 @@ class Ablate(ControlledRewrite):
         fields.choice("to", ("zero", "mean", "resample"))
         for field in ("heads", "experts"):
             if getattr(self, field) is not None:
-                fields.keep(field, _read_units(field, getattr(self, field), fields))
+                fields.keep(field, read_units(field, getattr(self, field), fields))
         if self.heads is not None and self.experts is not None:
             both = {"heads": self.heads, "experts": self.experts}
             raise fields.refuse("`heads` or `experts`", both, "Use one `Ablate` for each.")
@@ -218,7 +218,8 @@ class Ablate(ControlledRewrite):
         return mask
 
 
-def _read_units(field: str, value: Any, fields: Fields) -> tuple[int, ...]:
+def read_units(field: str, value: Any, fields: Fields) -> tuple[int, ...]:
+    """Read which `heads` or `experts` a rewrite names, one or a list."""
     listed = [value] if is_int(value) else value
     array = read_int32(listed, smallest=0)
     if array is None or array.ndim != 1 or not len(array):

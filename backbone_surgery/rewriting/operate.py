@@ -20,6 +20,7 @@ from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.rewriting import (
     Ablate,
     Capture,
+    Knockout,
     LowRank,
     Patch,
     ProjectOut,
@@ -30,7 +31,7 @@ from backbone_surgery.rewriting import (
     Surgery,
 )
 
-_LOCAL = (Ablate, Capture, LowRank, Patch, ProjectOut, Reft, Skip, Steer)
+_LOCAL = (Ablate, Capture, Knockout, LowRank, Patch, ProjectOut, Reft, Skip, Steer)
 
 
 @dataclass(frozen=True)

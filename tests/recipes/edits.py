@@ -157,6 +157,7 @@ CASES = {
     "peft": lambda name, dtype: [
         bs.Lora("tuned", adapters={"blocks.1.query": Adapter(2, 0.5, dtype=dtype, name="tuned_q")})
     ],
+    "knockout": lambda name, dtype: [bs.Knockout("cut", queries=(2, None), keys=(0, 2), heads=[1])],
     "project_out": lambda name, dtype: [
         bs.ProjectOut("none", np.eye(SIZE)[:2] + 1, at=("blocks.*",), tokens=(1, 4))
     ],
