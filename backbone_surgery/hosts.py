@@ -6,7 +6,7 @@ is one process, which is the rule, nothing here does anything.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -17,6 +17,8 @@ from backbone_surgery.errors import SurgeryError
 
 _PARTS, _WORDS = 8, 8
 """What processes compare always has one shape, so that those in different calls meet too."""
+_FAILED = 2**32 - 1
+"""All words of a process that stands for one that raised an error."""
 
 
 def span(model: keras.Model) -> bool:
@@ -82,16 +84,59 @@ def agree(model: keras.Model, operation: str, parts: Mapping[str, Any]) -> None:
     own = np.zeros((1 + _PARTS, _WORDS), np.uint32)
     for i, value in enumerate((operation, *parts.values())):
         own[i] = np.frombuffer(digest(value), np.uint32)
-    equal = (np.asarray(multihost_utils.process_allgather(own)) == own).all(axis=-1)
+    found = np.asarray(multihost_utils.process_allgather(own))
+    equal = (found == own).all(axis=-1)
     if equal.all():
         return
+    failed = [int(process) for process in np.flatnonzero((found == _FAILED).all(axis=(1, 2)))]
+    if failed:
+        raise _told(
+            f"{operation}: expected all processes to get here. Received an error in process "
+            f"{', '.join(map(str, failed))}. Look at what it says there."
+        )
     others = [int(process) for process in np.flatnonzero(~equal.all(axis=1))]
     names = [name for i, name in enumerate(parts, 1) if not equal[:, i].all()]
     same = " and ".join(names) if equal[:, 0].all() else "call"
-    raise SurgeryError(
+    raise _told(
         f"{operation}: expected the same {same} in every process. Received another in process "
         f"{', '.join(map(str, others))}. Run one script in all of them, with one set of arguments."
     )
+
+
+@contextlib.contextmanager
+def telling(model: Any) -> Iterator[None]:
+    """Have the other processes that hold a model hear of an error in this one.
+
+    They would wait for it for ever, where they next `agree`. There each of them raises an error
+    too.
+
+    Args:
+        model: the model; of anything else nobody hears.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not hasattr(cause, "all_know"):
+            cause = cause.__cause__
+        if cause is None and isinstance(model, keras.Model) and span(model):
+            from jax.experimental import multihost_utils
+
+            failed = np.full((1 + _PARTS, _WORDS), _FAILED, np.uint32)
+            multihost_utils.process_allgather(failed)
+            _mark(error)
+        raise
+
+
+def _told(words: str) -> SurgeryError:
+    """Return an error that every process raises, or knows of."""
+    error = SurgeryError(words)
+    _mark(error)
+    return error
+
+
+def _mark(error: Exception) -> None:
+    error.all_know = True  # type: ignore[attr-defined]
 
 
 def refuse(model: keras.Model, operation: str, instead: str) -> None:
@@ -161,9 +206,10 @@ def by_first(
             error = caught
     failed = multihost_utils.process_allgather(np.array(error is not None))
     if error is not None:
+        _mark(error)
         raise error
     if np.asarray(failed).any():
-        raise SurgeryError(
+        raise _told(
             f"{operation}: expected process 0 to write. Received an error there. Look at what it "
             "says."
         )

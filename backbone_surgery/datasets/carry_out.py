@@ -37,22 +37,23 @@ def carry_out(
     if ray is not None:
         on_ray.reach(job, ray)
     model = make(job.operation, lm, ray)
-    outputs = [path.name for path in job.outputs]
-    hosts.agree(model, job.operation, {"files of output": outputs})  # before weights are gathered
-    known = described(job.operation, model)
-    settings = facts(model)
-    job = replace(job, manifest=make_manifest(job, {**known, **settings}))
-    is_begun(job)  # the output of another job is no business of this one
-    left = job.left()
     try:
-        check(left, functools.partial(work.check, model), verbose)
-        with begun(job, model):
-            if ray is None:
-                run(job, left, work, model, verbose)
-            else:
-                del model  # the workers make their own
-                known |= {name: x for name, x in settings.items() if name == "sampler"}
-                on_ray.run(job, left, work, lm, known, ray, verbose)
+        with hosts.telling(None if ray else model):
+            outputs = {"files of output": [path.name for path in job.outputs]}
+            hosts.agree(model, job.operation, outputs)  # before weights are gathered
+            known = described(job.operation, model)
+            settings = facts(model)
+            job = replace(job, manifest=make_manifest(job, {**known, **settings}))
+            is_begun(job)  # the output of another job is no business of this one
+            left = job.left()
+            check(left, functools.partial(work.check, model), verbose)
+            with begun(job, model):
+                if ray is None:
+                    run(job, left, work, model, verbose)
+                else:
+                    del model  # the workers make their own
+                    known |= {name: x for name, x in settings.items() if name == "sampler"}
+                    on_ray.run(job, left, work, lm, known, ray, verbose)
     finally:
         forget()
     return job.outputs

@@ -12,10 +12,15 @@ except ImportError:  # Windows has no such locks
 
 
 class FolderLock:
-    """A lock on a folder that is open, see `lock_on`."""
+    """A lock on a folder that is open, see `lock_on`.
+
+    Attributes:
+        is_real: whether the system has such locks. Where it has not, nobody is kept out.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self.is_real = fcntl is not None
 
     def take(self, alone: bool) -> bool:
         """Hold it alone, or together with others, instead of what was held before.
@@ -31,7 +36,7 @@ class FolderLock:
         except BlockingIOError:
             return False
         except OSError:  # some file systems of networks have none
-            return True
+            self.is_real = False
         return True
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from backbone_surgery import hosts
 from backbone_surgery.datasets.carry_out import carry_out
 from backbone_surgery.datasets.facts import (
     LM,
@@ -116,11 +117,13 @@ def generate_dataset(
     """
     check_count(_OPERATION, "batch_size", batch_size, "rows")
     scores = read_scores(_OPERATION, score)
-    if not is_int(seed):
+    if not is_int(seed) or abs(seed) >= 2**64:
         raise SurgeryError(
-            f"{_OPERATION} at 'seed': expected an int. Received {shown(seed)}. Pass one."
+            f"{_OPERATION} at 'seed': expected an int of at most 64 bits. Received {shown(seed)}. "
+            "Pass one."
         )
-    job = plan_job(_OPERATION, inputs, output, shard_rows)
+    with hosts.telling(lm):
+        job = plan_job(_OPERATION, inputs, output, shard_rows)
     fixed, by_column = read_controls(controls)
     options = {
         "max_new_tokens": max_new_tokens,
@@ -363,7 +366,8 @@ class _Work:
         if column is not None:
             values = read_column(_OPERATION, shard, table, column, "an id", _is_id)
             ids = [repr(value) for value in values]
-        digests = (hashlib.sha256(f"{self.seed}/{name}".encode()).digest() for name in ids)
+        keys = (f"{self.seed}/{name}".encode(errors="surrogatepass") for name in ids)
+        digests = (hashlib.sha256(key).digest() for key in keys)
         return [int.from_bytes(digest[:4], "big") for digest in digests]
 
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.datasets.carry_out import carry_out
 from backbone_surgery.datasets.facts import LM, Controls, controls_digest
 from backbone_surgery.datasets.job import Advance, plan_job
@@ -101,9 +101,10 @@ def harvest(
             f"{_OPERATION} at 'dtype': expected 'float16' or 'float32'. Received {shown(dtype)}. "
             "Pass one of them."
         )
-    job = plan_job(_OPERATION, inputs, output, shard_rows, ".parquet")
+    with hosts.telling(lm):
+        job = plan_job(_OPERATION, inputs, output, shard_rows, ".parquet")
+        check_columns(_OPERATION, job.shards, [column])
     work = _Work(selectors, column, dtype, length, controls, batch_size)
-    check_columns(_OPERATION, job.shards, [column])
 
     def facts(model: CachedCausalLM) -> dict[str, Any]:
         return {

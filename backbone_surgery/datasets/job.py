@@ -8,6 +8,7 @@ of other settings is refused.
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,10 @@ from backbone_surgery.numbers import check_count
 MANIFEST = "_manifest.json"
 """What reads all Parquet files of a folder passes over names that begin so."""
 _FORMAT = "backbone_surgery.dataset"
-_VERSION = 5
+_VERSION = 6
 """A release that counts something else among what made the output raises it."""
+_LONGEST = 255
+"""Bytes that a file system takes as a name."""
 _SHOWN = 4
 """Differences of two jobs that an error names, at most."""
 _MOST = 2**28
@@ -120,10 +123,11 @@ class Job:
                 hosts.by_first(lm, self.operation, parts, lambda: self._put(part, output))
         except SurgeryError as error:
             rows = f"rows {shard.start} to {shard.stop - 1} of '{shard.file}'"
-            words = str(error).removeprefix(f"{self.operation} ")
+            words = str(error).removeprefix(self.operation).lstrip(": ")
             raise SurgeryError(f"{self.operation} in {rows}: {words}") from error
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that is read-only by now, say
+                part.unlink(missing_ok=True)
 
     def _put(self, part: Path, output: Path) -> None:
         """Put a file of output in place, unless the folder is another job's by now."""
@@ -159,7 +163,16 @@ def plan_job(
         )
     if not (folder / MANIFEST).is_file():  # else there may be nothing left to write
         check_writable(folder if folder.exists() else folder.parent, operation)
-    return Job(operation, folder, tuple(find_shards(operation, inputs, shard_rows)), ending)
+    shards = tuple(find_shards(operation, inputs, shard_rows))
+    job = Job(operation, folder, shards, ending)
+    longest = max((os.fsencode(path.name) for path in job.outputs), key=len)
+    if len(longest) > _LONGEST:
+        raise SurgeryError(
+            f"{operation} at '{os.fsdecode(longest)}': expected names of output of at most "
+            f"{_LONGEST} bytes. Received {len(longest)}, the name of a file of input with the "
+            "number of a shard. Rename that file."
+        )
+    return job
 
 
 def check(left: Sequence[Shard], look: Callable[[Shard], object], verbose: int) -> None:
@@ -223,7 +236,7 @@ def _taken(job: Job) -> Iterator[None]:
         if not is_begun(job):  # another one came between
             raise _busy(job)
         yield
-        if lock.take(alone=True):
+        if lock.is_real and lock.take(alone=True):
             _remove_parts(job)
 
 
@@ -248,10 +261,14 @@ def _write_alone(job: Job, lock: FolderLock) -> bool:
 
 
 def _busy(job: Job) -> SurgeryError:
+    other = "perhaps by a job with other settings"
+    with contextlib.suppress(OSError, SurgeryError):
+        before = read_json(job.folder / MANIFEST, _MOST)
+        if named := _named_differences(before, json.loads(job.manifest)):
+            other = f"by a job that differs in: {named}"
     return SurgeryError(
         f"{job.operation} at '{job.folder}': expected a folder that no other process has locked. "
-        "Received one that is locked, perhaps by a job with other settings. Wait until that has "
-        "ended, or choose a new folder."
+        f"Received one that is locked, {other}. Wait until that has ended, or choose a new folder."
     )
 
 
@@ -259,7 +276,8 @@ def _remove_parts(job: Job) -> None:
     """Remove what processes that were killed left behind."""
     for path in job.folder.iterdir():
         if is_part(path.name):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def is_begun(job: Job) -> bool:
@@ -299,13 +317,18 @@ def _refuse(job: Job, before: Mapping[str, Any], manifest: Mapping[str, Any]) ->
             f"Received version {shown(version)}, of another release of backbone-surgery, which "
             "tells jobs apart by other things. Choose a new folder, or go on with that release."
         )
-    others = list(_differences("", before, manifest))
-    more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     raise SurgeryError(
         f"{job.operation} at '{job.folder}': expected the job that the folder was made by. "
-        f"Received one that differs in: {', '.join(others[:_SHOWN])}{more}. Choose a new folder, "
-        "or ask for the same."
+        f"Received one that differs in: {_named_differences(before, manifest)}. Choose a new "
+        "folder, or ask for the same."
     )
+
+
+def _named_differences(before: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """Name the first few entries in which two manifests differ."""
+    others = list(_differences("", before, manifest))
+    more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return f"{', '.join(others[:_SHOWN])}{more}"
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ import functools
 import logging
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,7 +56,7 @@ def run(
     if own:
         _connect(ray, job, address)
     try:
-        workers = _workers(ray, job, address)
+        workers = _workers(ray, job, address, len(left))
         with Progress(disable=not verbose) as progress:
             task = start(progress, job, left)
             for row in _rows(data, (job, left, work, make, known), *workers) if left else ():
@@ -118,15 +119,29 @@ def _unreachable(job: Job, address: str, error: Exception) -> SurgeryError:
     )
 
 
-def _workers(ray: Any, job: Job, address: str) -> tuple[int, int]:
-    """Return how many workers there are to be, and how many GPUs each of them takes."""
+def _workers(ray: Any, job: Job, address: str, count: int) -> tuple[int, int]:
+    """Return how many workers there are to be, and how many GPUs each of them takes.
+
+    A node without CPUs, as the head of a cluster may be, has none. A warning says that others use
+    what the workers for so many shards need.
+    """
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    workers = gpus or sum(node["Alive"] for node in ray.nodes())
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    workers = gpus or len(nodes)
     if cpus <= workers:
         raise SurgeryError(
             f"{job.operation} at '{address}': expected more CPUs than the {workers} workers, since "
             f"Ray Data needs one to read. Received {cpus}. Start the nodes with more `--num-cpus`."
+        )
+    wanted = {"CPU": min(workers, count) + 1, "GPU": min(gpus, count)}
+    free = ray.available_resources()
+    if any(free.get(name, 0) < n for name, n in wanted.items()):
+        has = ", ".join(f"{int(free.get(name, 0))} {name}s" for name in wanted)
+        warnings.warn(
+            f"{job.operation} at '{address}': the job takes {wanted['CPU']} CPUs and "
+            f"{wanted['GPU']} GPUs of the cluster, of which {has} are free. It waits for the rest.",
+            stacklevel=2,
         )
     return workers, 1 if gpus else 0
 

@@ -232,17 +232,18 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             check_flag("generate", name, flag)
         if batch_size is not None:
             check_count("generate", "batch_size", batch_size, "rows")
-        asked = request.read_request(
-            self,
-            inputs,
-            max_length,
-            max_new_tokens,
-            stop_token_ids,
-            stop_sequences,
-            controls,
-            seed,
-            bool(return_captures),
-        )
+        with hosts.telling(self):
+            asked = request.read_request(
+                self,
+                inputs,
+                max_length,
+                max_new_tokens,
+                stop_token_ids,
+                stop_sequences,
+                controls,
+                seed,
+                bool(return_captures),
+            )
         prompts, batch = asked.prompts.rows, asked.batch
         strategy = self._strategy(lookup, min(len(prompts), batch_size or len(prompts)), "generate")
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
@@ -307,17 +308,18 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             )
         check_count("stream", "chunk_size", chunk_size, "tokens")
         check_flag("stream", "strip_prompt", strip_prompt)
-        prompts, _, batch = request.read_request(
-            self,
-            inputs,
-            max_length,
-            max_new_tokens,
-            stop_token_ids,
-            stop_sequences,
-            controls,
-            seed,
-            operation="stream",
-        )
+        with hosts.telling(self):
+            prompts, _, batch = request.read_request(
+                self,
+                inputs,
+                max_length,
+                max_new_tokens,
+                stop_token_ids,
+                stop_sequences,
+                controls,
+                seed,
+                operation="stream",
+            )
         strategy = self._strategy(lookup, len(prompts.rows), "stream")
         return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
 

@@ -174,7 +174,7 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
     bs.generate_dataset(lm, lines, out, **OPTIONS)
     manifest = json.loads((out / "_manifest.json").read_text())
     (out / "_manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    with pytest.raises(bs.SurgeryError, match=r"manifest of version 5\. Received version 1"):
+    with pytest.raises(bs.SurgeryError, match=r"manifest of version 6\. Received version 1"):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
     (out / "_manifest.json").write_text("[]")
     with pytest.raises(bs.SurgeryError, match="expected the manifest of a job"):
@@ -199,6 +199,7 @@ def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
         ({"id_column": "ids"}, "expected a column 'ids'"),
         ({"batch_size": 0}, "at 'batch_size'"),
         ({"seed": "x"}, "at 'seed'"),
+        ({"seed": 10**5000}, "at 'seed': expected an int of at most 64 bits"),
         ({"shard_rows": 0}, "at 'shard_rows'"),
         ({"max_new_tokens": None}, "at 'max_new_tokens'"),
         ({"max_new_tokens": 40}, "^generate_dataset: .*at most 32 tokens"),

@@ -1,6 +1,7 @@
 """What a folder must hold for a job to go on in it."""
 
 import errno
+import fcntl
 import os
 
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ from backbone_surgery.datasets import job
 from backbone_surgery.datasets.folder_lock import lock_on
 from backbone_surgery.datasets.shards import JsonRows
 from backbone_surgery.files import hidden_beside
+from backbone_surgery.generation import described
 from tests.datasets.conftest import OPTIONS, make_lm, read_lines
 
 HARVEST = {"sites": "blocks.1", "column": "prompt", "batch_size": 4, "verbose": 0}
@@ -139,7 +141,10 @@ def test_another_job_is_refused_while_one_runs(lm, lines, tmp_path, monkeypatch)
     def another(text):
         if not tried:
             tried.append(text)
-            with pytest.raises(bs.SurgeryError, match="perhaps by a job with other settings"):
+            with pytest.raises(
+                bs.SurgeryError,
+                match=r"by a job that differs in: options\.seed \(0 there, 1 here\)",
+            ):
                 bs.generate_dataset(make_lm, lines, tmp_path / "out", seed=1, **OPTIONS)
         return 1.0
 
@@ -165,6 +170,49 @@ def test_the_same_job_may_run_twice_at_once(lm, lines, tmp_path, monkeypatch):
     assert tried
     assert [path.read_bytes() for path in paths] == whole
     assert not tried[0].exists()
+
+
+def test_without_locks_nobody_removes_what_another_is_writing(lm, lines, tmp_path, monkeypatch):
+    def fails(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    test_the_same_job_may_run_twice_at_once(lm, lines, tmp_path, monkeypatch)
+
+
+def test_a_disk_that_became_read_only_is_told_of(lm, lines, tmp_path, monkeypatch):
+    generate(lm, lines, tmp_path / "out")[0].unlink()
+
+    def fails(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(JsonRows, "write", fails)
+    monkeypatch.setattr(type(tmp_path), "unlink", fails)
+    with pytest.raises(
+        bs.SurgeryError, match=r"a place that can be written. .* Read-only file sys"
+    ):
+        generate(lm, lines, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["n" * 245, "\udcff"])
+def test_names_of_input_that_are_long_or_no_text(lm, tmp_path, name):
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text('{"prompt": [1, 2]}\n')
+    if len(name) == 1:
+        assert len(generate(lm, path, tmp_path / "out")) == 1
+        return
+    with pytest.raises(bs.SurgeryError, match=r"at most 255 bytes. Received 257, the name of a fi"):
+        generate(lm, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_on_other_devices_is_another_one(lm, lines, tmp_path, monkeypatch):
+    generate(lm, lines, tmp_path / "out")
+    monkeypatch.setattr(described, "_devices", lambda lm: {"kind": "other", "mesh": None})
+    with pytest.raises(
+        bs.SurgeryError, match=r"differs in: devices\.kind \('cpu' there, 'other' h"
+    ):
+        generate(lm, lines, tmp_path / "out")
 
 
 def test_a_folder_that_stays_locked_is_told_of(lm, lines, tmp_path, monkeypatch):

@@ -4,10 +4,12 @@ import os
 import socket
 import threading
 import time
+import warnings
 
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.datasets import job, on_ray
 from tests.datasets.conftest import OPTIONS, make_lm
 
 ray = pytest.importorskip("ray")
@@ -41,6 +43,27 @@ def test_workers_harvest_what_one_process_harvests(lines, tmp_path):
     alone = bs.harvest(make_lm(), lines, tmp_path / "alone", "blocks.1", **options)
     paths = bs.harvest(make, lines, tmp_path / "out", "blocks.1", ray="local", **options)
     assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in alone]
+
+
+class Cluster:
+    """What Ray says of a cluster whose head has no CPUs, and whose nodes others use."""
+
+    def __init__(self, head, free):
+        cpus = [head, 4, 4]
+        self.nodes = lambda: [{"Alive": True, "Resources": {"CPU": n} if n else {}} for n in cpus]
+        self.cluster_resources = lambda: {"CPU": sum(cpus)}
+        self.available_resources = lambda: {"CPU": free}
+
+
+def test_nodes_without_cpus_have_no_worker(tmp_path):
+    asked = job.Job("generate_dataset", tmp_path, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_ray._workers(Cluster(0, 8), asked, "auto", 9) == (2, 0)
+        assert on_ray._workers(Cluster(4, 12), asked, "auto", 9) == (3, 0)
+        assert on_ray._workers(Cluster(0, 2), asked, "auto", 1) == (2, 0)
+    with pytest.warns(UserWarning, match="takes 3 CPUs and 0 GPUs .* 2 CPUs, 0 GPUs are free. It"):
+        on_ray._workers(Cluster(0, 2), asked, "auto", 9)
 
 
 def test_a_worker_that_fails_is_told_of(lines, tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 
 import backbone_surgery as bs
 
-KINDS = ["texts", "narrow", "disagree", "differ", "apart", "laid", "die"]
+KINDS = ["texts", "narrow", "disagree", "fail", "differ", "apart", "laid", "die"]
 
 
 def disagree(folder, process):
@@ -75,6 +75,39 @@ def disagree(folder, process):
             print(f"{what}: {error}", flush=True)
         else:
             print(f"{what}: no error", flush=True)
+
+
+def fail(folder, process):
+    """Run into an error in process 1 alone, time after time, and then in none."""
+    from tests.meshes.on_devices import OPTIONS, make_divisible, prompts
+
+    lm = bs.CachedCausalLM(make_divisible())
+    lm.compile(sampler="greedy")
+    lines, out = folder / "in.jsonl", folder / "out"
+    quiet = {"verbose": 0}
+    short = {"max_new_tokens": 4, "stop_token_ids": None, **quiet}
+    lines.write_text('{"prompt": [1, 2]}')
+    bad = prompts(2)
+    bad["token_ids"] = bad["token_ids"] + 10**6 * process
+
+    def judge(text):
+        return float("nan") if jax.process_index() else 1.0
+
+    cases = {
+        "prompts": lambda: lm.generate(bad, **OPTIONS),
+        "inputs": lambda: bs.generate_dataset(lm, (lines, out)[process], out, **short),
+        "corpus": lambda: bs.harvest(lm, (lines, out)[process], out, "blocks.1", "prompt", **quiet),
+        "score": lambda: bs.generate_dataset(lm, lines, out, score=judge, **short),
+    }
+    for what, ask in cases.items():
+        try:
+            ask()
+        except bs.SurgeryError as error:
+            print(f"{what}: {error}", flush=True)
+        else:
+            print(f"{what}: no error", flush=True)
+    paths = bs.generate_dataset(lm, lines, folder / "whole", **short)
+    print(f"whole: {len(paths)}", flush=True)
 
 
 def differ(process):
@@ -208,7 +241,7 @@ def main():
         elif asked.kind == "laid":
             laid()
         else:
-            {"disagree": disagree, "apart": apart}[asked.kind](folder, asked.process)
+            {"disagree": disagree, "fail": fail, "apart": apart}[asked.kind](folder, asked.process)
 
 
 if __name__ == "__main__":

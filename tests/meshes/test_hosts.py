@@ -84,6 +84,18 @@ def test_processes_that_disagree_are_told_so(tmp_path):
             assert "in every process. Received another in process" in answer, what
 
 
+def test_an_error_in_one_process_is_heard_of_in_the_others(tmp_path):
+    ended = finish(start("fail", tmp_path), seconds=200)
+    for process, (status, output, errors) in enumerate(ended):
+        assert status == 0, errors[-3000:]
+        assert "whole: 1" in output
+        for what in ("prompts", "inputs", "corpus", "score"):
+            (line,) = (line for line in output.splitlines() if line.startswith(f"{what}: "))
+            is_told = "Received an error in process 1. Look at what it says there." in line
+            assert is_told == (process == 0), line
+            assert "no error" not in line
+
+
 def test_processes_with_a_whole_model_each_know_nothing_of_each_other(tmp_path):
     for status, output, errors in finish(start("apart", tmp_path)):
         assert status == 0, errors[-3000:]
