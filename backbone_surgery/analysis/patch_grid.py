@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from backbone_surgery.analysis.question import (
     read_text,
 )
 from backbone_surgery.analysis.runs import Runs, batches
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.numbers import check_count
+from backbone_surgery.numbers import check_count, check_flag
 from backbone_surgery.opening.predict import predict
 
 
@@ -29,11 +30,12 @@ class PatchGrid:
 
     Attributes:
         values: float[sites, tokens], the metric of the corrupted text with that one activation
-            taken from the clean text.
+            taken from the clean text; float[sites, heads] by head.
         clean: the metric of the clean text.
         corrupted: the metric of the corrupted text.
         sites: paths of the sites.
         tokens: labels of the corrupted text's tokens.
+        by_head: whether the columns of `values` are heads, each patched at all tokens.
     """
 
     values: np.ndarray
@@ -41,9 +43,16 @@ class PatchGrid:
     corrupted: float
     sites: list[str]
     tokens: list[str]
+    by_head: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of the columns of `values`: the tokens, or the numbers of the heads."""
+        return [*map(str, range(self.values.shape[1]))] if self.by_head else self.tokens
 
     def __repr__(self) -> str:
-        size = f"{len(self.sites)} sites x {len(self.tokens)} tokens"
+        kind = "heads" if self.by_head else "tokens"
+        size = f"{len(self.sites)} sites x {len(self.columns)} {kind}"
         return f"PatchGrid({size}; clean {self.clean:.4g}, corrupted {self.corrupted:.4g})"
 
     @property
@@ -69,8 +78,11 @@ def patch_grid(
     at: str = "blocks.*",
     controls: Mapping[str, Any] | None = None,
     batch_size: int = 32,
+    by_head: bool = False,
 ) -> PatchGrid:
     """Patch every site and token of one text with the activation of another, one at a time.
+
+    Or every site and head, each at all tokens.
 
     Source: Meng et al. 2022, https://arxiv.org/abs/2202.05262; Wang et al. 2022,
     https://arxiv.org/abs/2211.00593. Cells are rows of few batches. A patch changes nothing before
@@ -89,13 +101,15 @@ def patch_grid(
         at: site selector, as for `Patch`.
         controls: for the controls of `lm`'s own rewrites.
         batch_size: how many cells to run at once, at most.
+        by_head: whether to patch head by head, at sites such as `blocks.*.head_outputs`.
 
     Returns:
-        A `PatchGrid`, with `values` float[sites, tokens].
+        A `PatchGrid`, with `values` float[sites, tokens], or float[sites, heads].
 
     Raises:
         SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
-            what `Patch` refuses, or the model gives NaN.
+            what `Patch` refuses, sites without heads or of different numbers of them, or the model
+            gives NaN.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -105,6 +119,7 @@ def patch_grid(
     """
     check_count("patch_grid", "batch_size", batch_size, "cells")
     check_selector(at, "patch_grid")
+    check_flag("patch_grid", "by_head", by_head)
     texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
     ids = [text.token_ids for text in texts]
     if len(ids[0]) != len(ids[1]) or np.array_equal(ids[0], ids[1]):
@@ -118,20 +133,36 @@ def patch_grid(
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]
     check_no_nan(ends, lm, "patch_grid")
     activations, others = (runs.activations(values) for values in whole)
-    grid = np.full((len(runs.sites), len(ids[0])), ends[1], "float32")
+    columns = _heads(runs) if by_head else len(ids[0])
+    grid = np.full((len(runs.sites), columns), ends[1], "float32")
+    axis = 1 if by_head else 0
     # Tokens before the first that differs have the same activations: there a patch does nothing.
     cells = [
-        (s, t)
-        for s, t in np.ndindex(grid.shape)
-        if not np.array_equal(activations[s][t], others[s][t])
+        (s, i)
+        for s, i in np.ndindex(grid.shape)
+        if not np.array_equal(activations[s].take(i, axis), others[s].take(i, axis))
     ]
-    states = dict(runs.patched(texts[1], whole[1], activations, cells, int(batch_size)))
+    patched = runs.patched_heads if by_head else partial(runs.patched, texts[1])
+    states = dict(patched(whole[1], activations, cells, int(batch_size)))
     for part, padded in batches(cells, min(int(batch_size), grid.size)):
         rows = np.stack([states[s, t] for s, t in padded])
         for cell, value in zip(part, _measured(lm, measure, rows), strict=False):
             grid[cell] = value
     check_no_nan(grid, lm, "patch_grid")
-    return PatchGrid(grid, float(ends[0]), float(ends[1]), runs.sites, texts[1].labels)
+    labels = texts[1].labels
+    return PatchGrid(grid, float(ends[0]), float(ends[1]), runs.sites, labels, bool(by_head))
+
+
+def _heads(runs: Runs) -> int:
+    """Return how many heads each site has."""
+    shapes = {path: list(shape) for path, shape in zip(runs.sites, runs.shapes, strict=True)}
+    counts = {shape[0] if len(shape) > 1 else 0 for shape in shapes.values()}
+    if len(counts) > 1 or 0 in counts:
+        raise SurgeryError(
+            "patch_grid with by_head=True: expected sites of as many heads each, such as "
+            f"'blocks.*.head_outputs'. Received {shown(shapes)}. Select others by `at`."
+        )
+    return counts.pop()
 
 
 def _measured(lm: CachedCausalLM, measure: Metric, states: np.ndarray) -> np.ndarray:

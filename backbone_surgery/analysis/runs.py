@@ -16,7 +16,7 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import made_once
 from backbone_surgery.opening.predict import SharedPrograms, predict
-from backbone_surgery.opening.site import Identity, Place
+from backbone_surgery.opening.site import Identity, Place, places
 from backbone_surgery.rewriting import Surgery
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.patch import for_each_token
@@ -29,7 +29,7 @@ Values = MutableMapping[int, Any]
 """What a run gave: arrays by their numbers in `graph.Stages`."""
 
 Cell = tuple[int, int]
-"""The index of a site, and that of a token."""
+"""The index of a site, and that of a token or of a head."""
 
 
 class Cut(Identity):
@@ -71,6 +71,7 @@ class Runs:
 
     Attributes:
         sites: paths of the sites.
+        shapes: what stands at each of them for one token.
     """
 
     def __init__(self, lm: CachedCausalLM, at: str, text: Text, controls: Any) -> None:
@@ -78,6 +79,8 @@ class Runs:
         self.controls = bind_row(lm, controls, text, "patch_grid")
         cut = derived(lm, CutAt(at))
         self.sites = list(cut.report[-1].sites)
+        shapes = {place.path: place.shape[2:] for place in places(cut)}
+        self.shapes = [shapes[path] for path in self.sites]
         self.model = rewired(cut)
         self.stages, self.programs = _staged(self.model)
         self.cuts = [self.stages.cuts[_cut_name(path)] for path in self.sites]
@@ -128,6 +131,21 @@ class Runs:
             if stop < self.length:
                 before = self._text(text, start, stop, cache)
                 cache = tree.map_structure(before.get, self.stages.outputs["cache"])
+
+    def patched_heads(
+        self, whole: Values, activations: list[np.ndarray], cells: list[Cell], batch_size: int
+    ) -> Iterator[tuple[Cell, np.ndarray]]:
+        """Run a text with one head of another at all tokens, for each cell; see `patched`."""
+        rows = min(batch_size, max((head for _, head in cells), default=0) + 1)
+        for site, own in enumerate(activations):
+            stage, number = self.cuts[site]
+            heads = [head for s, head in cells if s == site]
+            for part, padded in batches(heads, rows):
+                patched = np.repeat(whole[number], len(padded), axis=0)
+                for row, head in enumerate(padded):
+                    patched[row, :, head] = own[:, head]
+                values = self._go_on(ChainMap({number: patched}, whole), stage)
+                yield from zip([(site, head) for head in part], self.last(values), strict=False)
 
     def _new_cache(self) -> Any:
         return tree.map_structure(hosts.to_numpy, new_cache(self.model, 1, self.length))

@@ -20,7 +20,7 @@ _LOWEST = 4.0
 
 
 def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
-    """Draw a grid of sites by tokens: what `patch_grid` or `attribution` returned.
+    """Draw a grid of sites by tokens, or by heads: what `patch_grid` or `attribution` returned.
 
     Of a patch grid, the share of the way from the corrupted to the clean text is drawn. Red is
     towards the clean text, or for the target; blue is against it.
@@ -37,15 +37,19 @@ def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
     """
     if isinstance(grid, PatchGrid):
         values, label = grid.recovered, "share of the metric recovered"
+        columns = grid.columns
     elif isinstance(grid, Attribution):
         values, label = grid.values, "gradient times activation"
+        columns = grid.tokens
     else:
         raise _unknown("plot_grid", "a `PatchGrid` or an `Attribution`", grid)
     ax = _axes(ax, "plot_grid", values.shape, extra=1.2)
     limit = float(np.abs(values).max()) or 1.0
     image = ax.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     ax.figure.colorbar(image, ax=ax, label=label)
-    _label(ax, grid.sites, grid.tokens)
+    _label(ax, grid.sites, columns)
+    if isinstance(grid, PatchGrid) and grid.by_head:
+        ax.set_xlabel("head", fontsize=8)
     return ax
 
 

@@ -115,6 +115,32 @@ def test_patch_grid_is_one_patched_pass_for_each_cell(lm):
     assert np.allclose(got.recovered[-1, -1], 1, atol=1e-4)
 
 
+def test_patch_grid_by_head_is_one_patched_pass_for_each_head(lm):
+    at = "blocks.*.head_outputs"
+    got = bs.patch_grid(lm, CLEAN, CORRUPTED, metric=(7, 8), at=at, batch_size=3, by_head=True)
+    reference = Model(lm.backbone)
+    reference(np.array([CLEAN]))
+    states = reference.captures()
+    heads = states[got.sites[0]].shape[2]
+    assert got.values.shape == (2, heads)
+    assert got.columns == [str(i) for i in range(heads)]
+    assert repr(got).startswith(f"PatchGrid(2 sites x {heads} heads")
+    for s, h in np.ndindex(got.values.shape):
+        model = Model(lm.backbone)
+
+        def put(x, _, s=s, h=h):
+            x = x.copy()
+            x[:, :, h] = states[got.sites[s]][:, :, h]
+            return x
+
+        model.blocks[s].at("head_outputs", put)
+        last = logits_of(lm, model, CORRUPTED)[0, -1]
+        assert abs(got.values[s, h] - (last[7] - last[8])) <= 1e-4, (s, h)
+    for where in ("blocks.*", "blocks.*.*_output"):
+        with pytest.raises(bs.SurgeryError, match="sites of as many heads each, such as 'blocks"):
+            bs.patch_grid(lm, CLEAN, CORRUPTED, 7, at=where, by_head=True)
+
+
 @pytest.mark.slow
 def test_patch_grid_of_other_sites_and_metrics(lm):
     seen = []

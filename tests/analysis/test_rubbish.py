@@ -30,6 +30,7 @@ def test_patch_grid(lm):
         "metric": lambda: 7,
         "at": lambda: "blocks.0",
         "batch_size": lambda: 2,
+        "by_head": lambda: False,
     }
     calls = with_rubbish(bs.patch_grid, arguments)
     used = ("metric=0", "clean=dict of mixed", "corrupted=dict of mixed")
