@@ -25,6 +25,7 @@ EDITS = {
     "capture": ("capture",),
     "low_rank": ("low_rank",),
     "condition": ("condition",),
+    "cut": ("cut",),
     "bfloat16": ("bfloat16",),
     "int8": ("int8",),
 }
@@ -52,6 +53,7 @@ def make_lm(name, edit):
             bs.Steer("mood", {1: vector}, when="asked", strength=1.0),
             capture,
         ],
+        "cut": [bs.Knockout("cut"), bs.ProjectOut("none", [direction, vector]), capture],
     }
     edited = bs.operate(backbone, edits.get(edit, [capture]))
     rng = np.random.default_rng(7)
@@ -68,11 +70,14 @@ def generate(lm, kind, rows):
     options = {**OPTIONS, "seed": list(range(rows))}
     if kind in ("steer", "condition"):
         options["controls"] = {"mood": np.linspace(-1, 2, rows)}
+    if kind == "cut":
+        edges = {"queries": (-1, None), "keys": (1, 3), "heads": np.arange(rows) % 2}
+        options["controls"] = {"cut": edges, "none": np.linspace(0, 1, rows)}
     if kind == "stream":
         batch = read_request(lm, prompts(rows), **options).batch
         *_, last = run_batch(lm.programs, make_strategy(lm.sampler), batch, 4)
         return np.stack([row.new for row in last]), {}
-    if kind not in ("capture", "condition", *ROUNDED):
+    if kind not in ("capture", "condition", "cut", *ROUNDED):
         return lm.generate(prompts(rows), **options)["token_ids"], {}
     text, captures = lm.generate(prompts(rows), return_captures=True, **options)
     return text["token_ids"], captures.values

@@ -92,7 +92,7 @@ def test_a_data_set_gets_the_same_texts_on_a_mesh(tmp_path):
 @slow
 def test_what_is_done_with_families_is_what_one_device_gives():
     """Some of what `python -m tests.meshes.matrix` compares."""
-    run("-m", "tests.meshes.matrix", "gemma2", "qwen3", "--edits", "low_rank", "bfloat16")
+    run("-m", "tests.meshes.matrix", "gemma2", "qwen3", "--edits", "low_rank", "cut", "bfloat16")
 
 
 @pytest.mark.parametrize(
