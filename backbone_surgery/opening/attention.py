@@ -109,16 +109,20 @@ class _Attention(keras.layers.Layer):
         window = self.sliding_window_size
         return 0 if window is None else cache_update_index - window + 1, stop
 
-    def pattern(self, query, key, mask, distance, seen=None):
+    def pattern(self, query, key, mask, distance, seen=None, cut=None):
         """Return the attention pattern, float[batch, num_heads, queries, keys].
 
-        Of a cache, `seen` tells which slots queries see, so that no others need be read.
+        Of a cache, `seen` tells which slots queries see, so that no others need be read. What
+        `cut`, bool[batch, num_heads, queries, keys], names has no part in the softmax.
         """
         scores = self._scores(query, key, seen)
         dtype = scores.dtype
+        mask = mask[:, None, None]
+        if cut is not None:
+            mask = ops.logical_and(mask, ops.logical_not(ops.reshape(cut, ops.shape(scores))))
         if self.alibi_slopes is not None:
             scores = scores - self._by_head(self.alibi_slopes) * ops.cast(distance, "float32")
-        pattern = self._softmax(scores, mask[:, None, None])
+        pattern = self._softmax(scores, mask)
         batch, _, _, time, length = ops.shape(scores)
         return ops.reshape(ops.cast(pattern, dtype), (batch, self.num_heads, time, length))
 
@@ -356,24 +360,25 @@ class SelfAttention(_Attention):
 class AttentionPattern(_Attention):
     """First half of `SelfAttention`: float[batch, num_heads, queries, keys], rows sum to one.
 
-    With sinks, rows sum to less.
+    With sinks, rows sum to less. Edges that `cut` names, bool of that shape, are left out.
     """
 
-    def call(self, query, key, padding_mask, training=None):
-        pattern = self.pattern(query, key, *self.uncached_mask(query, padding_mask))
-        return self.drop(pattern, training)
+    def call(self, query, key, padding_mask, cut=None, training=None):
+        masks = self.uncached_mask(query, padding_mask)
+        return self.drop(self.pattern(query, key, *masks, cut=cut), training)
 
-    def compute_output_spec(self, query, key, padding_mask, training=None):
+    def compute_output_spec(self, query, key, padding_mask, cut=None, training=None):
         batch, time, heads, _ = query.shape
         return keras.KerasTensor((batch, heads, time, key.shape[1]), query.dtype)
 
-    def state_specs(self, query, key, padding_mask):
+    def state_specs(self, query, key, padding_mask, cut=None):
         return self.specs(key=key)
 
-    def call_with_state(self, query, key, state, cache_update_index, cache_mask):
+    def call_with_state(self, query, key, state, cache_update_index, cache_mask, cut=None):
         (key,), state = self.keep(state, cache_update_index, key=key)
         masks = self.cached_mask(query, cache_update_index, cache_mask)
-        return self.pattern(query, key, *masks, self.seen(query, cache_update_index)), state
+        seen = self.seen(query, cache_update_index)
+        return self.pattern(query, key, *masks, seen, cut), state
 
 
 class AttentionMix(_Attention):

@@ -10,6 +10,7 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.opening.attention import AttentionPattern
 from backbone_surgery.opening.site import PATTERN, Place
 from backbone_surgery.rewriting.ablate import read_units
 from backbone_surgery.rewriting.amounts import bind_amounts
@@ -22,7 +23,6 @@ from backbone_surgery.rewriting.control import (
 )
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
-from backbone_surgery.rewriting.site_layer import SiteLayer
 from backbone_surgery.rewriting.steering import in_range
 
 _PARTS = ("heads", "queries", "keys")
@@ -33,9 +33,9 @@ _PARTS = ("heads", "queries", "keys")
 class Knockout(ControlledRewrite):
     """Knock out attention from some tokens to others.
 
-    The result is as if the scores of these edges were minus infinity before the softmax: what is
-    left of a row of the pattern is scaled up to what the whole row summed to. A token that is left
-    nowhere to look gets zeros from that head. Rows that lose nothing stay bit-equal.
+    Their scores have no part in the softmax, as if they were minus infinity. A token that is left
+    nowhere to look gets zeros from that head. Rows that lose nothing stay bit-equal. A Knockout
+    comes before other rewrites of the same patterns.
 
     Which tokens and which heads are inputs of the graph, row by row. A call may give them as
     `controls={name: value}`:
@@ -101,11 +101,20 @@ class Knockout(ControlledRewrite):
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
-        """Put a layer at the pattern that cuts edges."""
-        sums_to_one = getattr(place.nodes[-1].operation, "sinks", None) is None
-        layer = KnockingOut(surgery.index, sums_to_one, name=self.layer_name(place))
+        """Have the layer that makes the pattern leave edges out."""
+        node = graph.node_of(x)
+        if not isinstance(node.operation, AttentionPattern):
+            raise SurgeryError(
+                f"Knockout at '{place.path}': expected a pattern that no rewrite has changed yet, "
+                f"since edges are cut before the softmax. Received what '{node.operation.name}' "
+                "made of it. Put the Knockout first."
+            )
+        given = {**node.arguments.kwargs}
+        others = [given["cut"]] if given.get("cut") is not None else []
         parts = [surgery.inputs[f"{self.name}_{part}"] for part in _PARTS]
-        return layer(x, surgery.positions, *parts)
+        cut = CutEdges(surgery.index, name=self.layer_name(place))
+        given["cut"] = cut(surgery.positions, *parts, *others)
+        return node.operation(*node.arguments.args, **given)
 
     def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Leave out what cuts edges from tokens from `end` on alone, or none."""
@@ -141,48 +150,47 @@ class Knockout(ControlledRewrite):
         return bound
 
 
-class KnockingOut(SiteLayer):
-    """Cut edges of one attention pattern.
+class CutEdges(keras.layers.Layer):
+    """Tell which edges of one attention pattern are cut.
 
     Args:
         index: which of the patterns this is.
-        sums_to_one: whether its rows do. Else they leave a share for a sink.
 
     Call arguments:
-        x: float[batch, heads, time, keys].
         positions: int32[batch, time].
         heads: float32[batch, sites, heads]: 1 cuts, 0 leaves.
         queries: int32[batch, 3], as of `SteeringScale`.
         keys: int32[batch, 3].
+        others: bool[batch, heads, time, keys], which are cut already; none, if left out.
+
+    Returns:
+        bool[batch, heads, time, keys].
     """
 
-    def __init__(self, index: int, sums_to_one: bool, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.index, self.sums_to_one = index, sums_to_one
+    def __init__(self, index: int, **kwargs) -> None:
+        super().__init__(autocast=False, **kwargs)
+        self.index = index
 
-    def call(self, x, positions, heads, queries, keys):
-        """Cut edges among the tokens of one pass."""
-        return self._cut(x, positions, positions, heads, queries, keys)
+    def call(self, positions, heads, queries, keys, others=None):
+        """Name edges among the tokens of one pass."""
+        return self._cut(positions, positions, heads, queries, keys, others)
 
-    def state_specs(self, *args):
+    def compute_output_spec(self, positions, heads, queries, keys, others=None):
+        """One flag for each edge."""
+        batch, time = positions.shape
+        return keras.KerasTensor((batch, heads.shape[2], time, time), "bool")
+
+    def state_specs(self, *args, **kwargs):
         """Keep nothing: the tokens in the slots of a cache are counted."""
         return ()
 
-    def call_with_state(self, x, positions, heads, queries, keys, state, cache_mask):
-        """Cut edges from new tokens to those of the cache."""
+    def call_with_state(self, positions, heads, queries, keys, state, cache_mask, others=None):
+        """Name edges from new tokens to those of the cache."""
         numbers = ops.cumsum(ops.cast(cache_mask, "int32"), axis=1) - 1
-        return self._cut(x, positions, numbers, heads, queries, keys), state
+        return self._cut(positions, numbers, heads, queries, keys, others), state
 
-    def _cut(self, x, positions, key_positions, heads, queries, keys):
+    def _cut(self, positions, key_positions, heads, queries, keys, others):
         of_head = ops.not_equal(heads[:, self.index, :, None, None], 0)
         looks = in_range(positions, queries)[:, None, :, None]
         is_cut = of_head & looks & in_range(key_positions, keys)[:, None, None, :]
-        pattern = ops.cast(x, "float32")
-        lost = ops.where(is_cut, pattern, 0.0)
-        kept = pattern - lost
-        left = kept if self.sums_to_one else lost
-        left = ops.sum(left, axis=-1, keepdims=True)
-        left = left if self.sums_to_one else 1.0 - left
-        scaled = ops.where(left > 0, kept / ops.where(left > 0, left, 1.0), 0.0)
-        loses = ops.any(ops.not_equal(lost, 0), axis=-1, keepdims=True)
-        return ops.where(loses, ops.cast(scaled, x.dtype), x)
+        return is_cut if others is None else is_cut | others

@@ -54,6 +54,7 @@ def test_rewrites_of_one_list_do_what_they_do_one_by_one(rng):
     backbone = make_gpt2(num_layers=2)
     mean = {f"blocks.{i}.value": rng.normal(size=(4, 8)) for i in range(2)}
     rewrites = [
+        bs.Knockout("cut", queries=(2, None), keys=(0, 2)),
         bs.Steer("mood", {i: rng.normal(size=32) for i in range(2)}),
         bs.Capture("blocks.*", "blocks.1.attention_pattern"),
         bs.Skip("blocks.*", amount=0.5),
@@ -66,7 +67,6 @@ def test_rewrites_of_one_list_do_what_they_do_one_by_one(rng):
         bs.Steer("dry", {1: rng.normal(size=32)}, when="wet"),
         bs.Steer("taught", {0: rng.normal(size=32)}, trainable=True),
         bs.Reft("taught_too", rank=2, at="blocks.1"),
-        bs.Knockout("cut", queries=(2, None), keys=(0, 2)),
         bs.ProjectOut("none", rng.normal(size=(2, 32))),
         bs.Patch("blocks.1.mlp_output", positions=(1,)),
     ]
