@@ -108,7 +108,7 @@ def telling(model: Any) -> Iterator[None]:
     """Have the other processes that hold a model hear of an error in this one.
 
     They would wait for it for ever, where they next `agree`. There each of them raises an error
-    too.
+    too. Of an error of JAX itself nobody is told: that would take JAX.
 
     Args:
         model: the model; of anything else nobody hears.
@@ -116,16 +116,25 @@ def telling(model: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not hasattr(cause, "all_know"):
-            cause = cause.__cause__
-        if cause is None and isinstance(model, keras.Model) and span(model):
+        if isinstance(model, keras.Model) and span(model) and not _is_known(error):
             from jax.experimental import multihost_utils
 
             failed = np.full((1 + _PARTS, _WORDS), _FAILED, np.uint32)
             multihost_utils.process_allgather(failed)
             _mark(error)
         raise
+
+
+def _is_known(error: BaseException) -> bool:
+    """Tell whether other processes know of an error, or cannot be told."""
+    import jax
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if hasattr(cause, "all_know") or isinstance(cause, jax.errors.JaxRuntimeError):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _told(words: str) -> SurgeryError:

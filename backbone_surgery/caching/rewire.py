@@ -90,7 +90,7 @@ def rewire_for(
         warnings.warn(
             f"rewire at '{opened.name}': the condition '{name}' changes nothing. Put a "
             f"`Steer(..., when='{name}')` after it.",
-            stacklevel=3,
+            stacklevel=4,
         )
     probe = Probe(opened.family, trust)
     model = derive(opened, probe, devices)

@@ -50,6 +50,7 @@ def carry_out(
             with begun(job, model):
                 if ray is None:
                     run(job, left, work, model, verbose)
+                    hosts.agree(model, job.operation, {})  # an error at the end is heard of, too
                 else:
                     del model  # the workers make their own
                     known |= {name: x for name, x in settings.items() if name == "sampler"}

@@ -274,9 +274,9 @@ def _busy(job: Job) -> SurgeryError:
 
 def _remove_parts(job: Job) -> None:
     """Remove what processes that were killed left behind."""
-    for path in job.folder.iterdir():
-        if is_part(path.name):
-            with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        for path in job.folder.iterdir():
+            if is_part(path.name):
                 path.unlink(missing_ok=True)
 
 

@@ -72,6 +72,10 @@ class GeneratedActivations:
         tokens = slice(0, int(self.lengths[index]))
         return {path: cut(path, value[index], tokens) for path, value in self.values.items()}
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in self.values.items())
+        return f"GeneratedActivations({len(self.lengths)} rows: {shapes})"
+
     def mean(self) -> dict[str, np.ndarray]:
         """Return the mean of each site over all tokens of all rows, as mean ablation takes it.
 

@@ -5,8 +5,6 @@ import importlib.metadata
 import json
 from typing import Any
 
-import keras
-
 from backbone_surgery import target
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.placement import placement_of
@@ -44,21 +42,15 @@ def described(operation: str, lm: Any) -> dict[str, Any]:
         "model": {"class": type(owner).__name__, "preset": preset_of(owner), **asked},
         "edit": {"rewrites": rewrites, "digest": edit},
         "tokenizer": tokenizer_digest(lm.preprocessor),
-        "devices": _devices(lm),
+        "mesh": _mesh(lm),
         "versions": {**versions(), "jax": importlib.metadata.version("jax")},
     }
 
 
-def _devices(lm: Any) -> dict[str, Any]:
-    """Return what kind of devices hold a model, and how they share it: sums round by that."""
+def _mesh(lm: Any) -> dict[str, int] | None:
+    """Return the axes of the mesh that a model lies on: sums round by how devices share them."""
     placement = placement_of(lm.opened.owner.variables)
-    mesh = None if placement is None else placement.mesh
-    if keras.config.backend() != "jax":
-        return {"kind": target.platform(), "mesh": None}
-    import jax
-
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    return {"kind": device.device_kind, "mesh": None if mesh is None else dict(mesh.shape)}
+    return None if placement is None else dict(placement.mesh.shape)
 
 
 def tokenizer_digest(preprocessor: Any) -> str | None:

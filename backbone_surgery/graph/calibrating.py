@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,9 @@ import keras
 from keras import ops
 from keras.src.quantizers import awq, awq_core, gptq_core, quantizers
 from keras.src.quantizers.utils import should_quantize_layer
+
+_MENDING = threading.Lock()
+"""Two threads that calibrate take turns."""
 
 _STREAMS = ((gptq_core, "stream_hessians"), (awq_core, "stream_activations"))
 
@@ -39,16 +43,17 @@ def calibrating() -> Iterator[None]:
             for module in (awq, quantizers)
         ),
     ]
-    before = [getattr(module, name) for module, name, _ in mended]
-    for (module, name, mend), function in zip(mended, before, strict=True):
-        setattr(module, name, mend(function))
-    gptq_core.hash = lambda key: zlib.crc32(repr(key).encode())
-    try:
-        yield
-    finally:
-        del gptq_core.hash
-        for (module, name, _), function in zip(mended, before, strict=True):
-            setattr(module, name, function)
+    with _MENDING:
+        before = [getattr(module, name) for module, name, _ in mended]
+        for (module, name, mend), function in zip(mended, before, strict=True):
+            setattr(module, name, mend(function))
+        gptq_core.hash = lambda key: zlib.crc32(repr(key).encode())
+        try:
+            yield
+        finally:
+            del gptq_core.hash
+            for (module, name, _), function in zip(mended, before, strict=True):
+                setattr(module, name, function)
 
 
 def _measuring(stream: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,9 @@ class WithControls(keras.Model):
         ids = inputs["token_ids"]
         for name in given:
             wanted = (ids.shape[0], *self.input[name].shape[1:])
-            if not fits(getattr(inputs[name], "shape", wanted), wanted):
+            shape = getattr(inputs[name], "shape", wanted)
+            known = [None if n is None else m for n, m in zip(shape, wanted, strict=False)]
+            if not fits(shape, known) or len(shape) != len(wanted):
                 raise SurgeryError(
                     f"call of '{self.name}' at input '{name}': expected {dtypes[name]}"
                     f"{list(wanted)}. Received {shown_array(inputs[name])}. Pass a row for each "
@@ -126,13 +128,16 @@ def check_numbers(model: keras.Model, name: str, value: Any, default: np.ndarray
 
     Tensors are taken as they are: looking at one would wait for it.
     """
-    if any(ops.is_tensor(x) or isinstance(x, keras.KerasTensor) for x in tree.flatten(value)):
+    tensors = (keras.KerasTensor, keras.Variable)
+    if any(ops.is_tensor(x) or isinstance(x, tensors) for x in tree.flatten(value)):
+        return
+    if isinstance(value, np.ndarray) and value.dtype == bool:
         return
     array = read_array(value)
     if array is None or (np.isfinite(default).all() and not np.isfinite(array).all()):
         raise SurgeryError(
             f"call of '{model.name}' at input '{name}': expected finite numbers. Received "
-            f"{shown(value)}. Pass a row for each row of tokens."
+            f"{shown(value)}. Pass numbers, a row for each row of tokens."
         )
 
 
@@ -214,9 +219,12 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         return inputs
 
     def _check_ids(self, ids: Any, mask: Any) -> None:
-        if not (isinstance(ids, np.ndarray | list) and isinstance(mask, np.ndarray | list)):
+        if not (isinstance(ids, np.ndarray) and isinstance(mask, np.ndarray)):
             return
-        ids, mask, count = np.asarray(ids), np.asarray(mask), self.token_embedding.input_dim
+        try:
+            count = self.token_embedding.input_dim
+        except SurgeryError:  # the graph embeds tokens in another way
+            return
         if ids.shape == mask.shape and (((ids < 0) | (ids >= count)) & (mask != 0)).any():
             raise SurgeryError(
                 f"call of '{self.name}' at input 'token_ids': expected ids from 0 to {count - 1} "

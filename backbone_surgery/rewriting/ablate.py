@@ -1,6 +1,6 @@
 """Ablate: knock out heads, experts or sites, by zero, a mean or the activations of other texts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,8 +30,8 @@ class Ablate(ControlledRewrite):
 
     Which of them are ablated is a control, row by row. A number or float[batch] acts on those named
     here: 1 ablates them, 0 leaves them. float[batch, sites, heads] says it for each head, or
-    float[batch, sites, experts] for each expert, where a site without either counts as one. What is
-    not ablated stays bit-equal.
+    float[batch, sites, experts] for each expert, where a site without either counts as one; without
+    the first axis for all rows. What is not ablated stays bit-equal.
 
     What stands in for an ablated activation:
 
@@ -56,6 +56,7 @@ class Ablate(ControlledRewrite):
         values: for a mean `{site path: float[...]}`, with the shape of one token at the site; for
             resampling `{site path: float[entries, ...]}`.
         name: name of the control.
+        amount: the default of the control: 1 ablates, 0 leaves all until a call says otherwise.
 
     Raises:
         SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
@@ -73,12 +74,14 @@ class Ablate(ControlledRewrite):
     to: Literal["zero", "mean", "resample"] = "zero"
     values: Mapping[str, Any] | None = None
     name: str = "ablate"
+    amount: float = 1
 
     def __post_init__(self) -> None:
         fields = Fields(self)
         fields.selector()
         fields.name()
         fields.choice("to", ("zero", "mean", "resample"))
+        fields.all_or_nothing("amount")
         for field in ("heads", "experts"):
             if getattr(self, field) is not None:
                 fields.keep(field, read_units(field, getattr(self, field), fields))
@@ -105,20 +108,24 @@ class Ablate(ControlledRewrite):
                 f"Received {listed}. Use one Ablate for each kind of site."
             )
         kind, count = _units(places[0])
-        mask = np.zeros((len(places), count), "float32")
-        mask[:, self._columns(places[0], surgery)] = 1
+        self._check_units(places[0], surgery)
+        mask = named_units(self._named, (len(places), count))
         self._check_choice(mask, units, f"Ablate at '{self.at}'")
-        surgery.control(f"{self.name}_{_counted(kind)}", mask)
+        surgery.control(f"{self.name}_{_counted(kind)}", self.amount * mask)
         if self.to == "resample":
             surgery.control(f"{self.name}_start", np.int32(0))
         return super().visitor(surgery)
 
-    def _columns(self, place: Place, surgery: Surgery) -> Any:
-        """Return which columns of the mask are ablated unless a call says otherwise."""
-        field = "heads" if self.experts is None else "experts"
-        named = self.heads if self.experts is None else self.experts
+    @property
+    def _named(self) -> tuple[int, ...] | None:
+        """The heads or experts that are named here; `None` if that is all."""
+        return self.heads if self.experts is None else self.experts
+
+    def _check_units(self, place: Place, surgery: Surgery) -> None:
+        """Refuse heads or experts that a site has not."""
+        field, named = "heads" if self.experts is None else "experts", self._named
         if named is None:
-            return slice(None)
+            return
         kind, count = _units(place)
         if kind != field or max(named) >= count:
             others = f"{count} {kind}" if kind else "none"
@@ -131,7 +138,6 @@ class Ablate(ControlledRewrite):
                 f"`{field}=None` for the whole site; sites with {field} are "
                 f"{', '.join(near) or 'none'}."
             )
-        return list(named)
 
     def _check_choice(self, mask: np.ndarray, paths: Iterable[str], where: str) -> None:
         """Refuse to leave a router no expert to choose; the mask is [..., sites, experts]."""
@@ -213,7 +219,8 @@ class Ablate(ControlledRewrite):
                 f"{where}: expected 1 to ablate {one}, 0 to leave it. Received {shown(units)}. "
                 "Pass whole numbers; nothing is ablated in part."
             )
-        mask = mask if np.ndim(units) == 3 else mask * rows.defaults[name]
+        named = named_units(self._named, rows.shapes[name])
+        mask = mask if np.ndim(units) > 1 else mask * named
         self._check_choice(mask, rows.sites, where)
         return mask
 
@@ -228,6 +235,13 @@ def read_units(field: str, value: Any, fields: Fields) -> tuple[int, ...]:
             f"{one}, counted from 0, or a list of them", value, "Pass `[0, 2]`, say."
         )
     return tuple(array.tolist())
+
+
+def named_units(units: Sequence[int] | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a mask float32[sites, heads] of some heads or experts; `None` means all."""
+    mask = np.zeros(shape, "float32")
+    mask[:, slice(None) if units is None else list(units)] = 1
+    return mask
 
 
 def _read_values(values: Any, fields: Fields) -> dict[str, np.ndarray]:

@@ -13,6 +13,8 @@ def bind_amounts(
 ) -> np.ndarray:
     """Broadcast a number, an array [batch], or one of all axes, to float32[batch, *shape].
 
+    Where a row has several axes, an array of these alone is for all rows.
+
     Args:
         value: what was passed.
         where: for the error, such as `controls at 'skip'`.
@@ -27,6 +29,8 @@ def bind_amounts(
     array = read_finite(value)
     if array is not None and array.ndim == 1:
         array = array.reshape(-1, *(1 for _ in shape))
+    if array is not None and len(shape) > 1 and array.shape == shape:
+        array = array[None]
     if array is None or not _fits(array, wanted):
         in_full = f" or {list(wanted)} (rows first, then sites)" if shape else ""
         raise SurgeryError(

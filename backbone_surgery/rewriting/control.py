@@ -143,7 +143,7 @@ class Control:
         if wrong:
             raise SurgeryError(
                 f"{where}: expected a Control of {' and '.join(parts)}, which is what a call may "
-                f"change of a {kind}. Received {' and '.join(wrong)} too. Leave that out."
+                f"change of a {kind}. Received {' and '.join(wrong)}. Leave that out."
             )
 
 
@@ -182,7 +182,7 @@ def read_tokens(tokens: Any, where: str, of_a_call: bool = False) -> Tokens:
         hint = ""
     else:
         expected = f"'generated' or (start, stop) with 0 <= start < stop <= {LAST}"
-        hint = "; what counts from the end of a prompt goes into a `Control`, which a call passes"
+        hint = "; what counts from the end of a prompt is for a call, in its `controls`"
     raise SurgeryError(
         f"{where}: expected tokens 'all', 'prompt', {expected}. Received {shown(tokens)}. Choose "
         f"one of them{hint}."

@@ -75,6 +75,12 @@ class Fields:
             raise self.refuse(f"`{field}` to be a finite number", value, advice)
         self.keep(field, number)
 
+    def all_or_nothing(self, field: str) -> None:
+        """Check a number that is 1 or 0."""
+        self.number(field)
+        if getattr(self.rewrite, field) not in (0, 1):
+            raise self.refuse(f"`{field}` to be 1 or 0", getattr(self.rewrite, field), "Pass one.")
+
     def integer(self, field: str, smallest: int, optional: bool = False) -> None:
         """Check an integer that is no smaller than the smallest allowed, and fits into int32."""
         value = getattr(self.rewrite, field)

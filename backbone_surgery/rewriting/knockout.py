@@ -12,9 +12,10 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.attention import AttentionPattern
 from backbone_surgery.opening.site import PATTERN, Place
-from backbone_surgery.rewriting.ablate import read_units
+from backbone_surgery.rewriting.ablate import named_units, read_units
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.control import (
+    Control,
     Tokens,
     default_tokens,
     range_before,
@@ -41,10 +42,10 @@ class Knockout(ControlledRewrite):
     `controls={name: value}`:
 
     * a number or float[batch]: 1 cuts the edges of the heads named here, 0 leaves them;
-    * float[batch, sites, heads]: the same for each head;
-    * `{"heads": ..., "queries": ..., "keys": ...}`: one of these as `heads`, and tokens as a
-      `Control` takes them, for all rows or a list of one for each: `"last"` and negative positions
-      count from the end of the prompt.
+    * float[batch, sites, heads], or float[sites, heads] for all rows: the same for each head;
+    * `{"heads": ..., "queries": ..., "keys": ...}`: one of these as `heads`, 1 if left out, and
+      tokens as a `Control` takes them, for all rows or a list of one for each: `"last"` and
+      negative positions count from the end of the prompt.
 
     Source: attention knockout, Geva et al. 2023, arXiv:2304.14767.
 
@@ -54,6 +55,7 @@ class Knockout(ControlledRewrite):
         keys: at which tokens.
         at: selector of attention patterns.
         heads: a head or a list of heads; `None` means all.
+        amount: the default of the control: 1 cuts the edges, 0 leaves them until a call cuts them.
 
     Raises:
         SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
@@ -71,6 +73,7 @@ class Knockout(ControlledRewrite):
     keys: Tokens = "all"
     at: str = f"blocks.*.{PATTERN}"
     heads: Any = None
+    amount: float = 1
 
     def __post_init__(self) -> None:
         fields = Fields(self, "name")
@@ -80,22 +83,26 @@ class Knockout(ControlledRewrite):
             fields.keep(field, read_tokens(getattr(self, field), f"{fields.where}, `{field}`"))
         if self.heads is not None:
             fields.keep("heads", read_units("heads", self.heads, fields))
+        fields.all_or_nothing("amount")
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Declare the controls, then visit the sites."""
         places = self.choose(surgery)
         counts = {place.path: place.shape[1] for place in places if place.is_pattern}
-        heads = self.heads or (0,)
-        wrong = [p.path for p in places if not p.is_pattern or counts[p.path] <= max(heads)]
-        if wrong or len(set(counts.values())) > 1:
+        others = [place.path for place in places if not place.is_pattern]
+        if others or len(set(counts.values())) > 1:
             raise SurgeryError(
-                f"Knockout at '{self.at}': expected attention patterns of as many heads each, with "
-                f"heads {list(heads)}. Received {wrong or counts}. Select some of "
-                f"'blocks.*.{PATTERN}'."
+                f"Knockout at '{self.at}': expected attention patterns of as many heads each. "
+                f"Received {others or counts}. Select some of 'blocks.*.{PATTERN}'."
             )
-        mask = np.zeros((len(places), counts[places[0].path]), "float32")
-        mask[:, slice(None) if self.heads is None else list(self.heads)] = 1
-        surgery.control(f"{self.name}_heads", mask)
+        count = counts[places[0].path]
+        if self.heads is not None and max(self.heads) >= count:
+            raise SurgeryError(
+                f"Knockout at '{self.at}': expected heads from 0 to {count - 1}. Received "
+                f"{list(self.heads)}. Name others, or leave `heads` out for all."
+            )
+        mask = named_units(self.heads, (len(places), count))
+        surgery.control(f"{self.name}_heads", self.amount * mask)
         surgery.control(f"{self.name}_queries", default_tokens(self.queries))
         surgery.control(f"{self.name}_keys", default_tokens(self.keys))
         return super().visitor(surgery)
@@ -128,25 +135,30 @@ class Knockout(ControlledRewrite):
         """Bind heads, and tokens; see the class."""
         where = f"controls at '{self.name}'"
         control = value if isinstance(value, Mapping) else {"heads": value}
-        if not set(control) <= set(_PARTS):
+        if not set(control) <= set(_PARTS) or isinstance(value, Control):
+            received = "a Control" if isinstance(value, Control) else shown(list(control))
             raise SurgeryError(
-                f"{where}: expected {', '.join(_PARTS)}. Received {shown(list(control))}. See "
-                "`Knockout`."
+                f"{where}: expected a dict of some of {', '.join(_PARTS)}. Received {received}. "
+                "See `Knockout`."
             )
         bound = {}
         for part in _PARTS[1:]:
             given = control.get(part)
             tokens = getattr(self, part) if given is None else given
-            bound[f"{self.name}_{part}"] = token_rows(tokens, rows.prompt_lengths, where)
-        heads, name = control.get("heads"), f"{self.name}_heads"
+            name = f"{self.name}_{part}"
+            bound[name] = token_rows(tokens, rows.prompt_lengths, f"{where}, `{part}`")
+        # Who names tokens in a call wants their edges to be cut.
+        heads = control.get("heads", 1 if control.keys() & {"queries", "keys"} else None)
+        name = f"{self.name}_heads"
         if heads is not None:
-            mask = bind_amounts(heads, where, rows.batch, rows.shapes[name])
+            shape = rows.shapes[name]
+            mask = bind_amounts(heads, where, rows.batch, shape)
             if not np.isin(mask, (0, 1)).all():
                 raise SurgeryError(
                     f"{where}: expected 1 to knock out the edges of a head, 0 to leave them. "
                     f"Received {shown(heads)}. Pass whole numbers; no edge is cut in part."
                 )
-            bound[name] = mask if np.ndim(heads) == 3 else mask * rows.defaults[name]
+            bound[name] = mask if np.ndim(heads) > 1 else mask * named_units(self.heads, shape)
         return bound
 
 

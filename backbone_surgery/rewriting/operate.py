@@ -41,6 +41,10 @@ class Fired:
     rewrite: Any
     sites: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        name = getattr(self.rewrite, "name", None) or getattr(self.rewrite, "__name__", None)
+        return f"Fired({type(self.rewrite).__name__}{f' {name!r}' if name else ''} at {self.sites})"
+
 
 @contextlib.contextmanager
 def _names_in_words() -> Iterator[None]:

@@ -123,9 +123,11 @@ class Projection(SiteLayer):
 
     def call(self, x, positions, strength, tokens, basis):
         """Edit the tokens in range; leave the others, and strength 0, exactly as they are."""
-        h, basis = ops.cast(x, "float32")[:, :, None], basis[:, None]
-        # Sums, not a product of matrices, which accelerators round to bfloat16.
-        along = ops.sum(h * basis, axis=-1, keepdims=True) * basis
+        h = ops.cast(x, "float32")
         scale = ops.where(in_range(positions, tokens), strength[:, None], 0.0)[..., None]
-        edited = h[:, :, 0] - scale * ops.sum(along, axis=2)
+        edited = h
+        for i in range(basis.shape[1]):
+            unit = basis[:, i, None]
+            # A sum, not a product of matrices, which accelerators round to bfloat16.
+            edited = edited - scale * ops.sum(h * unit, axis=-1, keepdims=True) * unit
         return ops.where(ops.not_equal(scale, 0), ops.cast(edited, x.dtype), x)

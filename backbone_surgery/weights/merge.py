@@ -26,11 +26,11 @@ from backbone_surgery.rewriting.peft_layers import linear_nodes
 from backbone_surgery.weights.owner import check_backbone, copy_backbone, is_quantized
 from backbone_surgery.weights.paths import resolve, variable_paths
 from backbone_surgery.weights.transfer import assign_in_place
-from backbone_surgery.weights.writers import all_that_write, biases
+from backbone_surgery.weights.writers import Writers
 
 
 def merge(edited: Any) -> keras_hub.models.Backbone:
-    """Fold the LoRA and the steering of an edited model into a new backbone.
+    """Fold LoRA, steering and ablated directions of an edited model into a new backbone.
 
     LoRA factors are folded into their kernels, and so is a `Lora`, at the strength it was made
     with. Of `Steer` and `ProjectOut` those are folded that act always, at the strength they were
@@ -135,6 +135,7 @@ def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
     opened = open_backbone(edited.owner)
     tensors = {place.path: place.tensor for place in places(opened)}
     linear = {path: node.operation for path, node in linear_nodes(opened)}
+    writers = Writers(opened)
     folds: list[_Sum | _Fold] = []
     refused: dict[str, list[str]] = {}
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
@@ -150,7 +151,7 @@ def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
             continue
         ablate = type(rewrite) is ProjectOut or rewrite.mode == "ablate"
         for path in fired.sites:
-            fold = _fold(rewrite, path, tensors[path], ablate)
+            fold = _fold(rewrite, path, tensors[path], ablate, writers)
             if isinstance(fold, str):
                 refused.setdefault(f"{shown}: {fold}", []).append(path)
             else:
@@ -185,18 +186,22 @@ def _reason(rewrite: Any) -> str | None:
     return None if rewrite.when is None else "acts on a condition"
 
 
-def _fold(rewrite: Any, path: str, tensor: keras.KerasTensor, ablate: bool) -> _Fold | str:
+def _fold(
+    rewrite: Any, path: str, tensor: keras.KerasTensor, ablate: bool, writers: Writers
+) -> _Fold | str:
     """Return what to fold for one site, or why nothing can be."""
     rows = rewrite.directions
     rows = rows if type(rewrite) is ProjectOut else rows[block_of(path)][None]
     if not np.isfinite(rows).all():
         return "a direction is not finite"
     if ablate:
-        written_by = all_that_write(tensor)
+        written_by = writers.all_that_write(tensor)
+        if isinstance(written_by, str) and path == "embeddings":
+            return f"{written_by}: name other sites by `at`, and these stay as they are"
         if isinstance(written_by, str):
             return written_by
         return _Fold(written_by, rows, rewrite.strength, True)
-    found, residual = biases(tensor)
+    found, residual = writers.biases(tensor)
     if not found:
         return "no layer with a bias writes that site, or the sum there"
     return _Fold(found, rows, rewrite.strength, False, residual)

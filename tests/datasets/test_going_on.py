@@ -206,12 +206,10 @@ def test_names_of_input_that_are_long_or_no_text(lm, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_job_on_other_devices_is_another_one(lm, lines, tmp_path, monkeypatch):
+def test_a_job_on_a_mesh_is_another_one(lm, lines, tmp_path, monkeypatch):
     generate(lm, lines, tmp_path / "out")
-    monkeypatch.setattr(described, "_devices", lambda lm: {"kind": "other", "mesh": None})
-    with pytest.raises(
-        bs.SurgeryError, match=r"differs in: devices\.kind \('cpu' there, 'other' h"
-    ):
+    monkeypatch.setattr(described, "_mesh", lambda lm: {"batch": 1, "model": 4})
+    with pytest.raises(bs.SurgeryError, match=r"differs in: mesh \(None there, \{'batch': 1, 'mo"):
         generate(lm, lines, tmp_path / "out")
 
 

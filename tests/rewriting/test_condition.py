@@ -176,7 +176,7 @@ def test_controls_that_do_not_fit_are_refused(control, words):
         bind_controls(edited, {"c": control}, np.array([3, 4]))
     with pytest.raises(bs.SurgeryError, match="from -1 to 1"):
         bs.Control(threshold=1.5)
-    with pytest.raises(bs.SurgeryError, match=r"of a Steer. Received threshold too"):
+    with pytest.raises(bs.SurgeryError, match=r"of a Steer. Received threshold. L"):
         bind_controls(edited, {"s": bs.Control(threshold=0.5)}, np.array([3, 4]))
 
 

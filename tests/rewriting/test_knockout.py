@@ -148,10 +148,28 @@ def test_the_engine_gives_the_same(lm, rng):
         np.testing.assert_array_equal(request.result(), wanted)
 
 
+def test_one_that_is_off_until_a_call_says_so(rng):
+    """Heads that a call names are cut, whatever the default is; a mask may be for all rows."""
+    edges = bs.Knockout("cut", heads=[1], amount=0)
+    units = bs.Ablate("blocks.*.head_outputs", heads=[2], amount=0)
+    edited = bs.operate(make_gpt2(num_layers=2), [edges, units])
+    assert not edited.defaults["cut_heads"].any()
+    assert not edited.defaults["ablate_heads"].any()
+    mask = np.eye(2, 4)
+    bound = bind_controls(edited, {"cut": [1, 0], "ablate": {"heads": mask}}, np.array([3, 4]))
+    assert bound["cut_heads"].tolist() == [[[0, 1, 0, 0]] * 2, [[0] * 4] * 2]
+    assert bound["ablate_heads"].tolist() == [mask.tolist()] * 2
+    bound = bind_controls(edited, {"cut": mask, "ablate": 1}, np.array([3, 4]))
+    assert bound["cut_heads"].tolist() == [mask.tolist()] * 2
+    assert bound["ablate_heads"].tolist() == [[[0, 0, 1, 0]] * 2] * 2
+    with pytest.raises(bs.SurgeryError, match="`amount` to be 1 or 0"):
+        bs.Knockout("cut", amount=0.5)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: bs.Knockout("a", heads=[4]), r"heads \[4\]. Received \['blocks.0.attention_pat"),
+        (lambda: bs.Knockout("a", heads=[4]), r"expected heads from 0 to 3. Received \[4\]"),
         (lambda: bs.Knockout("a", heads=[-1]), "`heads` to be a head, counted from 0"),
         (lambda: bs.Knockout("a", at="blocks.*.query"), r"Received \['blocks.0.query"),
         (lambda: bs.Knockout("a", queries="last"), "`queries`: expected tokens 'all'"),
@@ -167,8 +185,9 @@ def test_what_does_not_fit_is_refused(make, words):
     ("control", "words"),
     [
         (0.5, "'a': expected 1 to knock out the edges of a head"),
-        ({"head": 1}, r"'a': expected heads, queries, keys. Received \['head'\]"),
-        ({"keys": ["all", "all"]}, "'a': expected tokens for 1 rows"),
+        ({"head": 1}, r"'a': expected a dict of some of heads, .* Received \['head'\]"),
+        (bs.Control(tokens="last"), "Received a Control. See `Knockout`"),
+        ({"keys": ["all", "all"]}, "'a', `keys`: expected tokens for 1 rows"),
         (np.ones((1, 3)), "'a': expected finite numbers"),
     ],
 )

@@ -121,7 +121,9 @@ def test_strength_0_is_no_edit(rng):
 
 def test_merging_names_what_it_cannot_hold():
     edited = bs.operate(make_gpt2(), [bs.ProjectOut("none", SPAN)])
-    with pytest.raises(bs.SurgeryError, match=r"'token_embedding' make the logits too \(at emb"):
+    with pytest.raises(
+        bs.SurgeryError, match=r"'token_embedding' make the logits too: name other sites by `at`"
+    ):
         bs.merge(edited)
     edited = bs.operate(make_gpt2(num_layers=4), [bs.ProjectOut("none", SPAN, at="blocks.*")])
     with pytest.raises(bs.SurgeryError, match=r"\(at blocks.0, blocks.1 and 2 more\)"):
@@ -149,7 +151,7 @@ def test_what_does_not_fit_is_refused(make, words):
 
 def test_a_control_of_something_else_is_refused():
     edited = bs.operate(make_gpt2(), [bs.ProjectOut("a", SPAN)])
-    with pytest.raises(bs.SurgeryError, match=r"of a ProjectOut. Received directions too"):
+    with pytest.raises(bs.SurgeryError, match=r"of a ProjectOut. Received directions. L"):
         bind_controls(edited, {"a": bs.Control(directions={1: SPAN[0]})}, np.array([3]))
 
 

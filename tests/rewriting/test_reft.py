@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(make, message):
     [
         (
             bs.Control(directions={1: np.ones(32)}),
-            "of strength and tokens, .* of a Reft. Received directions too",
+            "of strength and tokens, .* of a Reft. Received directions. L",
         ),
         (bs.Control(bs.Schedule([1.0, 0.0])), "'tone': expected finite numbers"),
         (bs.Control(tokens=["all"] * 3), "'tone': expected tokens for 2 rows"),

@@ -189,7 +189,11 @@ def clone_fn(layer, *args, **kwargs):
         (make_gemma, add("blocks.*"), r"Steer 'add'\): no layer with a bias .* \(at blocks\.0"),
         (make_gemma, add("blocks.*.mlp_output"), r"no layer with a b.* blocks\.1\.mlp_output\)"),
         (make_gemma2, ablate("blocks.*.mlp_output"), "'post_ffw_norm' writes that site, or a part"),
-        (make_gpt2, ablate("blocks.*"), r"'ablate'\): .* and is no linear layer \(at b"),
+        (
+            make_gpt2,
+            ablate("blocks.*"),
+            r"'ablate'\): a part of it is read by other layers too.* \(at b",
+        ),
         (make_gpt2, add("blocks.*.attention_norm"), "no layer with a bias writes that site"),
         (make_gpt2, add("blocks.*", tokens="prompt"), "acts on tokens 'prompt' only"),
         (make_gpt2, add("blocks.*", tokens=(0, 9)), r"acts on tokens \(0, 9\) only"),
