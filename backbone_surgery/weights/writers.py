@@ -54,15 +54,15 @@ class Writers:
             all terms of a sum. Or why there are none.
         """
         node = self._source(tensor, at_site)
+        layer = (node or graph.node_of(tensor)).operation
+        if getattr(layer, "tie_weights", False):
+            return f"the weights of '{layer.name}' make the logits too"
         if node is None:
             return "a part of it is read by other layers too, as the residual stream is"
-        layer = node.operation
         if isinstance(layer, keras.layers.Add):
             return self._of_all(node.input_tensors)
         if isinstance(layer, GatedProduct) and node.input_tensors[0].shape[-1] == 1:
             return self.all_that_write(node.input_tensors[1], at_site=False)
-        if getattr(layer, "tie_weights", False):
-            return f"the weights of '{layer.name}' make the logits too"
         if isinstance(layer, MixedExperts):
             found = _of_experts(layer) if self._runs[id(layer)] == 1 else []
         elif _is_linear(layer) or isinstance(layer, keras.layers.Embedding):
