@@ -35,8 +35,8 @@ class Knockout(ControlledRewrite):
     """Knock out attention from some tokens to others.
 
     Their scores have no part in the softmax, as if they were minus infinity. A token that is left
-    nowhere to look gets zeros from that head. Rows that lose nothing stay bit-equal. A Knockout
-    comes before other rewrites of the same patterns.
+    nowhere to look gets zeros from that head. Rows that lose nothing stay bit-equal. What other
+    rewrites do to the same pattern comes after, in whatever order they are listed.
 
     Which tokens and which heads are inputs of the graph, row by row. A call may give them as
     `controls={name: value}`:
@@ -110,18 +110,21 @@ class Knockout(ControlledRewrite):
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Have the layer that makes the pattern leave edges out."""
         node = graph.node_of(x)
+        args, kwargs = node.arguments.args, dict(node.arguments.kwargs)
         if not isinstance(node.operation, AttentionPattern):
-            raise SurgeryError(
-                f"Knockout at '{place.path}': expected a pattern that no rewrite has changed yet, "
-                f"since edges are cut before the softmax. Received what '{node.operation.name}' "
-                "made of it. Put the Knockout first."
-            )
-        given = {**node.arguments.kwargs}
-        others = [given["cut"]] if given.get("cut") is not None else []
+            # What other rewrites made of the pattern: they do so after the softmax.
+            if not args or not isinstance(args[0], keras.KerasTensor):
+                raise SurgeryError(
+                    f"Knockout at '{place.path}': expected a pattern that attention made. Received "
+                    f"what '{node.operation.name}' made. Put the Knockout first."
+                )
+            before = self.apply(args[0], place, surgery)
+            return graph.repeat(node, (before, *args[1:]), kwargs)[0]
+        others = [kwargs["cut"]] if kwargs.get("cut") is not None else []
         parts = [surgery.inputs[f"{self.name}_{part}"] for part in _PARTS]
         cut = CutEdges(surgery.index, name=self.layer_name(place))
-        given["cut"] = cut(surgery.positions, *parts, *others)
-        return node.operation(*node.arguments.args, **given)
+        kwargs["cut"] = cut(surgery.positions, *parts, *others)
+        return graph.repeat(node, args, kwargs)[0]
 
     def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Leave out what cuts edges from tokens from `end` on alone, or none."""

@@ -22,7 +22,7 @@ IMPORTS = {
     "keras.src.models.functional": "Functional",
     "keras.src.ops.node": "Node",
     "keras.src.ops.operation": "Operation",
-    "keras.src.quantizers": "gptq_core",
+    "keras.src.quantizers": "quantizers",
     "keras.src.quantizers.utils": "should_quantize_layer",
     "keras.src.utils.tracking": "DotNotTrackScope",
 }
@@ -359,6 +359,16 @@ def test_what_calibration_sees():
         with stream({"dense": layer}, {"dense": None}):
             assert vars(layer)["call"] is layer.call, moved(stream.__name__)
             assert "quantized_call" not in vars(layer), moved(stream.__name__)
+
+
+def test_what_calibration_rounds_to():
+    """GPTQ and AWQ look the function up in these modules; the place to begin is `hash`'s."""
+    from keras.src.quantizers import awq, gptq_core, quantizers
+
+    name = "compute_quantization_parameters"
+    for user in (awq.awq_quantize_matrix, quantizers.GPTQQuantizer.find_params):
+        assert name in user.__code__.co_names, moved(name)
+    assert "hash" in gptq_core.get_dataloader.__code__.co_names, moved("get_dataloader")
 
 
 def test_filters_of_quantize():

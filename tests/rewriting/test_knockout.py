@@ -94,8 +94,12 @@ def test_several_act_together_whatever_comes_after(rng):
     after = bs.operate(bs.operate(bs.operate(backbone, [first]), [second]), [heads])
     again = captured(after, [], inputs, (PATTERN,))[PATTERN]
     np.testing.assert_array_equal(again, found[PATTERN])
-    with pytest.raises(bs.SurgeryError, match=r"no rewrite has changed yet.* Put the Knockout fi"):
-        bs.operate(backbone, [heads, first])
+    for order in ([heads, first, second], [first, heads, second]):
+        others = captured(backbone, order, inputs, (PATTERN,))[PATTERN]
+        np.testing.assert_array_equal(others, found[PATTERN])
+    after = bs.operate(bs.operate(backbone, [heads]), [first, second])
+    again = captured(after, [], inputs, (PATTERN,))[PATTERN]
+    np.testing.assert_array_equal(again, found[PATTERN])
 
 
 @pytest.fixture(scope="module")
