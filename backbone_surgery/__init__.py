@@ -9,6 +9,7 @@ import backbone_surgery.startup
 # isort: split
 import backbone_surgery.families  # noqa: F401 - they register themselves
 from backbone_surgery.analysis.attribution import Attribution, attribution
+from backbone_surgery.analysis.direct import DirectLogitAttribution, direct_logit_attribution
 from backbone_surgery.analysis.logit_lens import LogitLens, logit_lens
 from backbone_surgery.analysis.patch_grid import PatchGrid, patch_grid
 from backbone_surgery.caching.cache import new_cache
@@ -96,6 +97,7 @@ __all__ = [
     "Condition",
     "Control",
     "ControlVector",
+    "DirectLogitAttribution",
     "EditedBackbone",
     "Engine",
     "EngineRequest",
@@ -144,6 +146,7 @@ __all__ = [
     "clone_layer_graph",
     "collect",
     "contrast_pairs",
+    "direct_logit_attribution",
     "emit",
     "generate_dataset",
     "harvest",

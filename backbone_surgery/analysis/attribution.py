@@ -7,25 +7,22 @@ from typing import Any
 import keras
 import numpy as np
 
-from backbone_surgery import graph, hosts
+from backbone_surgery.analysis.gradients import Read, take_gradients
 from backbone_surgery.analysis.question import (
     Metric,
     TokenLogits,
     bind_row,
     check_no_nan,
     check_selector,
-    derived,
+    count_heads,
     make_metric,
     next_token_logits,
     read_text,
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, lora_settings, made_once
-from backbone_surgery.opening.site import Place
-from backbone_surgery.rewriting import Capture, SiteRewrite, Surgery
-
-_NAME = "attribution"
+from backbone_surgery.numbers import check_flag
+from backbone_surgery.opening.model import EditedBackbone
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,19 +31,28 @@ class Attribution:
 
     Attributes:
         values: float32[sites, tokens], gradient times activation, summed over features: by how
-            much the metric falls, to first order, if that activation is removed.
+            much the metric falls, to first order, if that activation is removed. By head
+            float32[sites, heads], summed over tokens too.
         metric: the metric of the text.
         sites: paths of the sites.
         tokens: labels of the text's tokens.
+        by_head: whether the columns of `values` are heads.
     """
 
     values: np.ndarray
     metric: float
     sites: list[str]
     tokens: list[str]
+    by_head: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of the columns of `values`: the tokens, or the numbers of the heads."""
+        return [*map(str, range(self.values.shape[1]))] if self.by_head else self.tokens
 
     def __repr__(self) -> str:
-        size = f"{len(self.sites)} sites x {len(self.tokens)} tokens"
+        kind = "heads" if self.by_head else "tokens"
+        size = f"{len(self.sites)} sites x {len(self.columns)} {kind}"
         return f"Attribution({size}; metric {self.metric:.4g})"
 
 
@@ -56,6 +62,7 @@ def attribution(
     target: Any,
     at: str = "blocks.*",
     controls: Mapping[str, Any] | None = None,
+    by_head: bool = False,
 ) -> Attribution:
     """Attribute the next-token prediction to the activations at each site and token.
 
@@ -68,12 +75,15 @@ def attribution(
         target: the metric, as for `patch_grid`: a token, a pair (right, wrong), or a function.
         at: site selector; any site but a pattern.
         controls: for the controls of `lm`'s own rewrites.
+        by_head: whether to sum over all tokens, and not over the heads of sites such as
+            `blocks.*.head_outputs`.
 
     Returns:
-        An `Attribution`, with `values` float32[sites, tokens].
+        An `Attribution`, with `values` float32[sites, tokens], or float32[sites, heads].
 
     Raises:
-        SurgeryError: bad input, another backend, or the model gives NaN.
+        SurgeryError: bad input, another backend, sites without heads or of different numbers of
+            them, or the model gives NaN.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -81,57 +91,45 @@ def attribution(
         >>> bs.attribution(lm, [1, 2, 3], target=7, at="blocks.*.head_outputs").values.shape
         (2, 3)
     """
-    if keras.config.backend() != "jax":
-        raise SurgeryError(
-            "attribution: expected the JAX backend of Keras. Received "
-            f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
-        )
     question = read_text(lm, text, "attribution")
     check_selector(at, "attribution")
+    check_flag("attribution", "by_head", by_head)
     measure = make_metric(lm, target, "attribution at 'target'")
-    model = derived(lm, Capture(at, name=_NAME), _Nudge(at))
-    sites = list(model.report[-1].sites)
-    inputs = {**question.inputs(), **bind_row(lm, controls, question, "attribution")}
-    if isinstance(measure, TokenLogits):  # other texts and tokens compile nothing new
-        key = "step", lora_settings(model)
-        tokens, step = measure.ids, made_once(model, key, lambda: _step(model, sites))
-    else:
-        tokens, step = [], _step(model, sites, measure)
-    shapes = [
-        (1, len(question.token_ids), *_inputs(model)[f"{_NAME}_{i}"]) for i in range(len(sites))
-    ]
-    zeros = [np.zeros(shape, "float32") for shape in shapes]
-    arguments = (zeros, arrays_in_place(model.variables), inputs, tokens)
-    if hosts.span(model):
-        parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
-        hosts.agree(model, "attribution", parts)
-    (value, captured), gradients = step(*arguments)
-    products = [
-        hosts.to_numpy(g) * np.asarray(hosts.to_numpy(x), "float32")
-        for g, x in zip(gradients, captured, strict=True)
-    ]
-    check_no_nan([value, *(p.sum() for p in products)], lm, "attribution")
-    summed = [p[0].reshape(len(question.token_ids), -1).sum(axis=-1) for p in products]
-    return Attribution(np.stack(summed), float(value), sites, question.labels)
+    read, tokens = _of(measure), []
+    is_known = isinstance(measure, TokenLogits)
+    if isinstance(measure, TokenLogits):  # other tokens compile nothing new
+        read, tokens = _of_tokens, measure.ids
+    got = take_gradients(
+        lm,
+        "attribution",
+        question,
+        bind_row(lm, controls, question, "attribution"),
+        (at,),
+        read,
+        tokens,
+        reused=is_known,
+    )
+    if by_head:
+        shapes = [x.shape[1:] for x in got.activations]
+        count_heads("attribution", dict(zip(got.sites, shapes, strict=True)))
+    products = [g * x for g, x in zip(got.gradients, got.activations, strict=True)]
+    check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution")
+    kept = 1 if by_head else 0
+    summed = [np.moveaxis(p, kept, 0).reshape(p.shape[kept], -1).sum(axis=-1) for p in products]
+    return Attribution(np.stack(summed), got.value, got.sites, question.labels, bool(by_head))
 
 
-def _step(model: EditedBackbone, sites: list[str], measure: Metric | None = None) -> Any:
-    """Return the compiled function that gives metric, activations and gradients.
+def _of_tokens(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
+    return TokenLogits(tokens)(next_token_logits(model, hidden_states))[0]
 
-    Without `measure`, the metric is that of the token ids which it is called with.
-    """
-    import jax
 
-    def run(nudges: list[Any], values: list[Any], inputs: Any, tokens: list[Any]) -> Any:
-        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
-        mapping = list(zip(model.variables, values, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            outputs = model(nudged)
-            logits = next_token_logits(model, outputs["hidden_states"])
-        captured = [outputs["captures"][f"{_NAME}/{site}"] for site in sites]
-        return _differentiable((measure or TokenLogits(tokens))(logits)[0]), captured
+def _of(measure: Metric) -> Read:
+    """Return what computes a metric of one's own, which must have gradients."""
 
-    return jax.jit(jax.value_and_grad(run, has_aux=True))
+    def read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
+        return _differentiable(measure(next_token_logits(model, hidden_states))[0])
+
+    return read
 
 
 def _differentiable(value: Any) -> Any:
@@ -142,29 +140,3 @@ def _differentiable(value: Any) -> Any:
             f"returns {value.dtype}. Return logits, or what is computed from them."
         )
     return value
-
-
-def _inputs(model: keras.Model) -> dict[str, tuple]:
-    return {t.name: tuple(t.shape[2:]) for t in model.inputs}
-
-
-@dataclass(frozen=True)
-class _Nudge(SiteRewrite):
-    """Add an input, zero by default, at each site: gradients are taken with respect to it."""
-
-    at: str
-
-    def visitor(self, surgery: Surgery) -> graph.CloneFn:
-        for i, place in enumerate(self.choose(surgery)):
-            if place.is_pattern:
-                raise SurgeryError(
-                    f"attribution at '{place.path}': expected sites with a value for each token. "
-                    "Received an attention pattern. Choose `head_outputs`, say."
-                )
-            shape = place.shape[2:]
-            surgery.control(f"{_NAME}_{i}", np.zeros((1, *shape), "float32"), (None, *shape))
-        return super().visitor(surgery)
-
-    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
-        nudge = surgery.inputs[f"{_NAME}_{surgery.index}"]
-        return keras.ops.add(x, keras.ops.cast(nudge, x.dtype))

@@ -13,12 +13,13 @@ from backbone_surgery.analysis.question import (
     Metric,
     check_no_nan,
     check_selector,
+    count_heads,
     head_of,
     make_metric,
     read_text,
 )
 from backbone_surgery.analysis.runs import Runs, batches
-from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count, check_flag
 from backbone_surgery.opening.predict import predict
@@ -133,7 +134,8 @@ def patch_grid(
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]
     check_no_nan(ends, lm, "patch_grid")
     activations, others = (runs.activations(values) for values in whole)
-    columns = _heads(runs) if by_head else len(ids[0])
+    shapes = dict(zip(runs.sites, runs.shapes, strict=True))
+    columns = count_heads("patch_grid", shapes) if by_head else len(ids[0])
     grid = np.full((len(runs.sites), columns), ends[1], "float32")
     axis = 1 if by_head else 0
     # Tokens before the first that differs have the same activations: there a patch does nothing.
@@ -151,18 +153,6 @@ def patch_grid(
     check_no_nan(grid, lm, "patch_grid")
     labels = texts[1].labels
     return PatchGrid(grid, float(ends[0]), float(ends[1]), runs.sites, labels, bool(by_head))
-
-
-def _heads(runs: Runs) -> int:
-    """Return how many heads each site has."""
-    shapes = {path: list(shape) for path, shape in zip(runs.sites, runs.shapes, strict=True)}
-    counts = {shape[0] if len(shape) > 1 else 0 for shape in shapes.values()}
-    if len(counts) > 1 or 0 in counts:
-        raise SurgeryError(
-            "patch_grid with by_head=True: expected sites of as many heads each, such as "
-            f"'blocks.*.head_outputs'. Received {shown(shapes)}. Select others by `at`."
-        )
-    return counts.pop()
 
 
 def _measured(lm: CachedCausalLM, measure: Metric, states: np.ndarray) -> np.ndarray:

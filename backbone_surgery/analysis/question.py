@@ -1,6 +1,6 @@
 """What every analysis asks: one text as labelled tokens, and a number from next-token logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +192,18 @@ def check_no_nan(values: Any, lm: CachedCausalLM, operation: str) -> None:
             f"{operation}: expected numbers. Received NaN, of a model that computes in "
             f"{lm.opened.compute_dtype}. {PAST_FLOAT16}"
         )
+
+
+def count_heads(operation: str, shapes: Mapping[str, Sequence[Any]]) -> int:
+    """Return how many heads each site has; `shapes` are of one token, by the site's path."""
+    shapes = {path: list(shape) for path, shape in shapes.items()}
+    counts = {shape[0] if len(shape) > 1 else 0 for shape in shapes.values()}
+    if len(counts) > 1 or 0 in counts:
+        raise SurgeryError(
+            f"{operation} with by_head=True: expected sites of as many heads each, such as "
+            f"'blocks.*.head_outputs'. Received {shown(shapes)}. Select others by `at`."
+        )
+    return counts.pop()
 
 
 def next_token_logits(model: EditedBackbone, hidden_states: Any) -> Any:

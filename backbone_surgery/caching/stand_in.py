@@ -12,16 +12,17 @@ class StandIn(keras.layers.Layer):
 
     Args:
         layer: the layer, built.
+        name: another name than that of the layer.
     """
 
     __new__ = graph.new_layer
 
-    def __init__(self, layer: keras.layers.Layer) -> None:
+    def __init__(self, layer: keras.layers.Layer, name: str | None = None) -> None:
         dtype = layer.dtype_policy
         if layer.quantization_mode is not None:  # as it was before: only the layer is quantised
             is_mixed = layer.variable_dtype != layer.compute_dtype
             dtype = f"mixed_{layer.compute_dtype}" if is_mixed else layer.compute_dtype
-        super().__init__(dtype=dtype, name=layer.name, autocast=layer.autocast)
+        super().__init__(dtype=dtype, name=name or layer.name, autocast=layer.autocast)
         self.layer = layer
         self.built = True
         self.supports_masking = layer.supports_masking

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.analysis.attribution import Attribution
+from backbone_surgery.analysis.direct import DirectLogitAttribution
 from backbone_surgery.analysis.logit_lens import LogitLens
 from backbone_surgery.analysis.patch_grid import PatchGrid
 from backbone_surgery.errors import SurgeryError, shown
@@ -19,14 +20,14 @@ _LOWEST = 4.0
 """Inches, so that the label of the colour bar has room."""
 
 
-def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
-    """Draw a grid of sites by tokens, or by heads: what `patch_grid` or `attribution` returned.
+def plot_grid(grid: PatchGrid | Attribution | DirectLogitAttribution, ax: Any = None) -> Any:
+    """Draw a grid of sites by tokens, or by heads.
 
     Of a patch grid, the share of the way from the corrupted to the clean text is drawn. Red is
     towards the clean text, or for the target; blue is against it.
 
     Args:
-        grid: the result.
+        grid: what `patch_grid`, `attribution` or `direct_logit_attribution` returned.
         ax: matplotlib axes to draw into; new ones by default.
 
     Returns:
@@ -37,18 +38,19 @@ def plot_grid(grid: PatchGrid | Attribution, ax: Any = None) -> Any:
     """
     if isinstance(grid, PatchGrid):
         values, label = grid.recovered, "share of the metric recovered"
-        columns = grid.columns
     elif isinstance(grid, Attribution):
         values, label = grid.values, "gradient times activation"
-        columns = grid.tokens
+    elif isinstance(grid, DirectLogitAttribution):
+        values, label = grid.values.reshape(len(grid.sites), -1), "added to the logit"
     else:
-        raise _unknown("plot_grid", "a `PatchGrid` or an `Attribution`", grid)
+        kinds = "a `PatchGrid`, an `Attribution` or a `DirectLogitAttribution`"
+        raise _unknown("plot_grid", kinds, grid)
     ax = _axes(ax, "plot_grid", values.shape, extra=1.2)
     limit = float(np.abs(values).max()) or 1.0
     image = ax.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     ax.figure.colorbar(image, ax=ax, label=label)
-    _label(ax, grid.sites, columns)
-    if isinstance(grid, PatchGrid) and grid.by_head:
+    _label(ax, grid.sites, grid.columns)
+    if grid.by_head:
         ax.set_xlabel("head", fontsize=8)
     return ax
 

@@ -198,6 +198,7 @@ def tools(folder):
     grid = bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6))
     arrays |= {"patch_grid": grid.values, "logit_lens": bs.logit_lens(lm, [1, 2, 3]).entropies}
     arrays["attribution"] = bs.attribution(lm, [1, 2, 3], target=7).values
+    arrays["direct"] = bs.direct_logit_attribution(lm, [1, 2, 3], 7, by_head=True).values
     arrays["weights"] = bs.weight_tree(lm)["blocks"]["1"]["self_attention"]["query"]["kernel"]
     bs.save_recipe(lm, folder / "edit.recipe")
     again = bs.CachedCausalLM(bs.load_recipe(folder / "edit.recipe", backbone))

@@ -1,0 +1,221 @@
+"""Direct logit attribution: what each layer itself writes towards a token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph
+from backbone_surgery.analysis.gradients import take_gradients
+from backbone_surgery.analysis.question import (
+    TokenLogits,
+    bind_row,
+    check_no_nan,
+    count_heads,
+    make_metric,
+    read_text,
+)
+from backbone_surgery.caching.stand_in import StandIn
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import check_flag
+from backbone_surgery.opening.logits import logits_of
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.open import sites
+from backbone_surgery.opening.predict import predict
+from backbone_surgery.opening.site import is_written
+from backbone_surgery.rewriting import Rewrite, Surgery
+
+_OPERATION = "direct_logit_attribution"
+_FAR = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class DirectLogitAttribution:
+    """What `direct_logit_attribution` returns.
+
+    Attributes:
+        values: float32[sites], what each site adds to the logit; float32[sites, heads] by head.
+        rest: what is left of the metric: biases of norms, what edits added to the stream, and by
+            head all that is no head's.
+        metric: the logit after the last token, or the difference of two, before any soft cap: the
+            sum of all `values` and `rest`.
+        sites: paths of the sites.
+        by_head: whether `values` are those of heads.
+    """
+
+    values: np.ndarray
+    rest: float
+    metric: float
+    sites: list[str]
+    by_head: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of the columns of `values`: the numbers of the heads, by head."""
+        return [*map(str, range(self.values.shape[1]))] if self.by_head else ["last token"]
+
+    def __repr__(self) -> str:
+        size = f"{len(self.sites)} sites" + self.by_head * f" x {len(self.columns)} heads"
+        return f"DirectLogitAttribution({size}; metric {self.metric:.4g}, rest {self.rest:.4g})"
+
+
+def direct_logit_attribution(
+    lm: CachedCausalLM,
+    text: Any,
+    target: Any,
+    controls: Mapping[str, Any] | None = None,
+    by_head: bool = False,
+) -> DirectLogitAttribution:
+    """Attribute the logit of the next token to what each layer writes to the residual stream.
+
+    The stream at the last token is a sum: of the embeddings, and of what attention and the MLP of
+    each block add. The final norm scales all of it by one number, which is held fast. So a logit
+    is a sum, too, of a share for each of them. What a layer does by way of later layers is not in
+    its share; `attribution` and `patch_grid` measure that.
+
+    Source: nostalgebraist 2020, and Elhage et al. 2021, "A mathematical framework for transformer
+    circuits". Norms after attention or the MLP, as in Gemma 2, are held fast likewise.
+
+    Args:
+        lm: the model, edited or not. Needs the JAX backend of Keras.
+        text: a string (without a preprocessor, token ids).
+        target: a token, for its logit, or a pair of tokens (right, wrong), for the difference.
+        controls: for the controls of `lm`'s own rewrites.
+        by_head: whether to attribute to each head of attention.
+
+    Returns:
+        A `DirectLogitAttribution`.
+
+    Raises:
+        SurgeryError: bad input, another backend, blocks of different numbers of heads, or the model
+            gives NaN or has a norm that is none.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> got = bs.direct_logit_attribution(lm, [1, 2, 3], target=(7, 8))
+        >>> got.sites[:3]
+        ['embeddings', 'blocks.0.attention_output', 'blocks.0.mlp_output']
+        >>> bs.direct_logit_attribution(lm, [1, 2, 3], 7, by_head=True).values.shape
+        (2, 2)
+    """
+    question = read_text(lm, text, _OPERATION)
+    check_flag(_OPERATION, "by_head", by_head)
+    measure = make_metric(lm, target, f"{_OPERATION} at 'target'")
+    if not isinstance(measure, TokenLogits):
+        raise SurgeryError(
+            f"{_OPERATION} at 'target': expected a token or a pair of tokens (right, wrong). "
+            f"Received {shown(target)}. Of other functions of logits take `attribution`."
+        )
+    bound = bind_row(lm, controls, question, _OPERATION)
+    at, heads = _leaves(list(sites(lm.opened)), by_head)
+    frozen = (FreezeNorms(),)
+    ids = measure.ids
+    got = take_gradients(lm, _OPERATION, question, bound, at, _read, ids, frozen, alone=True)
+    if np.isnan(got.value):
+        _refuse_nan(lm, {**question.inputs(), **bound})
+    products = {
+        site: g[-1] * x[-1]
+        for site, g, x in zip(got.sites, got.gradients, got.activations, strict=True)
+    }
+    wanted = {site: p for site, p in products.items() if not by_head or site in heads}
+    if by_head:
+        count_heads(_OPERATION, {site: p.shape for site, p in wanted.items()})
+    kept = int(by_head)
+    summed = [p.reshape(*p.shape[:kept], -1).sum(axis=-1) for p in wanted.values()]
+    values = np.stack(summed)
+    rest = got.value - float(values.sum(dtype="float64"))
+    return DirectLogitAttribution(values, rest, got.value, [*wanted], bool(by_head))
+
+
+def _refuse_nan(lm: CachedCausalLM, inputs: dict[str, Any]) -> None:
+    """Say why there is no number: the model gives none, or a `FrozenNorm` refuses its norm."""
+    outputs = predict(lm.opened, lm.opened.with_defaults(inputs))
+    check_no_nan(lm.opened.hidden_states(outputs), lm, _OPERATION)
+    raise SurgeryError(
+        f"{_OPERATION}: expected norms that scale a vector to one length, and nothing else. "
+        "Received a model with another kind of norm. Take `attribution`, or `patch_grid`."
+    )
+
+
+def _leaves(paths: list[str], by_head: bool) -> tuple[tuple[str, ...], set[str]]:
+    """Return the sites that write to the stream, heads for attention by head; and the heads."""
+    heads = {path for path in paths if by_head and path.endswith(".head_outputs")}
+    replaced = {path.replace("head_outputs", "attention_output") for path in heads}
+    chosen = [p for p in paths if p in heads or (is_written(p) and p not in replaced)]
+    if by_head and not heads:
+        raise SurgeryError(
+            f"{_OPERATION} with by_head=True: expected blocks with a site 'head_outputs'. Received "
+            f"{shown(paths)}. Leave `by_head` out."
+        )
+    return tuple(chosen), heads
+
+
+def _read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
+    """Return the logit of a token, or the difference of two, without the soft cap."""
+    import jax
+
+    last = hidden_states[:, -1]
+
+    def capped(states: Any) -> Any:
+        return ops.cast(TokenLogits(tokens)(logits_of(model.token_embedding, states))[0], "float32")
+
+    # At zero a soft cap has slope 1.
+    value, slope = jax.value_and_grad(capped)(ops.zeros_like(last))
+    return value + ops.sum(ops.cast(slope, "float32") * ops.cast(last, "float32"))
+
+
+@dataclass(frozen=True)
+class FreezeNorms(Rewrite):
+    """Give the norms of hidden states gradients as if they scaled by a constant."""
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Replace each norm of hidden states by a `FrozenNorm`."""
+
+        def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            is_layer = isinstance(layer, keras.layers.Layer)
+            is_norm = is_layer and "norm" in type(layer).__name__.lower()
+            if not is_norm or len(args) != 1 or len(args[0].shape) != 3:
+                return graph.KEEP
+            surgery.fired.append(layer.name)
+            frozen = surgery.once(
+                f"frozen_{id(layer)}", lambda: FrozenNorm(layer, f"frozen_{layer.name}")
+            )
+            return frozen(args[0])
+
+        return visit
+
+
+class FrozenNorm(StandIn):
+    """Compute what a norm computes, with the gradient of a product with a constant.
+
+    Args:
+        layer: the norm, built: x is scaled to one length, after its mean was taken out or not, then
+            multiplied by a number for each feature, and a bias may be added.
+    """
+
+    def call(self, inputs: Any) -> Any:
+        """Normalize the inputs, float[batch, time, features]."""
+        x, y = (ops.cast(t, "float32") for t in (inputs, self.layer(inputs)))
+        zeros = ops.zeros((1, 1, inputs.shape[-1]), inputs.dtype)
+        signs = ops.cast(1 - 2 * (np.arange(inputs.shape[-1]) % 2), inputs.dtype)[None, None]
+        bias, even, shifted = (
+            ops.cast(self.layer(t), "float32") for t in (zeros, signs, signs + 1)
+        )
+        # What takes the mean out does not see a shift.
+        is_centred = ops.max(ops.abs(shifted - even)) < _FAR * ops.max(ops.abs(even - bias))
+        signs = ops.cast(signs, "float32")
+        scale = (even - bias) / (signs - ops.where(is_centred, ops.mean(signs), 0.0))
+        x = x - ops.where(is_centred, ops.mean(x, axis=-1, keepdims=True), 0.0)
+        scaled = scale * x
+        whole = ops.sum(ops.square(scaled), axis=-1, keepdims=True)
+        length = ops.sum(scaled * (y - bias), axis=-1, keepdims=True) / ops.maximum(whole, 1e-30)
+        off = ops.sum(ops.square(y - bias - length * scaled), axis=-1, keepdims=True)
+        is_norm = off <= _FAR**2 * ops.sum(ops.square(y - bias), axis=-1, keepdims=True)
+        slope = ops.stop_gradient(ops.where(is_norm, length, float("nan")) * scale)
+        moved = slope * (x - ops.stop_gradient(x))
+        return ops.cast(ops.stop_gradient(y) + moved, self.compute_dtype)

@@ -1,0 +1,147 @@
+"""Gradients of a number that a model computes of a text, with respect to activations at sites."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from backbone_surgery import graph, hosts
+from backbone_surgery.analysis.question import Text, derived
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, lora_settings, made_once
+from backbone_surgery.opening.site import Place
+from backbone_surgery.rewriting import Capture, Rewrite, SiteRewrite, Surgery
+
+_NAME = "nudge"
+
+Read = Callable[[EditedBackbone, Any, Any], Any]
+"""Maps a model, its hidden states float[1, tokens, hidden_dim] and token ids to a number."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What stands at sites, and the gradients of a number with respect to it.
+
+    Attributes:
+        value: the number.
+        sites: paths of the sites.
+        activations: for each of them float32[tokens, ...].
+        gradients: likewise.
+    """
+
+    value: float
+    sites: list[str]
+    activations: list[np.ndarray]
+    gradients: list[np.ndarray]
+
+
+def take_gradients(
+    lm: CachedCausalLM,
+    operation: str,
+    question: Text,
+    bound: Mapping[str, np.ndarray],
+    at: tuple[str, ...],
+    read: Read,
+    tokens: Any,
+    rewrites: tuple[Rewrite, ...] = (),
+    alone: bool = False,
+    reused: bool = True,
+) -> Gradients:
+    """Run a text forward and backward.
+
+    Args:
+        lm: the model. Needs the JAX backend of Keras.
+        operation: what asks, for errors.
+        question: the text.
+        bound: the inputs of the model's own controls.
+        at: selectors of the sites.
+        read: the number.
+        tokens: token ids, which are handed to `read`: others compile nothing new.
+        rewrites: what is done to the model first.
+        alone: whether each site is taken as if it did not depend on the others.
+        reused: whether `read` is the same function each time, so that its program is kept.
+
+    Raises:
+        SurgeryError: another backend, or a pattern among the sites.
+    """
+    if keras.config.backend() != "jax":
+        raise SurgeryError(
+            f"{operation}: expected the JAX backend of Keras. Received "
+            f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
+        )
+    nudge = Nudge(at, operation, alone)
+    model = derived(lm, *rewrites, Capture(at=at, name=_NAME), nudge)
+    sites = list(model.report[-1].sites)
+    key = operation, lora_settings(model)
+    make = partial(_step, model, sites, read)
+    step = made_once(model, key, make) if reused else make()
+    shapes = {t.name: tuple(t.shape[2:]) for t in model.inputs}
+    zeros = [
+        np.zeros((1, len(question.token_ids), *shapes[f"{_NAME}_{i}"]), "float32")
+        for i in range(len(sites))
+    ]
+    inputs = {**question.inputs(), **bound}
+    arguments = (zeros, arrays_in_place(model.variables), inputs, tokens)
+    if hosts.span(model):
+        parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
+        hosts.agree(model, operation, parts)
+    (value, captured), gradients = step(*arguments)
+    return Gradients(float(value), sites, _rows(captured), _rows(gradients))
+
+
+def _rows(arrays: list[Any]) -> list[np.ndarray]:
+    return [np.asarray(hosts.to_numpy(array)[0], "float32") for array in arrays]
+
+
+def _step(model: EditedBackbone, sites: list[str], read: Read) -> Any:
+    """Return the compiled function that gives a number, activations and gradients."""
+    import jax
+
+    def run(nudges: list[Any], values: list[Any], inputs: Any, tokens: Any) -> Any:
+        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
+        mapping = list(zip(model.variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            outputs = model(nudged)
+            value = read(model, outputs["hidden_states"], tokens)
+        return value, [outputs["captures"][f"{_NAME}/{site}"] for site in sites]
+
+    return jax.jit(jax.value_and_grad(run, has_aux=True))
+
+
+@dataclass(frozen=True)
+class Nudge(SiteRewrite):
+    """Add an input, zero by default, at each site: gradients are taken with respect to it."""
+
+    at: tuple[str, ...]  # type: ignore[assignment]
+    operation: str
+    alone: bool
+
+    def choose(self, surgery: Surgery) -> list[Place]:
+        """Return the sites that any of the selectors picks; refuse patterns."""
+        paths = {place.path for selector in self.at for place in surgery.select(selector)}
+        chosen = [place for place in surgery.places if place.path in paths]
+        for place in chosen:
+            if place.is_pattern:
+                raise SurgeryError(
+                    f"{self.operation} at '{place.path}': expected sites with a value for each "
+                    "token. Received an attention pattern. Choose `head_outputs`, say."
+                )
+        return chosen
+
+    def visitor(self, surgery: Surgery) -> graph.CloneFn:
+        """Declare the inputs, then visit the sites."""
+        for i, place in enumerate(self.choose(surgery)):
+            shape = place.shape[2:]
+            surgery.control(f"{_NAME}_{i}", np.zeros((1, *shape), "float32"), (None, *shape))
+        return super().visitor(surgery)
+
+    def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Add the input."""
+        nudge = surgery.inputs[f"{_NAME}_{surgery.index}"]
+        x = ops.stop_gradient(x) if self.alone else x
+        return ops.add(x, ops.cast(nudge, x.dtype))
