@@ -63,6 +63,7 @@ def attribution(
     at: str = "blocks.*",
     controls: Mapping[str, Any] | None = None,
     by_head: bool = False,
+    prompt_length: int | None = None,
 ) -> Attribution:
     """Attribute the next-token prediction to the activations at each site and token.
 
@@ -77,6 +78,8 @@ def attribution(
         controls: for the controls of `lm`'s own rewrites.
         by_head: whether to sum over all tokens, and not over the heads of sites such as
             `blocks.*.head_outputs`.
+        prompt_length: how many tokens of the text are its prompt, for edits of generated tokens;
+            all by default.
 
     Returns:
         An `Attribution`, with `values` float32[sites, tokens], or float32[sites, heads].
@@ -103,7 +106,7 @@ def attribution(
         lm,
         "attribution",
         question,
-        bind_row(lm, controls, question, "attribution"),
+        bind_row(lm, controls, question, "attribution", prompt_length),
         (at,),
         read,
         tokens,

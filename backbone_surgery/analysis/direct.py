@@ -69,6 +69,7 @@ def direct_logit_attribution(
     target: Any,
     controls: Mapping[str, Any] | None = None,
     by_head: bool = False,
+    prompt_length: int | None = None,
 ) -> DirectLogitAttribution:
     """Attribute the logit of the next token to what each layer writes to the residual stream.
 
@@ -86,6 +87,8 @@ def direct_logit_attribution(
         target: a token, for its logit, or a pair of tokens (right, wrong), for the difference.
         controls: for the controls of `lm`'s own rewrites.
         by_head: whether to attribute to each head of attention.
+        prompt_length: how many tokens of the text are its prompt, for edits of generated tokens;
+            all by default.
 
     Returns:
         A `DirectLogitAttribution`.
@@ -111,7 +114,7 @@ def direct_logit_attribution(
             f"{_OPERATION} at 'target': expected a token or a pair of tokens (right, wrong). "
             f"Received {shown(target)}. Of other functions of logits take `attribution`."
         )
-    bound = bind_row(lm, controls, question, _OPERATION)
+    bound = bind_row(lm, controls, question, _OPERATION, prompt_length)
     at, heads = _leaves(list(sites(lm.opened)), by_head)
     frozen = (FreezeNorms(),)
     ids = measure.ids

@@ -56,6 +56,7 @@ def logit_lens(
     text: Any,
     at: str = "blocks.*",
     controls: Mapping[str, Any] | None = None,
+    prompt_length: int | None = None,
 ) -> LogitLens:
     """Read the residual stream after each block by the final norm and the output embedding.
 
@@ -67,6 +68,8 @@ def logit_lens(
         at: selector of sites of the residual stream: `embeddings`, whole blocks, or their
             `residual_mid`.
         controls: for the controls of `lm`'s own rewrites.
+        prompt_length: how many tokens of the text are its prompt, for edits of generated tokens;
+            all by default.
 
     Returns:
         A `LogitLens`, with arrays [sites, tokens].
@@ -92,7 +95,7 @@ def logit_lens(
                 "`at='blocks.*'`."
             )
     reader = made_once(lm.opened, "reader", lambda: _reader(lm.opened))
-    bound = bind_row(lm, controls, question, "logit_lens")
+    bound = bind_row(lm, controls, question, "logit_lens", prompt_length)
     inputs = lm.opened.with_defaults({**question.inputs(), **bound})
     captured = predict(capturing, inputs)["captures"]
     streams = [captured[f"{_NAME}/{site}"] for site in sites]

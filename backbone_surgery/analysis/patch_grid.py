@@ -80,6 +80,7 @@ def patch_grid(
     controls: Mapping[str, Any] | None = None,
     batch_size: int = 32,
     by_head: bool = False,
+    prompt_length: int | None = None,
 ) -> PatchGrid:
     """Patch every site and token of one text with the activation of another, one at a time.
 
@@ -103,6 +104,8 @@ def patch_grid(
         controls: for the controls of `lm`'s own rewrites.
         batch_size: how many cells to run at once, at most.
         by_head: whether to patch head by head, at sites such as `blocks.*.head_outputs`.
+        prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
+            all by default.
 
     Returns:
         A `PatchGrid`, with `values` float[sites, tokens], or float[sites, heads].
@@ -129,7 +132,7 @@ def patch_grid(
             f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
         )
     measure = make_metric(lm, metric, "patch_grid at 'metric'")
-    runs = Runs(lm, at, texts[0], controls)
+    runs = Runs(lm, at, texts[0], controls, prompt_length)
     whole = [runs.whole(text) for text in texts]
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]
     check_no_nan(ends, lm, "patch_grid")

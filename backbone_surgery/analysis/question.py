@@ -179,10 +179,21 @@ def _head_of(opened: EditedBackbone) -> keras.Model:
 
 
 def bind_row(
-    lm: CachedCausalLM, controls: Any, text: Text, operation: str
+    lm: CachedCausalLM, controls: Any, text: Text, operation: str, prompt_length: Any
 ) -> dict[str, np.ndarray]:
-    """Bind the model's own controls for one row, that of a text."""
-    return bind_controls(lm.opened, controls, np.array([len(text.token_ids)]), operation)
+    """Bind the model's own controls for one row, that of a text.
+
+    `prompt_length` says how many of its tokens are its prompt; `None` means all.
+    """
+    length = len(text.token_ids)
+    if prompt_length is not None and not (is_int(prompt_length) and 0 <= prompt_length <= length):
+        raise SurgeryError(
+            f"{operation} at 'prompt_length': expected an int from 0 to {length}, as many tokens "
+            f"as the text has. Received {shown(prompt_length)}. Leave it out where all are a "
+            "prompt."
+        )
+    prompt = np.array([length if prompt_length is None else prompt_length], np.int32)
+    return bind_controls(lm.opened, controls, prompt, operation, np.array([length]))
 
 
 def check_no_nan(values: Any, lm: CachedCausalLM, operation: str) -> None:

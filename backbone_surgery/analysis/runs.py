@@ -68,15 +68,18 @@ class Runs:
         at: site selector.
         text: one of the texts, for its length.
         controls: for the controls of the model's own rewrites.
+        prompt_length: how many tokens are the prompt.
 
     Attributes:
         sites: paths of the sites.
         shapes: what stands at each of them for one token.
     """
 
-    def __init__(self, lm: CachedCausalLM, at: str, text: Text, controls: Any) -> None:
+    def __init__(
+        self, lm: CachedCausalLM, at: str, text: Text, controls: Any, prompt_length: Any
+    ) -> None:
         self.length = len(text.token_ids)
-        self.controls = bind_row(lm, controls, text, "patch_grid")
+        self.controls = bind_row(lm, controls, text, "patch_grid", prompt_length)
         cut = derived(lm, CutAt(at))
         self.sites = list(cut.report[-1].sites)
         shapes = {place.path: place.shape[2:] for place in places(cut)}

@@ -21,6 +21,7 @@ from backbone_surgery.errors import (
     shown,
 )
 from backbone_surgery.numbers import fits, is_int, read_as
+from backbone_surgery.opening.layers import is_unknown
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.predict import predict
@@ -30,6 +31,8 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 2e-2}
 _SPARE = 3
 """Slots of a cache that hold no token."""
 _BATCH = 3
+_SOME_TOKENS = np.array([3, 12, 12], np.int32)
+"""A range of tokens for what counts from the end of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,9 @@ def _rows(opened: EditedBackbone, controls: Any) -> dict[str, np.ndarray]:
                 f"Received {shown(value)}. Pass such an array."
             )
         rows[name] = np.repeat(array[None], _BATCH, 0)
+    for name, default in opened.defaults.items():
+        if name not in rows and is_unknown(default):
+            rows[name] = np.repeat(_SOME_TOKENS[None], _BATCH, 0)
     return rows
 
 

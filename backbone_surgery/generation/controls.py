@@ -20,6 +20,7 @@ def bind_controls(
     controls: Mapping[str, Any] | None,
     prompt_lengths: np.ndarray,
     operation: str = "generate",
+    lengths: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Return an array `[batch, ...]` for each input of the graph that is a control.
 
@@ -31,10 +32,12 @@ def bind_controls(
         controls: `{name: value}`; a control that is left out takes its default.
         prompt_lengths: int[batch].
         operation: whose controls they are, for errors.
+        lengths: int[batch], how many tokens of each row are run at most, if that is known.
     """
     inputs, by_hand = model.control_inputs, model.inputs_by_hand
     shapes = {name: t.shape[1:] for name, t in inputs.items()}
-    rows = Rows(np.asarray(prompt_lengths), (), shapes, model.defaults, model.max_positions)
+    known = np.asarray(prompt_lengths), (), shapes, model.defaults, model.max_positions
+    rows = Rows(*known, lengths)
     fired = {id(f.rewrite): f.sites for f in model.report}
     rewrites = by_control(model.rewrites)
     values = check_names(operation, controls, [*rewrites, *by_hand])

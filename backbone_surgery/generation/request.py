@@ -119,11 +119,12 @@ def read_request(
     texts, sequences = resolve_stop_sequences(
         stop_sequences, preprocessor, vocabulary_size, operation
     )
+    run = prompts.lengths + np.maximum(limits.budget - 1, 0)  # the last new token is not run
     batch = Batch(
         rows=prompts.rows,
         budget=limits.budget,
         seeds=resolve_seeds(seed, len(prompts.rows), lm.sampler, operation),
-        controls=bind_controls(lm.opened, controls, prompts.lengths, operation),
+        controls=bind_controls(lm.opened, controls, prompts.lengths, operation, run),
         stops=Stops(stop_ids, texts, sequences, preprocessor),
         captures=captures,
     )

@@ -17,6 +17,7 @@ from backbone_surgery.generation.controls import (
     read_inputs,
 )
 from backbone_surgery.numbers import read_int32, read_mask
+from backbone_surgery.opening.layers import is_unknown
 from backbone_surgery.opening.logits import logits_of
 from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, made_once
 from backbone_surgery.opening.site import BLOCK, Identity, Site
@@ -77,9 +78,10 @@ def score(
     tensors = model.control_inputs
     by_name, by_input = _split(lm.opened, tensors, controls)
     values = read_inputs("score", tensors, by_input, ids.shape[0])
-    if prompt_lengths is not None or by_name:
-        lengths = _prompt_lengths(prompt_lengths, padding_mask, *ids.shape)
-        values = {**_bound(lm.opened, by_name, lengths), **values}
+    from_end = any(map(is_unknown, lm.opened.defaults.values()))
+    if prompt_lengths is not None or by_name or from_end:
+        counts = _prompt_lengths(prompt_lengths, padding_mask, *ids.shape)
+        values = {**_bound(lm.opened, by_name, *counts), **values}
     with setting({_intercept: layer_intercept_fn}):
         hidden_states = model({**values, "token_ids": ids, "padding_mask": mask})
     logits = logits_of(head, hidden_states)
@@ -165,8 +167,13 @@ def _read_ids(name: str, value: Any, count: int, like: Any = None) -> Any:
     return ids
 
 
-def _prompt_lengths(value: Any, padding_mask: Any, batch: int, time: int) -> np.ndarray:
-    """Read how many tokens of each row are its prompt, by default all of them: int32[batch]."""
+def _prompt_lengths(
+    value: Any, padding_mask: Any, batch: int, time: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Read how many tokens of each row are its prompt, by default all of them: int32[batch].
+
+    And how many it has, if `padding_mask` tells.
+    """
     mask = None if padding_mask is None else read_mask(padding_mask)
     if value is None and mask is None and padding_mask is not None:
         raise SurgeryError(
@@ -174,8 +181,9 @@ def _prompt_lengths(value: Any, padding_mask: Any, batch: int, time: int) -> np.
             "`padding_mask`, which would tell. Received None. Pass how many tokens prompts have."
         )
     tokens = np.full(batch, time) if mask is None else mask.sum(axis=1)
+    known = tokens if padding_mask is None or mask is not None else None
     if value is None:
-        return tokens
+        return tokens, known
     lengths = read_int32(value, 0)
     if lengths is None or lengths.shape not in ((), (batch,)) or (lengths > tokens).any():
         raise SurgeryError(
@@ -183,7 +191,7 @@ def _prompt_lengths(value: Any, padding_mask: Any, batch: int, time: int) -> np.
             f"most as many tokens as the rows have: {shown(tokens.tolist())}. Received "
             f"{shown(value)}. Pass how many tokens the prompts have."
         )
-    return np.broadcast_to(lengths, batch)
+    return np.broadcast_to(lengths, batch), known
 
 
 def _split(
@@ -200,10 +208,11 @@ def _bound(
     opened: EditedBackbone,
     controls: Mapping[str, Any],
     prompt_lengths: np.ndarray,
+    lengths: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
     """Return controls and the defaults of the others, as generation binds them to prompts."""
-    others = dict.fromkeys(opened.inputs_by_hand, 0)
-    bound = bind_controls(opened, {**others, **controls}, prompt_lengths, "score")
+    controls = {**dict.fromkeys(opened.inputs_by_hand, 0), **controls}
+    bound = bind_controls(opened, controls, prompt_lengths, "score", lengths)
     return {name: array for name, array in bound.items() if name in opened.defaults}
 
 

@@ -5,6 +5,7 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
+from backbone_surgery.errors import SurgeryError
 
 
 class DirectLayer(keras.layers.Layer):
@@ -72,6 +73,15 @@ class ChunkMask(keras.layers.Layer):
         return keras.KerasTensor(token_ids.shape, "int32")
 
 
+UNKNOWN = np.int32(np.iinfo(np.int32).min)
+"""Fills the default of a control that a call of the model must be given: nothing else means it."""
+
+
+def is_unknown(default: np.ndarray) -> bool:
+    """Tell whether a control has no default that a call of the model could use."""
+    return default.dtype == UNKNOWN.dtype and default.size > 0 and bool((default == UNKNOWN).all())
+
+
 class RowConstant(keras.layers.Layer):
     """Give every row the same constant: how a control takes its default inside a training graph.
 
@@ -90,6 +100,14 @@ class RowConstant(keras.layers.Layer):
         self.value = np.asarray(value)
 
     def call(self, token_ids):
+        if is_unknown(self.value):
+            name = self.name.removeprefix("default_")
+            raise SurgeryError(
+                f"call of a model at input '{name}': expected a value, since it counts tokens from "
+                "the end of a prompt, and a call does not know where that is. Received none. Use "
+                "`generate` or `score`, or pass int32[batch, 3]: the first position, the one after "
+                "the last, and the length of the prompt."
+            )
         value = ops.convert_to_tensor(self.value, dtype=self.value.dtype.name)
         return ops.broadcast_to(value[None], (ops.shape(token_ids)[0], *self.value.shape))
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int, read_finite, read_number
+from backbone_surgery.opening.layers import UNKNOWN
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.directions import check_directions
 
@@ -105,9 +106,7 @@ class Control:
             for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
             steered; blocks that the rewrite does not steer are an error.
         tokens: as of `Steer`, for all rows, or a list of one for each row. A list of two integers,
-            such as `[0, 12]`, is one range for all rows. Negative positions count from the end of
-            the prompt: `(-1, None)` are its last token and all that follow. `"last"` is that token
-            alone.
+            such as `[0, 12]`, is one range for all rows.
         threshold: of a `Condition` alone: a number, or one for each row.
 
     Raises:
@@ -132,7 +131,7 @@ class Control:
             check_directions(self.directions, "Control")
         if self.tokens is not None:
             for tokens in _listed(self.tokens, 1):
-                read_tokens(tokens, "Control", of_a_call=True)
+                read_tokens(tokens, "Control")
         if self.threshold is not None:
             read_thresholds(self.threshold, "Control")
 
@@ -158,49 +157,51 @@ def read_thresholds(value: Any, where: str) -> np.ndarray:
     return array
 
 
-def read_tokens(tokens: Any, where: str, of_a_call: bool = False) -> Tokens:
+def read_tokens(tokens: Any, where: str) -> Tokens:
     """Read which tokens to act on: a word, or a range of positions as a tuple.
 
     Args:
-        tokens: `"all"`, `"prompt"`, `"generated"`, or `(start, stop)`, where `None` is open; a
-            list or an array of two is taken as the tuple is.
+        tokens: `"all"`, `"prompt"`, `"generated"`, `"last"`, or `(start, stop)`, where `None` is
+            open, and negative positions count from the end of the prompt; a list or an array of two
+            is taken as the tuple is.
         where: for the error.
-        of_a_call: whether the prompts are known. Then `"last"` is one of the words, and negative
-            positions count from the end of the prompt.
     """
-    if isinstance(tokens, str) and tokens in _ranges(0) and (of_a_call or tokens != "last"):
+    if isinstance(tokens, str) and tokens in _ranges(0):
         return tokens
     if _is_pair(tokens):
         start, stop = (None if x is None else int(x) for x in tokens)
         first, after = start or 0, LAST if stop is None else stop
-        least = -LAST if of_a_call else 0
         is_ordered = first < after if after > 0 else first < after < 0 or after < 0 <= first
-        if least <= min(first, after) and max(first, after) <= LAST and is_ordered:
+        if -LAST <= min(first, after) and max(first, after) <= LAST and is_ordered:
             return start, stop
-    if of_a_call:
-        expected = f"'generated', 'last' or (start, stop) with {-LAST} <= start < stop <= {LAST}"
-        hint = ""
-    else:
-        expected = f"'generated' or (start, stop) with 0 <= start < stop <= {LAST}"
-        hint = "; what counts from the end of a prompt is for a call, in its `controls`"
     raise SurgeryError(
-        f"{where}: expected tokens 'all', 'prompt', {expected}. Received {shown(tokens)}. Choose "
-        f"one of them{hint}."
+        f"{where}: expected tokens 'all', 'prompt', 'generated', 'last' or (start, stop) with "
+        f"{-LAST} <= start < stop <= {LAST}. Received {shown(tokens)}. Choose one of them."
     )
+
+
+def _is_from_end(tokens: Tokens) -> bool:
+    """Tell whether a choice of tokens depends on where the prompt ends, and on nothing else."""
+    return tokens == "last" or any(isinstance(x, int) and x < 0 for x in tokens)
 
 
 def check_trained_tokens(tokens: Tokens, where: str) -> None:
     """Refuse tokens that are in no pass of `fit`, for what has yet to learn."""
-    if tokens == "generated":
+    if tokens == "generated" or _is_from_end(tokens):
         raise SurgeryError(
-            f"{where}: expected tokens that `fit` runs. Received 'generated': in training all "
-            "tokens count as the prompt, so nothing would be learned. Train with tokens='all', and "
-            "pass `Control(tokens='generated')` to `generate`."
+            f"{where}: expected tokens that `fit` knows. Received {tokens!r}: in training all "
+            "tokens count as the prompt. Train with tokens='all', and pass "
+            f"`Control(tokens={tokens!r})` to `generate`."
         )
 
 
 def default_tokens(tokens: Tokens) -> np.ndarray:
-    """Return a row of `token_rows` for a run of the graph alone, where all tokens are a prompt."""
+    """Return a row of `token_rows` for a run of the graph alone, where all tokens are a prompt.
+
+    Where the prompt ends is not known there.
+    """
+    if _is_from_end(tokens):
+        return np.full(3, UNKNOWN)
     return np.array([*_range(tokens, LAST), LAST], np.int32)
 
 
@@ -213,7 +214,7 @@ def token_rows(tokens: Any, prompt_lengths: np.ndarray, where: str) -> np.ndarra
             f"{where}: expected tokens for {len(lengths)} rows. Received {len(listed)}. Pass one "
             "choice for all rows, or a list of one for each."
         )
-    choices = [read_tokens(tokens, where, of_a_call=True) for tokens in listed]
+    choices = [read_tokens(tokens, where) for tokens in listed]
     rows = [(*_range(t, n), n) for t, n in zip(choices, lengths, strict=True)]
     return np.array(rows, np.int32)
 

@@ -44,8 +44,7 @@ class Knockout(ControlledRewrite):
     * a number or float[batch]: 1 cuts the edges of the heads named here, 0 leaves them;
     * float[batch, sites, heads], or float[sites, heads] for all rows: the same for each head;
     * `{"heads": ..., "queries": ..., "keys": ...}`: one of these as `heads`, 1 if left out, and
-      tokens as a `Control` takes them, for all rows or a list of one for each: `"last"` and
-      negative positions count from the end of the prompt.
+      tokens as a `Control` takes them, for all rows or a list of one for each.
 
     Source: attention knockout, Geva et al. 2023, arXiv:2304.14767.
 

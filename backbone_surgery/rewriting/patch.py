@@ -154,7 +154,22 @@ def _read_positions(value: Any, rows: Rows, where: str) -> np.ndarray:
             f"from 0 to {most - 1} or -1 for none, each once in a row. Received {shown(value)}. "
             "Count tokens from the first of the row."
         )
-    return np.broadcast_to(array, (batch, sites, array.shape[-1]))
+    array = np.broadcast_to(array, (batch, sites, array.shape[-1]))
+    if rows.lengths is not None:
+        _check_within(array, rows.lengths, where)
+    return array
+
+
+def _check_within(positions: np.ndarray, lengths: np.ndarray, where: str) -> None:
+    """Refuse positions of tokens that are not run: nothing would be patched there."""
+    last = positions.max(axis=(1, 2))
+    row = int((last - lengths).argmax())
+    if last[row] >= lengths[row]:
+        raise SurgeryError(
+            f"{where}: expected positions of tokens that are run, {lengths[row]} in row {row}, the "
+            f"last one at {lengths[row] - 1}. Received {last[row]}. Pass -1 where a row is not "
+            "patched."
+        )
 
 
 def _repeats(positions: np.ndarray) -> bool:

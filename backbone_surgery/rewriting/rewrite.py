@@ -25,6 +25,7 @@ class Rows:
         shapes: `{input name: shape of one row}` of the graph.
         defaults: `{input name: default of one row}` of the graph.
         max_positions: how many positions the model has learned, if it is limited.
+        lengths: int[batch], how many tokens of each row the model runs at most, if that is known.
     """
 
     prompt_lengths: np.ndarray
@@ -32,6 +33,7 @@ class Rows:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     defaults: Mapping[str, np.ndarray] = field(default_factory=dict)
     max_positions: int | None = None
+    lengths: np.ndarray | None = None
 
     @property
     def batch(self) -> int:

@@ -42,9 +42,12 @@ class Steer(ControlledRewrite):
         vector: a `ControlVector`, or `{block: float[hidden_dim]}`. A direction for a block that is
             not among the sites of `at` is an error.
         at: site selector; the sites with a direction are steered.
-        tokens: which tokens: `"all"`, `"prompt"`, `"generated"`, or positions `(start, stop)`
-            counted from the first token of the row. In one pass over a text, as in `fit`, in a call
-            of the model and in `score` without `prompt_lengths`, all tokens count as the prompt.
+        tokens: which tokens: `"all"`, `"prompt"`, `"generated"`, `"last"`, which is the last token
+            of the prompt, or positions `(start, stop)`. These count from the first token of the
+            row, and negative ones from the end of the prompt: `(-1, None)` are its last token and
+            all that follow. In one pass over a text, as in an analysis and in `score` without
+            `prompt_lengths`, all tokens count as the prompt. `fit` and a call of the model do not
+            know where a row ends: what counts from there is refused.
         mode: `"add"` gives h + s·v, `"ablate"` gives h - s·v̂(v̂·h) with v̂ of unit norm.
         renormalize: whether to scale the result back to the norm of h, computed in float32.
         strength: the default of the control, one number.

@@ -333,3 +333,21 @@ def test_figures(tmp_path):
 def test_errors(plain, call, words):
     with pytest.raises(bs.SurgeryError, match=words):
         call(plain)
+
+
+def test_edits_of_generated_tokens_are_analysed_with_a_prompt_length(rng):
+    """By default all tokens are a prompt, so that such an edit does nothing."""
+    steer = bs.Steer("mood", {0: rng.normal(size=32)}, tokens="generated", strength=3.0)
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [steer]))
+    ids = np.array([CLEAN])
+    wanted = np.asarray(lm.score(ids, prompt_lengths=3))[0]
+    assert relative(np.asarray(lm.score(ids))[0], wanted) > 0.01
+    given = {"prompt_length": 3}
+    assert abs(bs.patch_grid(lm, CLEAN, CORRUPTED, 7, **given).clean - wanted[-1, 7]) <= 1e-4
+    assert abs(bs.attribution(lm, CLEAN, 7, **given).metric - wanted[-1, 7]) <= 1e-4
+    assert abs(bs.direct_logit_attribution(lm, CLEAN, 7, **given).metric - wanted[-1, 7]) <= 1e-4
+    lens = bs.logit_lens(lm, CLEAN, **given)
+    assert np.array_equal(lens.token_ids[-1], wanted.argmax(-1))
+    for wrong in (6, -1, 1.5, True, "all"):
+        with pytest.raises(bs.SurgeryError, match="'prompt_length': expected an int from 0 to 5"):
+            bs.logit_lens(lm, CLEAN, prompt_length=wrong)

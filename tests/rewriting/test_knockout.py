@@ -176,7 +176,7 @@ def test_one_that_is_off_until_a_call_says_so(rng):
         (lambda: bs.Knockout("a", heads=[4]), r"expected heads from 0 to 3. Received \[4\]"),
         (lambda: bs.Knockout("a", heads=[-1]), "`heads` to be a head, counted from 0"),
         (lambda: bs.Knockout("a", at="blocks.*.query"), r"Received \['blocks.0.query"),
-        (lambda: bs.Knockout("a", queries="last"), "`queries`: expected tokens 'all'"),
+        (lambda: bs.Knockout("a", queries="later"), "`queries`: expected tokens 'all'"),
         (lambda: bs.Knockout("a", keys=(3, 3)), "`keys`: expected tokens 'all'"),
     ],
 )

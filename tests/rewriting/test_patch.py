@@ -177,3 +177,28 @@ def test_errors(rng):
         with pytest.raises(bs.SurgeryError, match=f"'patch'.*{words}"):
             lm.generate(ragged(rng, (3,), 3), controls={"patch": patch}, stop_token_ids=None)
     assert lm.programs.compilations == {"prefill": 0, "decode": 0}
+
+
+def test_positions_that_a_text_does_not_have_are_refused(rng):
+    """They would patch nothing. The last new token is chosen, and not run."""
+    lm = bs.CachedCausalLM(bs.operate(make_deep_gpt2(), [bs.Patch("blocks.0")]))
+    lm.compile(sampler="greedy")
+    value = rng.normal(size=(1, 32)).astype("float32")
+    ids = np.array([[3, 4, 5, 6, 7]])
+
+    def patch(*positions):
+        return {"patch": {"positions": [[p] for p in positions], "values": value}}
+
+    assert not np.array_equal(lm.score(ids, controls=patch(4)), lm.score(ids))
+    with pytest.raises(bs.SurgeryError, match=r"run, 5 in row 0, the last one at 4. Received 5"):
+        lm.score(ids, controls=patch(5))
+    with pytest.raises(bs.SurgeryError, match="Received 5"):
+        bs.logit_lens(lm, [3, 4, 5, 6, 7], controls=patch(5))
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    prompts = {"token_ids": np.repeat(ids, 2, 0), "padding_mask": mask}
+    options = {"max_new_tokens": 3, "stop_token_ids": None}
+    lm.generate(prompts, controls=patch(4, 6), **options)
+    with pytest.raises(bs.SurgeryError, match=r"5 in row 0, the last one at 4. Received 5. Pass"):
+        lm.generate(prompts, controls=patch(5, 6), **options)
+    with pytest.raises(bs.SurgeryError, match=r"7 in row 1, the last one at 6. Received 7"):
+        lm.generate(prompts, controls=patch(-1, 7), **options)
