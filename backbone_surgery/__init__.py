@@ -79,6 +79,7 @@ from backbone_surgery.serving.scheduler import EngineStats, QueueFullError
 from backbone_surgery.serving.serve import serve
 from backbone_surgery.tuning import Trial, Tuning, tune
 from backbone_surgery.vectors import ControlVector, contrast_pairs, score_detection
+from backbone_surgery.vectors.finding import FoundCondition, find_condition
 from backbone_surgery.version import __version__
 from backbone_surgery.weights.merge import merge
 from backbone_surgery.weights.report import TransferReport
@@ -103,6 +104,7 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "Family",
+    "FoundCondition",
     "GeneratedActivations",
     "Insert",
     "Knockout",
@@ -148,6 +150,7 @@ __all__ = [
     "contrast_pairs",
     "direct_logit_attribution",
     "emit",
+    "find_condition",
     "generate_dataset",
     "harvest",
     "layout_map",

@@ -30,6 +30,10 @@ from backbone_surgery.vectors.prefixes import plan_runs
 _ASKED = "measured_asked"
 
 
+_Kinds = tuple[tuple[str, int], ...]
+"""Dtypes and ranks of what a measuring layer is given."""
+
+
 class TokenStates(keras.layers.Layer):
     """Take some tokens of each row.
 
@@ -138,7 +142,7 @@ def measure(
     *,
     at: str = "blocks.*",
     tokens: np.ndarray | None = None,
-    asked: np.ndarray | None = None,
+    asked: tuple[np.ndarray, ...] = (),
     batch_size: int = 32,
     controls: Mapping[str, Any] | None = None,
     verbose: int = 0,
@@ -155,7 +159,8 @@ def measure(
         operation: for errors.
         at: site selector.
         tokens: int32[rows], a position in each row, for `TokenStates`.
-        asked: what the layer takes with each row in place of tokens: any array.
+        asked: what the layer takes in place of tokens: arrays with a row for each text, or with one
+            row for all.
         batch_size: how many rows to run at once.
         controls: as of `generate`.
         verbose: 1 shows a progress bar.
@@ -166,11 +171,14 @@ def measure(
     lengths = Prompts(rows).lengths
     bound = bind_controls(lm.opened, controls, lengths, operation)
     runs = plan_runs(rows, tokens, bound)
-    each = runs.tokens if asked is None else np.broadcast_to(asked, (len(rows), *asked.shape))
-    model = _measuring(lm.opened, at, layer, each.dtype.name, each.ndim)
+    each = asked or (runs.tokens,)
+    kinds = tuple((x.dtype.name, x.ndim) for x in each)
+    model = _measuring(lm.opened, at, layer, kinds)
+    each = tuple(np.broadcast_to(x, (len(runs.texts), *x.shape[1:])) for x in each)
     width = min(bucket(int(lengths.max()), 16, steps=8), lm.max_positions or LONGEST)
     inputs = {name: value[runs.texts] for name, value in bound.items()}
-    inputs |= {**pack_right([rows[i] for i in runs.texts], width, 0), _ASKED: each}
+    inputs |= pack_right([rows[i] for i in runs.texts], width, 0)
+    inputs |= {f"{_ASKED}_{i}": x for i, x in enumerate(each)}
     count = len(runs.texts)
     size = min(batch_size, bucket(count))
     parts = []
@@ -198,19 +206,22 @@ def _check_finite(measured: Mapping[str, np.ndarray], dtype: str) -> None:
             )
 
 
-def _measuring(opened: EditedBackbone, at: Any, layer: type, dtype: str, rank: int) -> keras.Model:
+def _measuring(opened: EditedBackbone, at: Any, layer: type, asked: _Kinds) -> keras.Model:
     """Return the model that gives what a layer measures at each site; it is compiled once."""
     selected = tuple(site.select(at, [place.path for place in site.places(opened)]))
-    key = (selected, layer, dtype, rank)
+    key = (selected, layer, asked)
     return made_once(opened, key, lambda: _derive(opened, *key))
 
 
 @graph.building()
 def _derive(
-    opened: EditedBackbone, selected: tuple[str, ...], kind: type, dtype: str, rank: int
+    opened: EditedBackbone, selected: tuple[str, ...], kind: type, asked: _Kinds
 ) -> keras.Model:
     inputs = {t.name: t for t in opened.inputs}
-    asked = keras.Input((None,) * (rank - 1), dtype=dtype, name=_ASKED)
+    given = [
+        keras.Input((None,) * (rank - 1), dtype=dtype, name=f"{_ASKED}_{i}")
+        for i, (dtype, rank) in enumerate(asked)
+    ]
     padding_mask = inputs["padding_mask"]
     positions = TokenPositions(name="positions")(inputs["token_ids"], padding_mask)
     paths = {place.nodes: place.path for place in site.places(opened) if place.path in selected}
@@ -232,7 +243,7 @@ def _derive(
         return x
 
     def apply(x: Any) -> Any:
-        return kind()(x, positions, padding_mask, asked)
+        return kind()(x, positions, padding_mask, *given)
 
     def at_last(x: Any) -> Any:
         """Leave out what nothing that is measured depends on, after attention."""
@@ -246,7 +257,7 @@ def _derive(
     mapping = {id(t): t for t in inputs.values()}
     _, emitted = graph.replay(opened.output, mapping, visit, per_use=True)
     outputs = {path: tensors[0] for path, tensors in emitted.items()}
-    return keras.Model({**inputs, _ASKED: asked}, outputs, name="measuring")
+    return keras.Model({**inputs, **{t.name: t for t in given}}, outputs, name="measuring")
 
 
 def _keeps_to_tokens(layer: Any, args: tuple, kwargs: dict[str, Any], family: Family) -> bool:

@@ -110,7 +110,7 @@ def largest_projections(
         rows,
         LargestProjections,
         "score_detection",
-        asked=np.stack(list(vector.directions.values())),
+        asked=(np.stack(list(vector.directions.values()))[None],),
         batch_size=batch_size,
         controls=controls,
     )

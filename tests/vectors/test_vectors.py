@@ -129,7 +129,7 @@ def test_padding_on_either_side_measures_the_same(trained):
     from backbone_surgery.vectors.activations import TokenStates, _measuring
 
     lm, pairs, states, _ = trained
-    model = _measuring(lm.opened, "blocks.*", TokenStates, "int32", 2)
+    model = _measuring(lm.opened, "blocks.*", TokenStates, (("int32", 2),))
     texts = [text for pair in pairs for text in pair]
     for left in (True, False):
         ids, mask = np.zeros((len(texts), 12), "int32"), np.zeros((len(texts), 12), bool)
@@ -137,7 +137,7 @@ def test_padding_on_either_side_measures_the_same(trained):
             slots = slice(12 - len(text), 12) if left else slice(0, len(text))
             ids[i, slots], mask[i, slots] = text, True
         token = np.array([len(text) - 1 for text in texts], "int32")
-        inputs = {"token_ids": ids, "padding_mask": mask, "measured_asked": token[:, None]}
+        inputs = {"token_ids": ids, "padding_mask": mask, "measured_asked_0": token[:, None]}
         found = model.predict_on_batch(inputs)
         for block in range(len(states)):
             wanted = states[block].reshape(len(texts), -1)
@@ -159,7 +159,7 @@ def test_a_given_token(trained):
 
 def test_the_last_block_runs_for_measured_tokens_alone_after_attention(trained):
     lm, _, states, _ = trained
-    model = activations._measuring(lm.opened, "blocks.*", activations.TokenStates, "int32", 2)
+    model = activations._measuring(lm.opened, "blocks.*", activations.TokenStates, (("int32", 2),))
     takes = [
         node.input_tensors[0]._keras_history.operation
         for node in graph.all_nodes(model)
