@@ -73,7 +73,9 @@ def plan(
     device: Annotated[
         str, typer.Option(help="Such as H100, h100:8, h100:2x8, L4, v5e:4x4 or v5p:2x2x4.")
     ] = "H100",
-    dtype: Annotated[str, typer.Option(help="Of the weights and the cache.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights and the cache; by default bfloat16.")
+    ] = None,
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of each prompt; half of --length by default.")
     ] = None,

@@ -11,6 +11,7 @@ import keras_hub
 
 from backbone_surgery import graph, hosts
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.opening.calibration_texts import read_texts
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.packed_axes import laid_out
 
@@ -45,9 +46,9 @@ def quantize(
     Raises:
         SurgeryError: it is another mode of Keras; a layer is quantised already, or none is chosen;
             there is LoRA, which GPTQ and AWQ do not know, or weights in half precision, which GPTQ
-            does not; several processes hold the model; texts are longer than the model's
-            positions; KerasHub does not say where the blocks are; or they may be given more than
-            hidden states, as Gemma 4's.
+            does not; several processes hold the model; there are no texts, or they have tokens
+            that the model has not, or are longer than its positions; KerasHub does not say where
+            the blocks are; or they may be given more than hidden states, as Gemma 4's.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
@@ -59,17 +60,31 @@ def quantize(
     if chosen in CALIBRATED:
         hosts.refuse(owner, f"quantize to {chosen}", "Quantise there, and save a recipe.")
         _check_calibration(family, max_positions, chosen, config)
-    is_named = getattr(config, "quantization_layer_structure", owner) is not None
-    if not is_named:
-        config = copy.copy(config)
-        config.quantization_layer_structure = _structure(owner, family, config.mode)
+        config = _prepared(owner, family, config)
     able = {id(layer) for layer in layers}  # Keras stops at others that have not been built
     try:
         with graph.calibrating(), laid_out(owner, layers, chosen, config):
             owner.quantize(mode, config=config, filters=lambda x: id(x) in able, **kwargs)
+    except BaseException as error:
+        if any(layer.quantization_mode is not None for layer in layers):
+            error.add_note(
+                f"The backbone '{owner.name}' is quantised in part now. Load the model anew."
+            )
+        raise
     finally:
-        if not is_named:
-            config.quantization_layer_structure = None  # the layers keep this config
+        if chosen in CALIBRATED:  # the layers keep this config
+            config.dataset = config.quantization_layer_structure = None
+
+
+def _prepared(owner: keras.Model, family: Family, config: Any) -> Any:
+    """Return a copy of a config of GPTQ or AWQ, with token ids for texts, and blocks named."""
+    embedding = getattr(owner, "token_embedding", None)
+    config = copy.copy(config)
+    config.dataset = read_texts(config, getattr(embedding, "input_dim", 2**31))
+    config.tokenizer = config.tokenizer or str  # of token ids nothing is left to be done
+    if config.quantization_layer_structure is None:
+        config.quantization_layer_structure = _structure(owner, family, config.mode)
+    return config
 
 
 def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Layer]:

@@ -22,6 +22,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import get_sampler, make_strategy
 from backbone_surgery.meshes.layout_map import Split, splits
 from backbone_surgery.numbers import check_count, is_int
+from backbone_surgery.opening.int4 import policy_of
 from backbone_surgery.opening.packed_axes import PACKED
 from backbone_surgery.opening.placement import Placement
 from backbone_surgery.opening.recurrence import CausalConvolution
@@ -30,7 +31,7 @@ from backbone_surgery.planning.abstract import Sizes, abstract_placement, sizes_
 from backbone_surgery.planning.compilers import check_compiler, compile_programs
 from backbone_surgery.planning.devices import Devices, find_devices
 from backbone_surgery.planning.result import Plan
-from backbone_surgery.presets import load_backbone
+from backbone_surgery.presets import dtypes_of_layers, load_backbone
 from backbone_surgery.rewriting.operate import operate
 
 AXES = ("batch", "model")
@@ -47,7 +48,7 @@ def plan(
     batch: int = 1,
     length: int | None = None,
     device: str = "H100",
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     prompt: int | None = None,
     edits: Iterable[Any] = (),
     sampler: Any = "greedy",
@@ -75,8 +76,9 @@ def plan(
             has positions for, if these are fewer.
         device: A100, H100, H200, L4, v4, v5e, v5p or v6e; or several, such as `h100:8`, two hosts
             of eight, `h100:2x8`, or a TPU slice, `v5e:4x4`, `v5p:2x2x4`.
-        dtype: of the weights and the cache of a preset, a float; a backbone has its own. For int8
-            or int4 quantise a backbone, and pass it.
+        dtype: of the weights and the cache of a preset, a float; by default bfloat16. A backbone
+            has its own, and so has a preset that was saved quantised. For int8 or int4 quantise a
+            backbone, and pass it.
         prompt: tokens of each prompt; by default half of `length`.
         edits: rewrites to make first, as for `operate`.
         sampler: how tokens are chosen, as for `compile` of a task.
@@ -164,19 +166,25 @@ def _edited(backbone: keras.Model, edits: Any) -> keras.Model:
     return operate(backbone, edits) if edits != [] else backbone
 
 
-def _load(model: Any, dtype: str) -> keras.Model:
+def _load(model: Any, dtype: str | None) -> keras.Model:
     """Load a backbone without weights: a preset, a folder, or a config, in a file or as a dict."""
-    if isinstance(model, keras.Model):
-        return model
-    if str(dtype).removeprefix("mixed_") not in map(str, FLOATS):
+    if dtype is not None and str(dtype).removeprefix("mixed_") not in map(str, FLOATS):
         raise SurgeryError(
             f"plan at 'dtype': expected a float, such as bfloat16. Received {shown(dtype)}. For "
             "int8 or int4 quantise a backbone, and pass that."
         )
+    if isinstance(model, keras.Model):
+        own = getattr(model, "owner", model).dtype_policy
+        if dtype is not None and own != keras.dtype_policies.get(dtype):
+            raise SurgeryError(
+                f"plan at 'dtype': expected that of the model, which has its weights already, "
+                f"{own.name}. Received {dtype}. Leave it out, or pass a preset or a config."
+            )
+        return model
     if not isinstance(model, Mapping):
         path = as_path(model, "plan")
         if path.name != "config.json":
-            return load_backbone(model, load_weights=False, dtype=dtype)
+            return _load_preset(model, dtype)
         with reading(path, "plan", "a config in JSON"):
             model = dict(read_json(path, _MOST))
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +192,29 @@ def _load(model: Any, dtype: str) -> keras.Model:
         if "registered_name" in model:  # it is KerasHub's, and not of Hugging Face
             metadata = {"keras_version": keras.__version__}
             (Path(folder) / "metadata.json").write_text(json.dumps(metadata))
-        return load_backbone(folder, load_weights=False, dtype=dtype)
+        try:
+            return _load_preset(folder, dtype)
+        except SurgeryError as error:
+            raise SurgeryError(str(error).replace(folder, "the config")) from error
+
+
+def _load_preset(preset: Any, dtype: str | None) -> keras.Model:
+    """Load a backbone without weights, in a dtype, or as it was saved if that is quantised."""
+    own = dtypes_of_layers(preset)
+    if own is not None and dtype is not None:
+        raise SurgeryError(
+            f"plan at 'dtype': expected none for a preset that was saved quantised. Received "
+            f"{dtype}. Leave it out."
+        )
+    try:
+        return load_backbone(preset, load_weights=False, dtype=own or dtype or "bfloat16")
+    except SurgeryError:
+        raise
+    except ValueError as error:
+        raise SurgeryError(
+            f"plan at '{preset}': expected a config that KerasHub makes a backbone of. Received "
+            f"one that it refuses: {error} Take the `config.json` of a model."
+        ) from error
 
 
 def _check_compilable(devices: Devices, sizes: Mapping[str, int]) -> None:
@@ -227,15 +257,21 @@ def _parameters(model: keras.Model) -> int:
     """Count the numbers that a model learned, also where they are packed, and not their scales."""
     layers = [x for x in graph.layers_within(model) if x.quantization_mode is not None]
     quantised = {id(v): x.quantization_mode for x in layers for v in graph.own_weights(x)}
+    bits = {id(v): _weight_bits(x) for x in layers for v in graph.own_weights(x)}
     total = 0
     for variable in model.weights:
         mode, count = quantised.get(id(variable)), math.prod(variable.shape)
-        if mode in _OF_FOUR_BITS and variable.name in PACKED:
+        if mode in _OF_FOUR_BITS and variable.name in PACKED and bits[id(variable)] == 4:
             count *= 2
         elif mode and variable.name.endswith(_KNOWN_OF_GROUPS):
             count = 0
         total += count
     return total
+
+
+def _weight_bits(layer: keras.layers.Layer) -> int:
+    """Return in how many bits a weight is kept: Keras packs those of four, and no others."""
+    return getattr(policy_of(layer), "weight_bits", 4)
 
 
 def _bytes_of(variable: keras.Variable, shared: Mapping[str, Split], shares: int) -> int:

@@ -40,6 +40,13 @@ def quantization(owner: keras.Model) -> dict[str, Any] | None:
             f"to int8, int4, GPTQ or AWQ. Received one quantised to {', '.join(sorted(modes))}, "
             f"{'in one way' if one else 'in several ways'}. Quantise all of it alike."
         )
+    raw = [path for path, x in layers.items() if kind in _CALIBRATED and not _is_calibrated(x)]
+    if raw:
+        raise SurgeryError(
+            f"recipe at '{owner.name}': expected layers that are calibrated. Received '{raw[0]}' "
+            f"among others, which is to be quantised by {kind} and was not: `quantize` was cut "
+            "off. Load the model anew, and quantise it."
+        )
     rounding = sorted(path for path, x in layers.items() if getattr(x, "inputs_quantizer", None))
     described = {"mode": mode, "config": configs[0], "layers": sorted(layers)}
     return {**described, "rounding": rounding}
@@ -100,6 +107,11 @@ def _layers(owner: keras.Model) -> dict[str, keras.layers.Layer]:
 def _config(layer: keras.layers.Layer) -> Any:
     """Return how a layer was quantised, as JSON."""
     return json.loads(json.dumps(keras.saving.serialize_keras_object(layer.quantization_config)))
+
+
+def _is_calibrated(layer: keras.layers.Layer) -> bool:
+    """Tell whether GPTQ or AWQ has been done with a layer."""
+    return getattr(layer, f"is_{layer.quantization_mode}_calibrated", True)
 
 
 def _mode(layer: keras.layers.Layer) -> str:

@@ -424,3 +424,79 @@ def test_a_recipe_tells_quantised_inputs_from_others(tmp_path):
     other = load(tmp_path / "preset")
     with pytest.raises(bs.RecipeError, match=r"int8, inputs of 0 layers.*of 7 layers"):
         bs.load_recipe(tmp_path / "r", other)
+
+
+CONFIGS = {"gptq": keras.quantizers.GPTQConfig, "awq": keras.quantizers.AWQConfig}
+SIZES = {"num_samples": 4, "sequence_length": 8, "group_size": 8}
+
+
+class Failing:
+    """A tokenizer that fails at its third text."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def tokenize(self, text):
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("the tokenizer failed")
+        return [1, 2, 3]
+
+
+@pytest.mark.by_default(4)
+@pytest.mark.parametrize("mode", CONFIGS)
+@pytest.mark.parametrize(
+    ("texts", "tokenizer", "words"),
+    [
+        ([[1, 2], [3, 60]], None, r"text 1: expected token ids from 0 to 59. .*from 3 to 60"),
+        ([[1, -3]], None, "token ids from 0 to 59"),
+        ([[1.5, 2]], None, "token ids from 0 to 59"),
+        ([], None, "a dataset of texts"),
+        ("a text", None, "a dataset of texts, or of token ids. Received 'a text'"),
+        (["a text"], None, "a tokenizer with a method `tokenize`"),
+        (["a text"] * 4, Failing(), "the tokenizer failed"),
+    ],
+)
+def test_texts_are_read_before_a_layer_is_touched(mode, texts, tokenizer, words, tmp_path):
+    backbone = make_gpt2()
+    lm = bs.CachedCausalLM(backbone)
+    if tokenizer is not None:
+        tokenizer = type(tokenizer)()
+    with pytest.raises((bs.SurgeryError, RuntimeError), match=words):
+        lm.quantize(mode, config=CONFIGS[mode](texts, tokenizer, **SIZES))
+    assert not any(x.quantization_mode for x in backbone._flatten_layers())
+    backbone.save_weights(tmp_path / "whole.weights.h5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", CONFIGS)
+def test_token_ids_need_no_tokenizer(mode):
+    """They give what they give Keras with one that hands them on."""
+    ids = np.random.default_rng(2).integers(1, 60, (3, 20))
+    kernels = []
+    for texts, tokenizer in ((ids, None), ([*ids], lambda x: x), (iter(ids.tolist()), None)):
+        lm = bs.CachedCausalLM(make_gpt2())
+        lm.quantize(mode, config=CONFIGS[mode](texts, tokenizer, **SIZES))
+        kernels.append(weight_arrays(lm.backbone))
+    for other in kernels[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(kernels[0], other, strict=True))
+
+
+def weight_arrays(backbone):
+    return [np.asarray(v) for v in backbone.variables]
+
+
+def test_a_calibration_that_is_cut_off_is_told_of_and_kept_in_no_recipe(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    lm, recipe = bs.CachedCausalLM(make_gpt2()), tmp_path / "edit.recipe"
+    bs.save_recipe(lm.opened, recipe)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    monkeypatch.setattr("keras.src.quantizers.gptq_core.apply_gptq_layerwise", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        lm.quantize("gptq", config=CONFIGS["gptq"]([[1, 2, 3]], None, **SIZES))
+    assert "quantised in part now. Load the model anew" in caught.value.__notes__[0]
+    with pytest.raises(bs.SurgeryError, match="expected layers that are calibrated"):
+        bs.save_recipe(lm.opened, recipe)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before

@@ -18,7 +18,7 @@ from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.planning.abstract import Sizes, abstract_placement, trace
 from backbone_surgery.planning.compilers import CompiledProgram
-from tests.families import ROWS
+from tests.families import ROWS, make_gpt2
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -287,3 +287,37 @@ def test_a_table_is_not_read_whole(name, of):
     used = paper.used_cache_bytes
     assert paper.least_bytes == paper.weight_bytes + used - paper.looked_up_bytes
     assert paper.device_bytes == paper.weight_bytes + paper.cache_bytes
+
+
+def test_a_preset_that_was_saved_quantised_is_planned_as_it_is(tmp_path):
+    backbone = make_gpt2()
+    bs.CachedCausalLM(backbone).quantize("int8")
+    backbone.save_to_preset(str(tmp_path / "narrow"))
+    wanted = bs.plan(backbone, verbose=0)
+    for preset in (tmp_path / "narrow", tmp_path / "narrow" / "config.json"):
+        got = bs.plan(str(preset), verbose=0)
+        assert (got.weight_bytes, got.parameters) == (wanted.weight_bytes, wanted.parameters)
+    with pytest.raises(bs.SurgeryError, match="expected none for a preset that was saved quant"):
+        bs.plan(str(tmp_path / "narrow"), dtype="bfloat16")
+    with pytest.raises(bs.SurgeryError, match=r"weights already, float32. Received bfloat16"):
+        bs.plan(make_gpt2(), dtype="bfloat16")
+    assert bs.plan(make_gpt2(), dtype="float32", verbose=0).weight_bytes > wanted.weight_bytes
+
+
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("bits", [2, 8])
+def test_parameters_of_gptq_are_counted_in_any_bits(bits):
+    backbone = make_gpt2()
+    count = bs.plan(backbone, verbose=0).parameters
+    sizes = {"num_samples": 4, "sequence_length": 8, "group_size": 8, "weight_bits": bits}
+    config = keras.quantizers.GPTQConfig([[1, 2, 3]], None, **sizes)
+    bs.CachedCausalLM(backbone).quantize("gptq", config=config)
+    assert bs.plan(backbone, verbose=0).parameters == count
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"registered_name": "x"}, {"registered_name": "keras_hub>Nope", "config": {}}]
+)
+def test_a_config_that_no_backbone_is_made_of(config):
+    with pytest.raises(bs.SurgeryError, match=r"at 'the config': expected a (config|model) that"):
+        bs.plan(config)
