@@ -80,6 +80,12 @@ class Knockout(ControlledRewrite):
         fields.selector()
         for field in ("queries", "keys"):
             fields.keep(field, read_tokens(getattr(self, field), f"{fields.where}, `{field}`"))
+        if _never_meet(self.queries, self.keys):
+            raise SurgeryError(
+                f"{fields.where}: expected keys that queries can look at, which are tokens before "
+                f"them. Received queries {self.queries!r} and keys {self.keys!r}. "
+                "Exchange them."
+            )
         if self.heads is not None:
             fields.keep("heads", read_units("heads", self.heads, fields))
         fields.all_or_nothing("amount")
@@ -162,6 +168,15 @@ class Knockout(ControlledRewrite):
                 )
             bound[name] = mask if np.ndim(heads) > 1 else mask * named_units(self.heads, shape)
         return bound
+
+
+def _never_meet(queries: Tokens, keys: Tokens) -> bool:
+    """Tell whether all keys come after all queries, whatever the prompt: there is no such edge."""
+    if isinstance(queries, str) or isinstance(keys, str):
+        return queries in ("prompt", "last") and keys == "generated"
+    (start, end), (first, stop) = queries, keys
+    is_fixed = all(x is None or x >= 0 for x in (start, end, first, stop))
+    return is_fixed and end is not None and (first or 0) >= end
 
 
 class CutEdges(keras.layers.Layer):

@@ -176,6 +176,14 @@ def test_one_that_is_off_until_a_call_says_so(rng):
         (lambda: bs.Knockout("a", heads=[4]), r"expected heads from 0 to 3. Received \[4\]"),
         (lambda: bs.Knockout("a", heads=[-1]), "`heads` to be a head, counted from 0"),
         (lambda: bs.Knockout("a", at="blocks.*.query"), r"Received \['blocks.0.query"),
+        (
+            lambda: bs.Knockout("a", queries=(0, 3), keys=(3, 6)),
+            r"queries \(0, 3\) and keys \(3, 6\). Exchange them",
+        ),
+        (
+            lambda: bs.Knockout("a", queries="prompt", keys="generated"),
+            "keys that queries can look at",
+        ),
         (lambda: bs.Knockout("a", queries="later"), "`queries`: expected tokens 'all'"),
         (lambda: bs.Knockout("a", keys=(3, 3)), "`keys`: expected tokens 'all'"),
     ],
@@ -199,3 +207,17 @@ def test_controls_that_do_not_fit_are_refused(control, words):
     edited = bs.operate(make_gpt2(), [bs.Knockout("a")])
     with pytest.raises(bs.SurgeryError, match=words):
         bind_controls(edited, {"a": control}, np.array([3]))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ((0, 3), (2, 6)),
+        ((3, None), (7, 9)),
+        ((0, 3), "last"),
+        ((-2, None), (9, 12)),
+        ("all", (4, 5)),
+    ],
+)
+def test_edges_that_some_prompts_have_are_no_mistake(queries, keys):
+    assert bs.Knockout("cut", queries=queries, keys=keys).keys == keys
