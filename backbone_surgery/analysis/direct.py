@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 from keras import ops
 
@@ -39,10 +40,10 @@ class DirectLogitAttribution:
 
     Attributes:
         values: float32[sites], what each site adds to the logit; float32[sites, heads] by head.
-        rest: what is left of the metric: biases of norms, what edits added to the stream, and by
+        rest: the metric less all `values`: biases of norms, what edits added to the stream, and by
             head all that is no head's.
-        metric: the logit after the last token, or the difference of two, before any soft cap: the
-            sum of all `values` and `rest`.
+        metric: the logit after the last token, or the difference of two, before any soft cap; of a
+            quantised table that rounds hidden states, without this rounding.
         sites: paths of the sites.
         by_head: whether `values` are those of heads.
     """
@@ -79,7 +80,8 @@ def direct_logit_attribution(
     its share; `attribution` and `patch_grid` measure that.
 
     Source: nostalgebraist 2020, and Elhage et al. 2021, "A mathematical framework for transformer
-    circuits". Norms after attention or the MLP, as in Gemma 2, are held fast likewise.
+    circuits". Norms after attention or the MLP, as in Gemma 2, are held fast likewise. An edit of
+    the stream that is not linear, such as `Steer(renormalize=True)`, is taken to first order.
 
     Args:
         lm: the model, edited or not. Needs the JAX backend of Keras.
@@ -210,7 +212,9 @@ class FrozenNorm(StandIn):
             ops.cast(self.layer(t), "float32") for t in (zeros, signs, signs + 1)
         )
         # What takes the mean out does not see a shift.
-        is_centred = ops.max(ops.abs(shifted - even)) < _FAR * ops.max(ops.abs(even - bias))
+        rounding = 2 * float(ml_dtypes.finfo(self.compute_dtype).eps)
+        seen = _FAR * ops.max(ops.abs(even - bias)) + rounding * ops.max(ops.abs(even))
+        is_centred = ops.max(ops.abs(shifted - even)) < seen
         signs = ops.cast(signs, "float32")
         scale = (even - bias) / (signs - ops.where(is_centred, ops.mean(signs), 0.0))
         x = x - ops.where(is_centred, ops.mean(x, axis=-1, keepdims=True), 0.0)
@@ -218,7 +222,8 @@ class FrozenNorm(StandIn):
         whole = ops.sum(ops.square(scaled), axis=-1, keepdims=True)
         length = ops.sum(scaled * (y - bias), axis=-1, keepdims=True) / ops.maximum(whole, 1e-30)
         off = ops.sum(ops.square(y - bias - length * scaled), axis=-1, keepdims=True)
-        is_norm = off <= _FAR**2 * ops.sum(ops.square(y - bias), axis=-1, keepdims=True)
+        near = _FAR**2 * ops.square(y - bias) + rounding**2 * ops.square(y)
+        is_norm = off <= ops.sum(near, axis=-1, keepdims=True)
         slope = ops.stop_gradient(ops.where(is_norm, length, float("nan")) * scale)
         moved = slope * (x - ops.stop_gradient(x))
         return ops.cast(ops.stop_gradient(y) + moved, self.compute_dtype)

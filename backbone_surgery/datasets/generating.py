@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from backbone_surgery import hosts
+from backbone_surgery.contexts import setting
 from backbone_surgery.datasets.carry_out import carry_out
 from backbone_surgery.datasets.facts import (
     LM,
@@ -27,7 +28,7 @@ from backbone_surgery.datasets.rows import by_row, doubtful, place, read_column,
 from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_names
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.controls import bind_controls, ends_count
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request
 from backbone_surgery.generation.text_scores import Score, read_scores, score_text
@@ -212,7 +213,10 @@ class _Work:
             )
         controls = defaults(lm, self.fixed, self.by_column)
         shortest = pack_right([np.zeros(1, np.int32)], 1, 0)
-        read_request(lm, shortest, seed=0, controls=controls, operation=_OPERATION, **self.options)
+        with setting({ends_count: False}):
+            read_request(
+                lm, shortest, seed=0, controls=controls, operation=_OPERATION, **self.options
+            )
         if self.output_column in self.scores:
             raise SurgeryError(
                 f"{_OPERATION} at 'score': expected names other than '{self.output_column}', where "
@@ -280,13 +284,14 @@ class _Work:
         """Generate from some of the rows."""
         prompts = [asked.prompts[i] for i in index]
         try:
-            generated = lm.generate(
-                pack_right(prompts, max(map(len, prompts)), 0),
-                seed=[asked.seeds[i] for i in index],
-                controls=self._controls(lm, asked.controls, index),
-                strip_prompt=True,
-                **self.options,
-            )
+            with setting({ends_count: False}):
+                generated = lm.generate(
+                    pack_right(prompts, max(map(len, prompts)), 0),
+                    seed=[asked.seeds[i] for i in index],
+                    controls=self._controls(lm, asked.controls, index),
+                    strip_prompt=True,
+                    **self.options,
+                )
         except SurgeryError as error:
             numbers = ", ".join(str(shard.start + i) for i in index)
             raise SurgeryError(f"in a batch of rows {numbers}, in this order: {error}") from error

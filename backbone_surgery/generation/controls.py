@@ -1,6 +1,7 @@
 """Controls: from what a user passes as `controls=` to arrays for the inputs of the graph."""
 
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from backbone_surgery.numbers import fits, read_as
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.rewriting import Rows
 from backbone_surgery.rewriting.rewrite import by_control
+
+ends_count: ContextVar[bool] = ContextVar("ends_count", default=True)
+"""Whether a control may not name tokens that a row has not; in a job over many rows it may."""
 
 
 def bind_controls(
@@ -37,7 +41,7 @@ def bind_controls(
     inputs, by_hand = model.control_inputs, model.inputs_by_hand
     shapes = {name: t.shape[1:] for name, t in inputs.items()}
     known = np.asarray(prompt_lengths), (), shapes, model.defaults, model.max_positions
-    rows = Rows(*known, lengths)
+    rows = Rows(*known, lengths if ends_count.get() else None)
     fired = {id(f.rewrite): f.sites for f in model.report}
     rewrites = by_control(model.rewrites)
     values = check_names(operation, controls, [*rewrites, *by_hand])

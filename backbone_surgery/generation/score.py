@@ -78,7 +78,7 @@ def score(
     tensors = model.control_inputs
     by_name, by_input = _split(lm.opened, tensors, controls)
     values = read_inputs("score", tensors, by_input, ids.shape[0])
-    from_end = any(map(is_unknown, lm.opened.defaults.values()))
+    from_end = any(is_unknown(x) for name, x in lm.opened.defaults.items() if name not in values)
     if prompt_lengths is not None or by_name or from_end:
         counts = _prompt_lengths(prompt_lengths, padding_mask, *ids.shape)
         values = {**_bound(lm.opened, by_name, *counts), **values}

@@ -105,8 +105,8 @@ class RowConstant(keras.layers.Layer):
             raise SurgeryError(
                 f"call of a model at input '{name}': expected a value, since it counts tokens from "
                 "the end of a prompt, and a call does not know where that is. Received none. Use "
-                "`generate` or `score`, or pass int32[batch, 3]: the first position, the one after "
-                "the last, and the length of the prompt."
+                "`generate` or `score`; or call the backbone, and pass int32[batch, 3]: the first "
+                "position, the one after the last, and the length of the prompt."
             )
         value = ops.convert_to_tensor(self.value, dtype=self.value.dtype.name)
         return ops.broadcast_to(value[None], (ops.shape(token_ids)[0], *self.value.shape))

@@ -14,7 +14,7 @@ from backbone_surgery.opening.site import places, select
 from backbone_surgery.rewriting import Condition
 from backbone_surgery.rewriting.control import Tokens, read_tokens, token_rows
 from backbone_surgery.rewriting.steering import in_range
-from backbone_surgery.vectors.activations import measure, read_texts
+from backbone_surgery.vectors.activations import check_task, measure, read_texts
 from backbone_surgery.vectors.vector import ControlVector, check_fits
 
 _OPERATION = "find_condition"
@@ -99,6 +99,7 @@ def find_condition(
         >>> type(bs.operate(lm.backbone, edits)).__name__
         'EditedBackbone'
     """
+    check_task(lm, _OPERATION)
     check_count(_OPERATION, "batch_size", batch_size, "texts")
     if not isinstance(vector, ControlVector):
         raise SurgeryError(
@@ -124,8 +125,9 @@ def find_condition(
     tried = [_best(measured[path][:, :, i], len(first)) for i, path in enumerate(watched)]
     if not any(tried):
         raise SurgeryError(
-            f"{_OPERATION}: expected texts that differ along the vector. Received the same "
-            "similarity for all. Pass other texts, or watch other tokens."
+            f"{_OPERATION}: expected texts that differ along the vector, some of the first kind "
+            "more similar to it than some of the second. Received none. Pass other texts, or watch "
+            "other tokens."
         )
     scores = {path: cut.f1 if cut else 0.0 for path, cut in zip(watched, tried, strict=True)}
     cuts = [(cut, path) for cut, path in zip(tried, watched, strict=True) if cut is not None]
@@ -148,6 +150,13 @@ def _watched(lm: Any, vector: ControlVector, at: str, before: Any) -> dict[str, 
     blocks = {place.path: place.block for place in found if place.path in paths}
     chosen = {path: block for path, block in blocks.items() if block is not None and block < limit}
     watched = {path: block for path, block in chosen.items() if block in vector.directions}
+    for place in found:
+        if place.path in watched and place.shape[2:] != (vector.hidden_dim,):
+            raise SurgeryError(
+                f"{_OPERATION} at '{place.path}': expected sites of hidden states of the size of "
+                f"the vector, [{vector.hidden_dim}]. Received {list(place.shape[2:])}. Select "
+                "others by `at`."
+            )
     if not watched or len({*watched.values()}) < len(watched):
         raise SurgeryError(
             f"{_OPERATION} at '{at}': expected one site in each block, and a direction for one of "
@@ -211,6 +220,7 @@ def _best(similarities: np.ndarray, count: int) -> _Cut | None:
         cuts += [
             _Cut(float(score), float(gap), float(middle), turned, absolute)
             for score, gap, middle in zip(scores, gaps, middles, strict=True)
+            if score > 0
         ]
     return max(cuts, key=lambda cut: (cut.f1, cut.gap), default=None)
 

@@ -19,6 +19,7 @@ from backbone_surgery.datasets.shards import Shard
 from backbone_surgery.errors import shown
 from backbone_surgery.files import hidden_beside
 from tests.datasets.conftest import OPTIONS, ROWS, make_lm, read_lines
+from tests.helpers import make_gpt2
 
 CONTROLS = {"mood": "strength"}
 CALLS = []
@@ -437,3 +438,24 @@ def test_other_files_are_left_alone(lm, lines, tmp_path):
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(bs.SurgeryError, match="Received one that holds"):
         bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
+
+
+def test_a_patch_at_a_position_that_only_some_rows_have(tmp_path):
+    """Those are patched; a job does not stop at the others."""
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Patch("blocks.0")]))
+    lm.compile(sampler="greedy")
+    value = np.random.default_rng(0).normal(size=(1, 32)) * 5
+    controls = {"patch": {"positions": [4], "values": value}}
+    prompts = [[3, 4, 5, 6, 7], [9, 8], [3, 4, 5, 6, 7, 8]]
+    lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    options = {"max_new_tokens": 2, "stop_token_ids": None}
+    (path,) = bs.generate_dataset(
+        lm, tmp_path / "in.jsonl", tmp_path / "out", controls=controls, verbose=0, **options
+    )
+    rows = [json.loads(line)["generated"] for line in path.read_text().splitlines()]
+    for prompt, got, patched in zip(prompts, rows, (True, False, True), strict=True):
+        one = {"token_ids": [prompt], "padding_mask": np.ones((1, len(prompt)))}
+        extra = {"controls": controls} if patched else {}
+        wanted = lm.generate(one, strip_prompt=True, **extra, **options)["token_ids"]
+        assert got == np.asarray(wanted)[0, :2].tolist()

@@ -96,7 +96,10 @@ def test_a_vector_that_points_the_other_way_is_turned_round():
     [
         (lambda lm: bs.find_condition(lm, 3, [[1, 2]], [[3, 4]]), "expected a ControlVector"),
         (lambda lm: bs.find_condition(lm, vector(8), [[1, 2]], [[3, 4]]), "a vector of size 32"),
-        (lambda lm: bs.find_condition(lm, vector(), [[1, 2]], []), "find_condition"),
+        (
+            lambda lm: bs.find_condition(lm, vector(), [[1, 2]], []),
+            "find_condition: expected a list of texts",
+        ),
         (
             lambda lm: bs.find_condition(lm, vector(), [[1, 2]], [[1, 2]]),
             "expected texts that differ along the vector",
@@ -118,6 +121,20 @@ def test_a_vector_that_points_the_other_way_is_turned_round():
             "expected one site in each block",
         ),
         (
+            lambda lm: bs.find_condition(lm.backbone, vector(), [[1, 2]], [[3, 4]]),
+            "find_condition: expected a `CachedCausalLM`",
+        ),
+        (
+            lambda lm: bs.find_condition(
+                lm, vector(), [[1, 2]], [[3, 4]], at="blocks.*.mlp_hidden"
+            ),
+            r"'blocks.0.mlp_hidden': expected sites of .* \[32\]. Received \[64\]",
+        ),
+        (
+            lambda lm: bs.find_condition(lm, vector(), [[1, 2]], [[3, 4]], at="blocks.*.query"),
+            r"'blocks.0.query': expected sites of .* Received \[4, 8\]",
+        ),
+        (
             lambda lm: bs.find_condition(lm, vector(), [[1, 2]], [[3, 4]], before=3),
             "'before': expected a block from 1 to 2. Received 3",
         ),
@@ -130,3 +147,14 @@ def test_a_vector_that_points_the_other_way_is_turned_round():
 def test_errors(call, words):
     with pytest.raises(bs.SurgeryError, match=words):
         call(bs.CachedCausalLM(make_deep_gpt2()))
+
+
+def test_texts_that_no_condition_singles_out_are_refused(monkeypatch):
+    """The first kind is the least similar in each way: a condition would meet the second alone."""
+    low = np.array([[0.1, 0.1], [0.2, 0.2], [0.3, 0.3]], "float32")
+    monkeypatch.setattr(
+        "backbone_surgery.vectors.finding.measure", lambda *_, **__: {"blocks.0": low[:, :, None]}
+    )
+    lm, v = bs.CachedCausalLM(make_deep_gpt2()), vector(blocks=(0,))
+    with pytest.raises(bs.SurgeryError, match="some of the first kind more similar to it"):
+        bs.find_condition(lm, v, [[1, 2]], [[3, 4], [5, 6]])
