@@ -218,6 +218,32 @@ def test_attribution_is_gradient_times_activation(lm):
     assert abs(last.values[0, -1] - last.metric) <= 1e-4
 
 
+@pytest.mark.parametrize("role", ["head_outputs", "key"])
+def test_attribution_by_head_sums_over_tokens(lm, role):
+    """By finite differences: the metric, as all that a head gives is scaled."""
+    at = f"blocks.*.{role}"
+    got = bs.attribution(lm, CLEAN, target=7, at=at, by_head=True)
+    by_token = bs.attribution(lm, CLEAN, target=7, at=at)
+    assert np.abs(got.values.sum(1) - by_token.values.sum(1)).max() <= 1e-4
+    heads = got.values.shape[1]
+    assert got.columns == [str(head) for head in range(heads)]
+    assert repr(got).startswith(f"Attribution(2 sites x {heads} heads")
+    for head in (0, heads - 1):
+        values = []
+        for step in (1e-4, -1e-4):
+            model = Model(lm.backbone)
+
+            def scale(x, _, head=head, step=step):
+                x = x.copy()
+                x[:, :, head] *= 1 + step
+                return x
+
+            model.blocks[0].at(role, scale)
+            values.append(logits_of(lm, model, CLEAN)[0, -1, 7])
+        slope = (values[0] - values[1]) / 2e-4
+        assert abs(got.values[0, head] - slope) <= 1e-3 * max(abs(slope), 1)
+
+
 @pytest.mark.slow
 def test_controls_reach_the_analyses():
     backbone = make_deep_gpt2()
