@@ -304,7 +304,7 @@ def test_a_preset_that_was_saved_quantised_is_planned_as_it_is(tmp_path):
     assert bs.plan(make_gpt2(), dtype="float32", verbose=0).weight_bytes > wanted.weight_bytes
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 8])
 def test_parameters_of_gptq_are_counted_in_any_bits(bits):
     backbone = make_gpt2()
