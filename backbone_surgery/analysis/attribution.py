@@ -18,6 +18,7 @@ from backbone_surgery.analysis.question import (
     make_metric,
     next_token_logits,
     read_text,
+    shapes_at,
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -98,8 +99,9 @@ def attribution(
     check_selector(at, "attribution")
     check_flag("attribution", "by_head", by_head)
     measure = make_metric(lm, target, "attribution at 'target'")
+    if by_head:
+        count_heads("attribution", shapes_at(lm, (at,)))
     read, tokens = _of(measure), []
-    is_known = isinstance(measure, TokenLogits)
     if isinstance(measure, TokenLogits):  # other tokens compile nothing new
         read, tokens = _of_tokens, measure.ids
     got = take_gradients(
@@ -110,11 +112,8 @@ def attribution(
         (at,),
         read,
         tokens,
-        reused=is_known,
+        reused=read is _of_tokens,
     )
-    if by_head:
-        shapes = [x.shape[1:] for x in got.activations]
-        count_heads("attribution", dict(zip(got.sites, shapes, strict=True)))
     products = [g * x for g, x in zip(got.gradients, got.activations, strict=True)]
     check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution")
     kept = 1 if by_head else 0

@@ -18,6 +18,7 @@ from backbone_surgery.analysis.question import (
     count_heads,
     make_metric,
     read_text,
+    shapes_at,
 )
 from backbone_surgery.caching.stand_in import StandIn
 from backbone_surgery.errors import SurgeryError, shown
@@ -118,6 +119,8 @@ def direct_logit_attribution(
         )
     bound = bind_row(lm, controls, question, _OPERATION, prompt_length)
     at, heads = _leaves(list(sites(lm.opened)), by_head)
+    if by_head:
+        count_heads(_OPERATION, shapes_at(lm, heads))
     frozen = (FreezeNorms(),)
     ids = measure.ids
     got = take_gradients(lm, _OPERATION, question, bound, at, _read, ids, frozen, alone=True)
@@ -128,8 +131,6 @@ def direct_logit_attribution(
         for site, g, x in zip(got.sites, got.gradients, got.activations, strict=True)
     }
     wanted = {site: p for site, p in products.items() if not by_head or site in heads}
-    if by_head:
-        count_heads(_OPERATION, {site: p.shape for site, p in wanted.items()})
     kept = int(by_head)
     summed = [p.reshape(*p.shape[:kept], -1).sum(axis=-1) for p in wanted.values()]
     values = np.stack(summed)

@@ -1,6 +1,6 @@
 """What every analysis asks: one text as labelled tokens, and a number from next-token logits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from backbone_surgery.generation.prompts import read_prompts
 from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening.logits import logits_of
 from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.site import places, select
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.vectors.activations import check_lengths, check_task, read_ids
@@ -203,6 +204,13 @@ def check_no_nan(values: Any, lm: CachedCausalLM, operation: str) -> None:
             f"{operation}: expected numbers. Received NaN, of a model that computes in "
             f"{lm.opened.compute_dtype}. {PAST_FLOAT16}"
         )
+
+
+def shapes_at(lm: CachedCausalLM, at: Iterable[str]) -> dict[str, Sequence[Any]]:
+    """Return what stands at the sites that some selectors pick, for one token, by path."""
+    shapes = {place.path: place.shape[2:] for place in places(lm.opened)}
+    picked = {path for selector in at for path in select(selector, [*shapes])}
+    return {path: shape for path, shape in shapes.items() if path in picked}
 
 
 def count_heads(operation: str, shapes: Mapping[str, Sequence[Any]]) -> int:

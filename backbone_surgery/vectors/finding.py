@@ -87,8 +87,8 @@ def find_condition(
         A `FoundCondition`.
 
     Raises:
-        SurgeryError: no texts, texts without a token in the range, a vector for another model, or
-            no block to watch.
+        SurgeryError: no texts, texts without a token in the range, a vector for another model, no
+            block to watch, or no threshold that a text of the first kind is above.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -199,7 +199,7 @@ class _Cut(NamedTuple):
 
 
 def _best(similarities: np.ndarray, count: int) -> _Cut | None:
-    """Return the best cut at one site; `None` if all texts are alike.
+    """Return the best cut at one site; `None` if no cut is met by a text that should meet it.
 
     Args:
         similarities: float[texts, 2], the largest -cos and cos of each text.
@@ -243,7 +243,7 @@ class Similarities(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
 
     def call(self, x, positions, padding_mask, directions, tokens):
-        """Compare as `Condition` does."""
+        """Compare as `Condition` does; accelerators round this product otherwise."""
         h = ops.cast(x, "float32")
         norms = ops.sum(ops.square(h), axis=-1)[:, :, None]
         norms = norms * ops.sum(ops.square(directions), axis=-1)[:, None]
