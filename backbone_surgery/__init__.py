@@ -10,6 +10,7 @@ import backbone_surgery.startup
 import backbone_surgery.families  # noqa: F401 - they register themselves
 from backbone_surgery.analysis.attribution import Attribution, attribution
 from backbone_surgery.analysis.direct import DirectLogitAttribution, direct_logit_attribution
+from backbone_surgery.analysis.edges import Edges, edge_attribution, edge_patching
 from backbone_surgery.analysis.logit_lens import LogitLens, logit_lens
 from backbone_surgery.analysis.patch_grid import PatchGrid, patch_grid
 from backbone_surgery.caching.cache import new_cache
@@ -99,6 +100,7 @@ __all__ = [
     "Control",
     "ControlVector",
     "DirectLogitAttribution",
+    "Edges",
     "EditedBackbone",
     "Engine",
     "EngineRequest",
@@ -149,6 +151,8 @@ __all__ = [
     "collect",
     "contrast_pairs",
     "direct_logit_attribution",
+    "edge_attribution",
+    "edge_patching",
     "emit",
     "find_condition",
     "generate_dataset",

@@ -4,26 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 
-from backbone_surgery.analysis.gradients import Read, take_gradients
+from backbone_surgery.analysis.gradients import metric_gradients
 from backbone_surgery.analysis.question import (
-    Metric,
-    TokenLogits,
     bind_row,
     check_no_nan,
     check_selector,
     count_heads,
     make_metric,
-    next_token_logits,
     read_text,
     shapes_at,
 )
-from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_flag
-from backbone_surgery.opening.model import EditedBackbone
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,44 +95,10 @@ def attribution(
     measure = make_metric(lm, target, "attribution at 'target'")
     if by_head:
         count_heads("attribution", shapes_at(lm, (at,)))
-    read, tokens = _of(measure), []
-    if isinstance(measure, TokenLogits):  # other tokens compile nothing new
-        read, tokens = _of_tokens, measure.ids
-    got = take_gradients(
-        lm,
-        "attribution",
-        question,
-        bind_row(lm, controls, question, "attribution", prompt_length),
-        (at,),
-        read,
-        tokens,
-        reused=read is _of_tokens,
-    )
+    bound = bind_row(lm, controls, question, "attribution", prompt_length)
+    got = metric_gradients(lm, "attribution", question, bound, (at,), measure)
     products = [g * x for g, x in zip(got.gradients, got.activations, strict=True)]
     check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution")
     kept = 1 if by_head else 0
     summed = [np.moveaxis(p, kept, 0).reshape(p.shape[kept], -1).sum(axis=-1) for p in products]
     return Attribution(np.stack(summed), got.value, got.sites, question.labels, bool(by_head))
-
-
-def _of_tokens(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
-    return TokenLogits(tokens)(next_token_logits(model, hidden_states))[0]
-
-
-def _of(measure: Metric) -> Read:
-    """Return what computes a metric of one's own, which must have gradients."""
-
-    def read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
-        return _differentiable(measure(next_token_logits(model, hidden_states))[0])
-
-    return read
-
-
-def _differentiable(value: Any) -> Any:
-    """Refuse a metric without gradients."""
-    if not keras.backend.is_float_dtype(value.dtype):
-        raise SurgeryError(
-            "attribution at 'target': expected a function that returns floats. Received one that "
-            f"returns {value.dtype}. Return logits, or what is computed from them."
-        )
-    return value

@@ -10,7 +10,13 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph, hosts
-from backbone_surgery.analysis.question import Text, derived
+from backbone_surgery.analysis.question import (
+    Metric,
+    Text,
+    TokenLogits,
+    derived,
+    next_token_logits,
+)
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, lora_settings, made_once
@@ -51,6 +57,7 @@ def take_gradients(
     rewrites: tuple[Rewrite, ...] = (),
     alone: bool = False,
     reused: bool = True,
+    nudges: Mapping[str, np.ndarray] | None = None,
 ) -> Gradients:
     """Run a text forward and backward.
 
@@ -65,6 +72,7 @@ def take_gradients(
         rewrites: what is done to the model first.
         alone: whether each site is taken as if it did not depend on the others.
         reused: whether `read` is the same function each time, so that its program is kept.
+        nudges: `{site path: float[1, tokens, ...]}`, what to add at some of the sites.
 
     Raises:
         SurgeryError: another backend, or a pattern among the sites.
@@ -81,17 +89,63 @@ def take_gradients(
     make = partial(_step, model, sites, read)
     step = made_once(model, key, make) if reused else make()
     shapes = {t.name: tuple(t.shape[2:]) for t in model.inputs}
-    zeros = [
-        np.zeros((1, len(question.token_ids), *shapes[f"{_NAME}_{i}"]), "float32")
-        for i in range(len(sites))
+    length = len(question.token_ids)
+    added = [
+        np.broadcast_to(
+            np.asarray((nudges or {}).get(site, 0), "float32"),
+            (1, length, *shapes[f"{_NAME}_{i}"]),
+        )
+        for i, site in enumerate(sites)
     ]
     inputs = {**question.inputs(), **bound}
-    arguments = (zeros, arrays_in_place(model.variables), inputs, tokens)
+    arguments = (added, arrays_in_place(model.variables), inputs, tokens)
     if hosts.span(model):
         parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
         hosts.agree(model, operation, parts)
     (value, captured), gradients = step(*arguments)
     return Gradients(float(value), sites, _rows(captured), _rows(gradients))
+
+
+def metric_gradients(
+    lm: CachedCausalLM,
+    operation: str,
+    question: Text,
+    bound: Mapping[str, np.ndarray],
+    at: tuple[str, ...],
+    measure: Metric,
+    nudges: Mapping[str, np.ndarray] | None = None,
+) -> Gradients:
+    """Take gradients of a metric of the next token; see `take_gradients`."""
+    read, tokens = _of(measure, operation), []
+    if isinstance(measure, TokenLogits):  # other tokens compile nothing new
+        read, tokens = _of_tokens, measure.ids
+    reused = read is _of_tokens
+    return take_gradients(
+        lm, operation, question, bound, at, read, tokens, reused=reused, nudges=nudges
+    )
+
+
+def _of_tokens(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
+    return TokenLogits(tokens)(next_token_logits(model, hidden_states))[0]
+
+
+def _of(measure: Metric, operation: str) -> Read:
+    """Return what computes a metric of one's own, which must have gradients."""
+
+    def read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
+        return _differentiable(measure(next_token_logits(model, hidden_states))[0], operation)
+
+    return read
+
+
+def _differentiable(value: Any, operation: str) -> Any:
+    """Refuse a metric without gradients."""
+    if not keras.backend.is_float_dtype(value.dtype):
+        raise SurgeryError(
+            f"{operation}: expected a function that returns floats. Received one that "
+            f"returns {value.dtype}. Return logits, or what is computed from them."
+        )
+    return value
 
 
 def _rows(arrays: list[Any]) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from backbone_surgery.analysis.question import (
     count_heads,
     head_of,
     make_metric,
-    read_text,
+    read_pair,
 )
 from backbone_surgery.analysis.runs import Runs, batches
 from backbone_surgery.errors import SurgeryError
@@ -124,13 +124,7 @@ def patch_grid(
     check_count("patch_grid", "batch_size", batch_size, "cells")
     check_selector(at, "patch_grid")
     check_flag("patch_grid", "by_head", by_head)
-    texts = [read_text(lm, text, "patch_grid") for text in (clean, corrupted)]
-    ids = [text.token_ids for text in texts]
-    if len(ids[0]) != len(ids[1]) or np.array_equal(ids[0], ids[1]):
-        raise SurgeryError(
-            "patch_grid: expected two different texts of as many tokens. Received "
-            f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
-        )
+    texts = read_pair(lm, clean, corrupted, "patch_grid")
     measure = make_metric(lm, metric, "patch_grid at 'metric'")
     runs = Runs(lm, at, texts[0], controls, prompt_length)
     whole = [runs.whole(text) for text in texts]
@@ -138,7 +132,7 @@ def patch_grid(
     check_no_nan(ends, lm, "patch_grid")
     activations, others = (runs.activations(values) for values in whole)
     shapes = dict(zip(runs.sites, runs.shapes, strict=True))
-    columns = count_heads("patch_grid", shapes) if by_head else len(ids[0])
+    columns = count_heads("patch_grid", shapes) if by_head else len(texts[0].labels)
     grid = np.full((len(runs.sites), columns), ends[1], "float32")
     axis = 1 if by_head else 0
     # Tokens before the first that differs have the same activations: there a patch does nothing.

@@ -83,6 +83,22 @@ def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
     return Text(rows[0], [token_label(lm, i) for i in rows[0]])
 
 
+def read_pair(lm: CachedCausalLM, clean: Any, corrupted: Any, operation: str) -> list[Text]:
+    """Read two texts that differ, of as many tokens.
+
+    Raises:
+        SurgeryError: they are none.
+    """
+    texts = [read_text(lm, text, operation) for text in (clean, corrupted)]
+    ids = [text.token_ids for text in texts]
+    if len(ids[0]) != len(ids[1]) or np.array_equal(ids[0], ids[1]):
+        raise SurgeryError(
+            f"{operation}: expected two different texts of as many tokens. Received "
+            f"{texts[0].labels} and {texts[1].labels}. Change words for others of as many tokens."
+        )
+    return texts
+
+
 def token_label(lm: CachedCausalLM, token_id: int) -> str:
     """Return how to show a token: its text, spaces as `·`, or its number without a tokenizer."""
     if lm.preprocessor is None:
@@ -93,11 +109,11 @@ def token_label(lm: CachedCausalLM, token_id: int) -> str:
     return shown.replace(" ", "·").replace("\u2581", "·").replace("\n", "\u23ce")
 
 
-def check_selector(at: Any, operation: str) -> None:
+def check_selector(at: Any, operation: str, name: str = "at") -> None:
     """Refuse what is no text, and so no selector of sites."""
     if not isinstance(at, str):
         raise SurgeryError(
-            f"{operation} at 'at': expected a site selector. Received {shown(at)}. Pass "
+            f"{operation} at '{name}': expected a site selector. Received {shown(at)}. Pass "
             "'blocks.*', say."
         )
 

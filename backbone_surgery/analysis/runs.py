@@ -57,7 +57,7 @@ class CutAt(SiteRewrite):
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put it there."""
-        return Cut(name=_cut_name(place.path))(x)
+        return Cut(name=cut_name(place.path))(x)
 
 
 class Runs:
@@ -86,7 +86,7 @@ class Runs:
         self.shapes = [shapes[path] for path in self.sites]
         self.model = rewired(cut)
         self.stages, self.programs = _staged(self.model)
-        self.cuts = [self.stages.cuts[_cut_name(path)] for path in self.sites]
+        self.cuts = [self.stages.cuts[cut_name(path)] for path in self.sites]
 
     def whole(self, text: Text) -> Values:
         """Run a text, one row."""
@@ -190,7 +190,8 @@ def batches(items: Sequence[Any], size: int) -> Iterator[tuple[list[Any], np.nda
         yield part, np.array(part + [part[-1]] * (size - len(part)))
 
 
-def _cut_name(path: str) -> str:
+def cut_name(path: str) -> str:
+    """Return the name of the `Cut` at a site."""
     return f"cut_{path.replace('.', '_')}"
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from backbone_surgery.analysis.attribution import Attribution
 from backbone_surgery.analysis.direct import DirectLogitAttribution
+from backbone_surgery.analysis.edges import Edges
 from backbone_surgery.analysis.logit_lens import LogitLens
 from backbone_surgery.analysis.patch_grid import PatchGrid
 from backbone_surgery.errors import SurgeryError, shown
@@ -20,14 +21,18 @@ _LOWEST = 4.0
 """Inches, so that the label of the colour bar has room."""
 
 
-def plot_grid(grid: PatchGrid | Attribution | DirectLogitAttribution, ax: Any = None) -> Any:
-    """Draw a grid of sites by tokens, or by heads.
+def plot_grid(
+    grid: PatchGrid | Attribution | DirectLogitAttribution | Edges, ax: Any = None
+) -> Any:
+    """Draw a grid of sites by tokens or by heads, or of senders by receivers.
 
     Of a patch grid, the share of the way from the corrupted to the clean text is drawn. Red is
-    towards the clean text, or for the target; blue is against it.
+    towards the clean text, or for the target; blue is against it. Of edges, the change of the
+    metric is drawn, and grey where no edge is.
 
     Args:
-        grid: what `patch_grid`, `attribution` or `direct_logit_attribution` returned.
+        grid: what `patch_grid`, `attribution`, `direct_logit_attribution`, `edge_attribution` or
+            `edge_patching` returned.
         ax: matplotlib axes to draw into; new ones by default.
 
     Returns:
@@ -42,13 +47,20 @@ def plot_grid(grid: PatchGrid | Attribution | DirectLogitAttribution, ax: Any = 
         values, label = grid.values, "gradient times activation"
     elif isinstance(grid, DirectLogitAttribution):
         values, label = grid.values.reshape(len(grid.sites), -1), "added to the logit"
+    elif isinstance(grid, Edges):
+        values, label = grid.values, "change of the metric"
     else:
-        kinds = "a `PatchGrid`, an `Attribution` or a `DirectLogitAttribution`"
+        kinds = "a `PatchGrid`, an `Attribution`, a `DirectLogitAttribution` or `Edges`"
         raise _unknown("plot_grid", kinds, grid)
     ax = _axes(ax, "plot_grid", values.shape, extra=1.2)
-    limit = float(np.abs(values).max()) or 1.0
+    limit = float(np.nanmax(np.abs(values))) or 1.0
     image = ax.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     ax.figure.colorbar(image, ax=ax, label=label)
+    if isinstance(grid, Edges):
+        ax.set_facecolor("lightgrey")
+        _label(ax, grid.senders, grid.receivers)
+        ax.set(xlabel="receiver", ylabel="sender")
+        return ax
     _label(ax, grid.sites, grid.columns)
     if grid.by_head:
         ax.set_xlabel("head", fontsize=8)

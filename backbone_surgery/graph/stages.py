@@ -35,7 +35,7 @@ class Stage(keras.Model):
 
     Call arguments:
         values: the arrays whose numbers `takes` lists. One of a single row stands for as many rows
-            as the first array has.
+            as others have.
 
     Returns:
         The arrays whose numbers `makes` lists.
@@ -53,18 +53,20 @@ class Stage(keras.Model):
         self.takes = tuple(n for n in taken if n not in made)
         self.makes = tuple(n for n in made if n in wanted)
         self.parts = [call.node.operation for call in calls]
+        pairs = [p for c in calls for p in zip(c.takes, c.node.input_tensors, strict=True)]
+        by_row = {n for n, tensor in pairs if tensor.shape[:1] == (None,)}
+        self._by_row = by_row.intersection(self.takes)
         self.built = True
 
     def call(self, values, training=None):
         """Make the calls."""
-        rows = ops.shape(values[0])[:1] if values else ()
         known = dict(zip(self.takes, values, strict=True))
+        rows = max((ops.shape(known[n])[0] for n in self._by_row), default=1)
+        for n in self._by_row:
+            known[n] = ops.broadcast_to(known[n], (rows, *ops.shape(known[n])[1:]))
         for call in self.calls:
-            given = {}
-            for tensor, n in zip(call.node.input_tensors, call.takes, strict=True):
-                if n in self.takes and tensor.shape[:1] == (None,):
-                    known[n] = ops.broadcast_to(known[n], (*rows, *ops.shape(known[n])[1:]))
-                given[id(tensor)] = known[n]
+            tensors = zip(call.node.input_tensors, call.takes, strict=True)
+            given = {id(tensor): known[n] for tensor, n in tensors}
             args, kwargs = call.node.arguments.fill_in(given)
             if "training" in kwargs:  # as it was when the call was added to the graph
                 kwargs["training"] = training

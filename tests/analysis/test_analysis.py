@@ -44,7 +44,7 @@ LONG = list(range(1, 22))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
-    ["blocks.*.key", "blocks.*", "blocks.*.mlp_output"],
+    ["blocks.*.key", "blocks.*", "blocks.*.mlp_output", "blocks.*.*ue*"],
 )
 def test_rows_of_a_grid_begin_where_their_patch_is(lm, at):
     """A text of three pieces, in batches that do not divide them, by one pass for each cell."""
@@ -285,6 +285,7 @@ def test_figures(tmp_path):
     grid = bs.patch_grid(lm, CLEAN, CORRUPTED, 7)
     lens = bs.logit_lens(lm, CLEAN)
     attribution = bs.attribution(lm, CLEAN, 7)
+    edges = bs.edge_patching(lm, CLEAN, CORRUPTED, 7)
     ends = f"; clean {grid.clean:.4g}, corrupted {grid.corrupted:.4g})"
     assert repr(grid) == f"PatchGrid(2 sites x 5 tokens{ends}"
     assert repr(lens) == "LogitLens(2 sites x 5 tokens)"
@@ -298,6 +299,7 @@ def test_figures(tmp_path):
     for name, ax, rows, across in (
         ("grid", bs.plot_grid(grid), blocks, corrupted),
         ("attribution", bs.plot_grid(attribution), blocks, clean),
+        ("edges", bs.plot_grid(edges), edges.senders, edges.receivers),
         ("lens", bs.plot_lens(lens), blocks, clean),
         ("attention", pattern, seen, seen),
     ):

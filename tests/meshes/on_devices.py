@@ -198,6 +198,10 @@ def tools(folder):
     grid = bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6))
     arrays |= {"patch_grid": grid.values, "logit_lens": bs.logit_lens(lm, [1, 2, 3]).entropies}
     arrays["attribution"] = bs.attribution(lm, [1, 2, 3], target=7).values
+    edges = bs.edge_attribution(lm, [1, 2, 3], [1, 4, 3], (5, 6), by_head=True, steps=2)
+    arrays["edge_attribution"] = np.nan_to_num(edges.values)
+    patched = bs.edge_patching(lm, [1, 2, 3], [1, 4, 3], (5, 6), "blocks.*.*_output")
+    arrays["edge_patching"] = np.nan_to_num(patched.values)
     arrays["direct"] = bs.direct_logit_attribution(lm, [1, 2, 3], 7, by_head=True).values
     arrays["weights"] = bs.weight_tree(lm)["blocks"]["1"]["self_attention"]["query"]["kernel"]
     bs.save_recipe(lm, folder / "edit.recipe")

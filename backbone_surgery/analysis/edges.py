@@ -1,0 +1,264 @@
+"""Edges: what one part of a model does to the prediction by way of one other part, directly."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.analysis.edge_runs import EdgeRuns, Receiver
+from backbone_surgery.analysis.gradients import metric_gradients
+from backbone_surgery.analysis.runs import batches
+from backbone_surgery.analysis.stream import by_row, exchange
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import check_count
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """What `edge_attribution` and `edge_patching` return.
+
+    Attributes:
+        values: float32[senders, receivers], by how much the metric of the corrupted text changes
+            if the receiver reads what the sender writes in the clean text; NaN where no edge is.
+        senders: what writes to the residual stream: paths of sites, heads as
+            `blocks.0.head_outputs[3]`.
+        receivers: what reads it, by the paths of what is made of it, heads as
+            `blocks.1.query[0]`, and `logits`.
+        clean: the metric of the clean text.
+        corrupted: the metric of the corrupted text.
+        is_exact: whether each edge was patched, and not attributed to by gradients.
+    """
+
+    values: np.ndarray
+    senders: list[str]
+    receivers: list[str]
+    clean: float
+    corrupted: float
+    is_exact: bool
+
+    def __repr__(self) -> str:
+        size = f"{len(self.senders)} senders x {len(self.receivers)} receivers"
+        return f"Edges({size}; clean {self.clean:.4g}, corrupted {self.corrupted:.4g})"
+
+    def top(self, count: int = 10) -> list[tuple[str, str, float]]:
+        """Return the edges of the greatest values, of either sign.
+
+        Args:
+            count: how many, at most.
+
+        Returns:
+            A sender, a receiver and the value for each, the greatest first.
+
+        Raises:
+            SurgeryError: `count` is no positive int.
+        """
+        check_count("Edges.top", "count", count, "edges")
+        order = np.argsort(-np.abs(np.nan_to_num(self.values)), axis=None, kind="stable")
+        cells = [divmod(int(i), len(self.receivers)) for i in order]
+        known = [(s, r) for s, r in cells if not np.isnan(self.values[s, r])]
+        return [
+            (self.senders[s], self.receivers[r], float(self.values[s, r]))
+            for s, r in known[: int(count)]
+        ]
+
+
+def edge_attribution(
+    lm: CachedCausalLM,
+    clean: Any,
+    corrupted: Any,
+    metric: Any,
+    controls: Mapping[str, Any] | None = None,
+    by_head: bool = False,
+    steps: int = 1,
+    prompt_length: int | None = None,
+    receivers: str | None = None,
+) -> Edges:
+    """Attribute the difference of two texts to the edges of the model's graph, by gradients.
+
+    An edge leads from what writes to the residual stream, the sender, to what reads it later, the
+    receiver. Its value is to first order what `edge_patching` measures: the change of what is
+    written, times the gradient of the metric with respect to what the receiver reads.
+
+    Source: edge attribution patching, Syed et al. 2023, https://arxiv.org/abs/2310.10348; with
+    `steps` the gradients are integrated along a line of embeddings, from those of the corrupted
+    text towards those of the clean one, Hanna et al. 2024, https://arxiv.org/abs/2403.17806.
+
+    Args:
+        lm: the model, edited or not. Needs the JAX backend of Keras.
+        clean: a text, a string (without a preprocessor, token ids).
+        corrupted: another, of as many tokens.
+        metric: as for `patch_grid`: a token, a pair (right, wrong), or a function.
+        controls: for the controls of `lm`'s own rewrites.
+        by_head: whether heads of attention send, and its queries, keys and values receive, head by
+            head. What a block computes of the stream apart from them, such as a gate of attention,
+            is no receiver then.
+        steps: how many points of the line to take gradients at. One takes them at the corrupted
+            text alone, where a metric may be flat.
+        prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
+            all by default.
+        receivers: site selector, as of `edge_patching`; all by default.
+
+    Returns:
+        `Edges`.
+
+    Raises:
+        SurgeryError: bad input, another backend, texts of different lengths, no such receivers,
+            blocks without the sites, or the model gives NaN.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> bs.edge_attribution(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6))  # doctest: +ELLIPSIS
+        Edges(5 senders x 5 receivers; clean ..., corrupted ...)
+    """
+    check_count("edge_attribution", "steps", steps, "points")
+    runs = EdgeRuns(
+        "edge_attribution",
+        lm,
+        clean,
+        corrupted,
+        metric,
+        controls,
+        by_head,
+        prompt_length,
+        receivers,
+    )
+    pulled = _pulled(runs, int(steps))
+
+    def rate(changed: dict[int, np.ndarray], receiver: Receiver) -> np.ndarray:
+        parts = [
+            np.einsum("std,rtd->sr", np.asarray(changed[n], "float32") - runs.base[n], gradient)
+            for n, gradient in pulled[receiver.path].items()
+            if n in changed
+        ]
+        return np.sum(parts, axis=0)
+
+    return Edges(*runs.rated(rate), *runs.ends, False)
+
+
+def edge_patching(
+    lm: CachedCausalLM,
+    clean: Any,
+    corrupted: Any,
+    metric: Any,
+    receivers: str | None = None,
+    controls: Mapping[str, Any] | None = None,
+    by_head: bool = False,
+    batch_size: int = 32,
+    prompt_length: int | None = None,
+) -> Edges:
+    """Patch every edge of the model's graph, one at a time.
+
+    The corrupted text is run, and all that writes to the residual stream stays as it is there, but
+    for the sender, which writes what it writes in the clean text. Only the receiver reads that.
+    What it makes of it is put into the corrupted text, which then goes on to the prediction.
+
+    Source: path patching, Wang et al. 2022, https://arxiv.org/abs/2211.00593, and Goldowsky-Dill et
+    al. 2023, https://arxiv.org/abs/2304.05969, of paths of one edge: MLPs in between are held fast,
+    too. `edge_attribution` takes a few passes for all edges; this takes a pass from the receiver on
+    for each edge, so choose receivers in a large model.
+
+    Args:
+        lm: the model, edited or not.
+        clean: a text, a string (without a preprocessor, token ids).
+        corrupted: another, of as many tokens.
+        metric: as for `patch_grid`: a token, a pair (right, wrong), or a function.
+        receivers: site selector of what receivers make, such as `blocks.9.query`,
+            `blocks.*.mlp_output`, or `logits`; all by default.
+        controls: for the controls of `lm`'s own rewrites.
+        by_head: as of `edge_attribution`.
+        batch_size: how many edges to run at once, at most.
+        prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
+            all by default.
+
+    Returns:
+        `Edges`.
+
+    Raises:
+        SurgeryError: bad input, texts of different lengths, no such receivers, blocks without the
+            sites, or the model gives NaN.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> texts = [1, 2, 3], [1, 4, 3]
+        >>> bs.edge_patching(lm, *texts, (5, 6), "blocks.1.query", by_head=True).receivers
+        ['blocks.1.query[0]', 'blocks.1.query[1]']
+    """
+    check_count("edge_patching", "batch_size", batch_size, "edges")
+    runs = EdgeRuns(
+        "edge_patching",
+        lm,
+        clean,
+        corrupted,
+        metric,
+        controls,
+        by_head,
+        prompt_length,
+        receivers,
+    )
+
+    def rate(changed: dict[int, np.ndarray], receiver: Receiver) -> np.ndarray:
+        return _patched(runs, changed, receiver, int(batch_size))
+
+    return Edges(*runs.rated(rate), *runs.ends, True)
+
+
+def _pulled(runs: EdgeRuns, steps: int) -> dict[str, dict[int, np.ndarray]]:
+    """Return the gradients with respect to what each receiver reads, the mean over some points.
+
+    Returns:
+        By the path of the receiver `{number: float32[heads, tokens, hidden_dim]}`.
+    """
+    streams = runs.streams
+    embedded = [
+        np.asarray(streams.at(run, "embeddings"), "float32") for run in (runs.clean, runs.base)
+    ]
+    sites = tuple(r.path if r.reader else streams.last for r in runs.receivers)
+    pulled: dict[str, Any] = {r.path: dict.fromkeys(r.takes, 0) for r in runs.receivers}
+    for step in range(steps):
+        shift = step / steps * (embedded[0] - embedded[1])
+        run = streams.after(runs.base, "embeddings", embedded[1] + shift) if step else runs.base
+        got = metric_gradients(
+            runs.lm,
+            runs.operation,
+            runs.texts[1],
+            runs.bound,
+            (*sites, "embeddings"),
+            runs.metric,
+            {"embeddings": shift},
+        )
+        gradients = dict(zip(got.sites, got.gradients, strict=True))
+        for receiver, site in zip(runs.receivers, sites, strict=True):
+            part = {streams.number_at(site): gradients[site][None]}
+            if receiver.reader is not None:
+                own = by_row(gradients[site], receiver.heads)
+                part = streams.pull(receiver.reader, run, own)
+            sums = pulled[receiver.path]
+            sums.update({n: sums[n] + gradient / steps for n, gradient in part.items()})
+    return pulled
+
+
+def _patched(
+    runs: EdgeRuns, changed: dict[int, np.ndarray], receiver: Receiver, batch_size: int
+) -> np.ndarray:
+    """Return by how much the metric changes if one receiver reads a changed stream.
+
+    Returns:
+        float32[rows, heads].
+    """
+    streams, base = runs.streams, runs.base
+    path, heads = receiver.path, receiver.heads
+    if receiver.reader is None:
+        path = streams.last
+        made = changed[streams.number_at(path)]
+    else:
+        made = streams.read(receiver.reader, base, changed)
+    if heads is not None:
+        made = exchange(streams.at(base, path), made)
+    measured: list[float] = []
+    for part, padded in batches(range(len(made)), min(batch_size, len(made))):
+        states = streams.outputs(streams.after(base, path, made[padded]))
+        measured.extend(runs.measure(states)[: len(part)])
+    return np.array(measured, "float32").reshape(-1, heads or 1) - runs.ends[1]
