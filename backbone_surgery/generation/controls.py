@@ -12,7 +12,8 @@ from keras import ops
 from backbone_surgery.errors import SurgeryError, closest, shown, shown_array
 from backbone_surgery.numbers import fits, read_as
 from backbone_surgery.opening.model import EditedBackbone
-from backbone_surgery.rewriting import Rows
+from backbone_surgery.rewriting import Condition, Rows
+from backbone_surgery.rewriting.control import is_after
 from backbone_surgery.rewriting.rewrite import by_control
 
 ends_count: ContextVar[bool] = ContextVar("ends_count", default=True)
@@ -48,9 +49,31 @@ def bind_controls(
     bound = {name: np.broadcast_to(d, (rows.batch, *d.shape)) for name, d in model.defaults.items()}
     for name, rewrite in rewrites.items():
         bound.update(rewrite.bind(values.get(name), replace(rows, sites=fired[id(rewrite)])))
+        _check_condition(operation, rewrite, rewrites, values)
     for name, tensor in by_hand.items():
         bound[name] = _by_hand(operation, name, tensor, values, rows.batch)
     return {name: np.asarray(value, inputs[name].dtype) for name, value in bound.items()}
+
+
+def _check_condition(
+    operation: str, rewrite: Any, rewrites: Mapping[str, Any], values: Mapping[str, Any]
+) -> None:
+    """Refuse to steer tokens before those that the condition watches: nothing would happen."""
+    condition = rewrites.get(getattr(rewrite, "when", None) or "")
+    if not isinstance(condition, Condition):
+        return
+    chosen = [getattr(values.get(r.name), "tokens", None) for r in (condition, rewrite)]
+    watched, steered = (
+        r.tokens if own is None else own
+        for own, r in zip(chosen, (condition, rewrite), strict=True)
+    )
+    if is_after(watched, steered):
+        raise SurgeryError(
+            f"{operation} at control '{rewrite.name}': expected tokens that come after the first "
+            f"one that its condition watches, '{rewrite.when}'. Received {shown(steered)}, and "
+            f"{shown(watched)} watched: nothing would be steered. Watch earlier tokens, or steer "
+            "later ones."
+        )
 
 
 def check_names(

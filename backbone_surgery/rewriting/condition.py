@@ -153,9 +153,9 @@ class Condition(ControlledRewrite):
         threshold = control.threshold if isinstance(value, Control) else value
         threshold = self.threshold if threshold is None else threshold
         tokens = self.tokens if control.tokens is None else control.tokens
-        amounts = bind_amounts(threshold, where, rows.batch)
+        read_thresholds(threshold, where)
         return {
-            f"{self.name}_threshold": read_thresholds(amounts, where),
+            f"{self.name}_threshold": bind_amounts(threshold, where, rows.batch),
             f"{self.name}_tokens": token_rows(tokens, rows.prompt_lengths, where),
         }
 

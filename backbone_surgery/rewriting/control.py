@@ -219,6 +219,18 @@ def token_rows(tokens: Any, prompt_lengths: np.ndarray, where: str) -> np.ndarra
     return np.array(rows, np.int32)
 
 
+def is_after(watched: Any, steered: Any) -> bool:
+    """Tell whether tokens are watched only after those that are steered, whatever the prompt.
+
+    Args:
+        watched: which tokens, for all rows, or a list of one choice for each.
+        steered: likewise.
+    """
+    pairs = [(w, s) for w in _listed(watched, 1) for s in _listed(steered, 1)]
+    lengths = (*range(1, 65), LAST // 2)
+    return all(_range(w, n)[0] >= _range(s, n)[1] for w, s in pairs for n in lengths)
+
+
 def range_before(row: np.ndarray, end: int) -> np.ndarray | None:
     """Return first position and stop of a row of `token_rows`, as far as `end`; `None` if empty."""
     start, stop = row[0, :2]

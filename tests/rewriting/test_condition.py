@@ -180,6 +180,34 @@ def test_controls_that_do_not_fit_are_refused(control, words):
         bind_controls(edited, {"s": bs.Control(threshold=0.5)}, np.array([3, 4]))
 
 
+@pytest.mark.parametrize(
+    ("watched", "steered", "acts"),
+    [
+        ("generated", "prompt", False),
+        ("generated", "last", False),
+        ((5, None), (0, 5), False),
+        ((5, None), (0, 6), True),
+        ((-1, None), (0, -1), False),
+        ("last", "last", True),
+        ("generated", "all", True),
+        ((5, None), "prompt", True),
+        ((-2, None), (0, 5), True),
+        ("generated", ["prompt", "all"], True),
+        ("generated", [(0, 1), "last"], False),
+    ],
+)
+def test_tokens_before_those_that_are_watched_are_not_steered(watched, steered, acts):
+    """Whatever the length of the prompt: of (5, None) and the prompt, only a short one has none."""
+    condition = bs.Condition("c", np.ones(32), 0.1, at="blocks.0")
+    edited = bs.operate(make_deep_gpt2(), [condition, bs.Steer("s", {2: np.ones(32)}, when="c")])
+    controls = {"c": bs.Control(tokens=watched), "s": bs.Control(tokens=steered)}
+    if acts:
+        bind_controls(edited, controls, np.array([3, 4]))
+        return
+    with pytest.raises(bs.SurgeryError, match=r"generate at control 's': .* nothing would be st"):
+        bind_controls(edited, controls, np.array([3, 4]))
+
+
 def test_a_condition_that_changes_nothing_is_named():
     condition = bs.Condition("alone", np.ones(32), 0.1, at="blocks.0")
     with pytest.warns(UserWarning, match=r"'alone' changes nothing. Put a `Steer\(..., when='al"):

@@ -152,7 +152,7 @@ def test_objects_of_other_controls_say_what_those_take():
     direction = bs.ControlVector.from_preset("tiny_gpt2", "mood").directions[4]
     rewrites = [
         bs.Condition("sad", direction, 0.2, at="blocks.1"),
-        bs.Steer("mood", {4: direction}, when="sad"),
+        bs.Steer("mood", {4: direction}, when="sad", strength=0.0),
         bs.ProjectOut("none", direction),
     ]
     lm = bs.CachedCausalLM(bs.operate(tiny.backbone, rewrites))
@@ -164,10 +164,31 @@ def test_objects_of_other_controls_say_what_those_take():
     bind_controls(lm.opened, controls, np.array([3]))
     with pytest.raises(bs.SurgeryError, match=r"'sad': expected threshold, tokens. Received 'str"):
         read({"sad": {"strength": 1}})
-    with pytest.raises(bs.SurgeryError, match="'none': expected a `strength`, since without one"):
-        read({"none": {"tokens": "last"}})
-    with pytest.raises(bs.SurgeryError, match="from -1 to 1"):
+    control = read({"none": {"tokens": [-2, None]}})["none"]
+    assert (control.strength, control.tokens) == (None, (-2, None))
+    with pytest.raises(bs.SurgeryError, match=r"'mood': expected a `strength` or .* 0 by default"):
+        read({"mood": {"tokens": "last"}})
+    with pytest.raises(bs.SurgeryError, match=r"at 'none': expected tokens 'all'.*Received \['la"):
+        read({"mood": 1, "none": {"strength": 1, "tokens": ["last"]}})
+    with pytest.raises(bs.SurgeryError, match=r"at 'none': expected a finite strength.*True"):
+        read({"mood": 1, "none": {"strength": True}})
+    with pytest.raises(bs.SurgeryError, match="at 'sad': expected thresholds from -1 to 1"):
         read({"sad": {"threshold": "high"}})
+    with pytest.raises(bs.SurgeryError, match=r"from -1 to 1, one or one for each row. Received 2"):
+        bind_controls(lm.opened, read({"sad": 2}), np.array([3]))
+
+
+def test_strengths_of_blocks_are_a_list():
+    """A request is one row."""
+    tiny = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    directions = {b: np.eye(tiny.backbone.hidden_dim)[b] for b in (2, 4)}
+    lm = bs.CachedCausalLM(bs.operate(tiny.backbone, [bs.Steer("mood", directions)]))
+    read = partial(read_steering, lm, Vectors(lm, {}), length=128)
+    for steering in ([0, 1.5], [[0, 1.5]], {"strength": [0, 1.5]}):
+        bound = bind_controls(lm.opened, read({"mood": steering}), np.array([3]))
+        assert bound["mood_strength"].tolist() == [[0, 1.5]]
+    with pytest.raises(bs.SurgeryError, match=r"\[1, 2\] \(rows first, then sites\)"):
+        bind_controls(lm.opened, read({"mood": [0, 1, 2]}), np.array([3]))
 
 
 def test_a_vector_may_come_from_a_model_in_another_dtype(tmp_path):

@@ -12,6 +12,7 @@ from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
 from backbone_surgery.rewriting import Condition, Control, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting.control import read_tokens
 from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import by_control
 from backbone_surgery.vectors import ControlVector
@@ -171,23 +172,24 @@ def read_steering(
                 f"steering at '{name}': expected a control of this model. "
                 f"{closest(name, known)} `GET /v1/steering` lists them."
             )
-        kinds = [kind for kind in _KEYS if isinstance(rewrites.get(name), kind)]
-        if isinstance(value, Mapping) and kinds:
-            controls[name] = _control(name, value, _KEYS[kinds[0]], vectors, length)
+        rewrite = rewrites.get(name)
+        kinds = [kind for kind in _KEYS if isinstance(rewrite, kind)]
+        if isinstance(value, Mapping) and rewrite is not None and kinds:
+            controls[name] = _control(rewrite, value, _KEYS[kinds[0]], vectors, length)
         elif isinstance(value, bool | str) or value is None:
             raise SurgeryError(
                 f"steering at '{name}': expected a number, or an object. Received {shown(value)}. "
-                f'Pass `{{"{name}": 1.5}}`, say.'
+                f'Pass `{{"{name}": 0.5}}`, say.'
             )
         else:
-            controls[name] = value
+            controls[name] = value if rewrite is None else _by_site(value)
     return controls
 
 
 def _control(
-    name: str, value: Mapping[str, Any], keys: Sequence[str], vectors: Vectors, length: int
+    rewrite: Any, value: Mapping[str, Any], keys: Sequence[str], vectors: Vectors, length: int
 ) -> Control:
-    where = f"steering at '{name}'"
+    where = f"steering at '{rewrite.name}'"
     unknown = [key for key in value if key not in keys]
     if unknown:
         raise SurgeryError(
@@ -195,21 +197,33 @@ def _control(
             f"{closest(unknown[0], keys)}"
         )
     strength, schedule = value.get("strength"), value.get("schedule")
-    if "strength" in keys and strength is None and schedule is None:
+    if "strength" in keys and not rewrite.strength and strength is None and schedule is None:
         amounts = "a `strength` or a `schedule`" if "schedule" in keys else "a `strength`"
         raise SurgeryError(
-            f"{where}: expected {amounts}, since without one nothing is steered. Received "
+            f"{where}: expected {amounts}, since it is 0 by default here. Received "
             f'{shown(sorted(value))}. Pass `"strength": 1.5`, say.'
         )
     if schedule is not None:
         strength = _schedule(where, schedule, 1.0 if strength is None else strength, length)
     tokens = value.get("tokens")
-    return Control(
-        strength=strength,
-        directions=vectors[value["vector"]] if value.get("vector") is not None else None,
-        tokens=tuple(tokens) if isinstance(tokens, list) else tokens,
-        threshold=value.get("threshold"),
-    )
+    if tokens is not None:
+        tokens = read_tokens(tokens, where)
+    directions = vectors[value["vector"]] if value.get("vector") is not None else None
+    return _made(where, _by_site(strength), directions, tokens, value.get("threshold"))
+
+
+def _by_site(value: Any) -> Any:
+    """Make a list of numbers those of the sites of one row, which is what a request is."""
+    array = read_finite(value) if isinstance(value, list) else None
+    return value if array is None or array.ndim != 1 or len(array) < 2 else [value]
+
+
+def _made(where: str, *parts: Any) -> Control:
+    """Make a `Control`, and say which one if it cannot be."""
+    try:
+        return Control(*parts)
+    except SurgeryError as error:
+        raise SurgeryError(str(error).replace("Control", where, 1)) from error
 
 
 def _schedule(where: str, schedule: Any, strength: Any, length: int) -> Schedule:
@@ -267,7 +281,7 @@ def _of_easysteer(
         if entry.get("layers") is not None:
             vector = _of_blocks(vector, entry["layers"])
         scale = 1.0 if entry.get("scale") is None else entry["scale"]
-        result[control] = Control(strength=scale, directions=vector, tokens=_tokens(entry))
+        result[control] = _made(f"steering at '{name}'", scale, vector, _tokens(entry))
     return result
 
 
