@@ -32,7 +32,7 @@ from backbone_surgery.rewriting.steering import in_range
 @keras.saving.register_keras_serializable("backbone_surgery")
 @dataclass(frozen=True, eq=False)
 class Condition(ControlledRewrite):
-    """Decide for each row, while it runs, whether a `Steer(when=name)` applies to it.
+    """Decide for each row, while it runs, whether a `Steer` of its name applies to it.
 
     At each token, |cos(h, v)| between the hidden state and the condition vector is compared with
     the threshold. Once it is above, the condition stays met for the rest of the row. The condition
@@ -42,8 +42,9 @@ class Condition(ControlledRewrite):
     Source: conditional activation steering (CAST), Lee et al. 2024, arXiv:2409.05907.
 
     Attributes:
-        name: name of the condition, for `Steer(when=name)`, and of its control: a threshold, for
-            all rows or one for each, or a `Control` of threshold and tokens.
+        name: name of the condition, for `Steer(when=name)` or `Steer(unless=name)`, and of its
+            control: a threshold, for all rows or one for each, or a `Control` of threshold and
+            tokens.
         vector: float[hidden_dim], or a control vector with a direction for the block watched.
         threshold: what the cosine has to exceed, from -1 to 1.
         at: selector of the one site that is watched.

@@ -177,7 +177,7 @@ def _is_local(rewrite: Any) -> bool:
 
     A subclass may do something else.
     """
-    return type(rewrite) in _LOCAL and getattr(rewrite, "when", None) is None
+    return type(rewrite) in _LOCAL and getattr(rewrite, "condition", None) is None
 
 
 def _apply(model: EditedBackbone, rewrites: list[Rewrite]) -> tuple[EditedBackbone, list[Surgery]]:

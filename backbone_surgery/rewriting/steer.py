@@ -53,6 +53,8 @@ class Steer(ControlledRewrite):
         strength: the default of the control, one number.
         when: name of a `Condition` before it in the list. A row is steered from the token at which
             its condition is met.
+        unless: name of a `Condition`, in place of `when`. A row is steered up to the token before
+            the one at which its condition is met. To decide by the prompt, steer generated tokens.
         trainable: whether the directions are learned. To steer generated tokens alone, train with
             `tokens="all"`, and pass `Control(tokens="generated")` to `generate`.
         max_norm: how long a learned direction may become; not limited by default.
@@ -81,6 +83,7 @@ class Steer(ControlledRewrite):
     trainable: bool = False
     max_norm: float | None = None
     learned: SteeringDirections | None = None
+    unless: str | None = None
 
     def __post_init__(self) -> None:
         fields = Fields(self, "name")
@@ -93,6 +96,13 @@ class Steer(ControlledRewrite):
         fields.number("strength", advice=advice)
         fields.number("max_norm", optional=True)
         fields.name("when", optional=True)
+        fields.name("unless", optional=True)
+        if self.when is not None and self.unless is not None:
+            raise fields.refuse(
+                "a condition by `when` or by `unless`",
+                (self.when, self.unless),
+                "Leave one out. Two `Steer` may have a condition each.",
+            )
         described = "`learned` to be the layer of a trainable Steer"
         fields.instance("learned", SteeringDirections, described, optional=True)
         fields.keep("tokens", read_tokens(self.tokens, fields.where))
@@ -104,6 +114,11 @@ class Steer(ControlledRewrite):
     @property
     def _where(self) -> str:
         return f"Steer at '{self.name}'"
+
+    @property
+    def condition(self) -> str | None:
+        """Name of the condition that decides which rows are steered, if there is one."""
+        return self.unless if self.when is None else self.when
 
     @property
     def directions(self) -> dict[int, np.ndarray]:
@@ -238,10 +253,10 @@ class Steer(ControlledRewrite):
 
     def _scale(self, surgery: Surgery) -> keras.KerasTensor:
         tokens, schedule = (surgery.inputs[f"{self.name}_{p}"] for p in ("tokens", "schedule"))
-        scale = SteeringScale(name=f"scale_{self.name}")
-        if self.when is None:
+        scale = SteeringScale(self.unless is not None, name=f"scale_{self.name}")
+        if self.condition is None:
             return scale(surgery.positions, tokens, schedule)
-        return scale(surgery.positions, tokens, schedule, surgery.signal(self.when))
+        return scale(surgery.positions, tokens, schedule, surgery.signal(self.condition))
 
     def _check_hint(self, surgery: Surgery) -> None:
         hint = getattr(self.vector, "model_hint", None)

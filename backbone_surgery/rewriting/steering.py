@@ -54,6 +54,9 @@ class SteeringDirections(keras.layers.Layer):
 class SteeringScale(keras.layers.Layer):
     """Give the factor of the strength at each token: 0 where a row is not steered.
 
+    Args:
+        is_negated: whether a row is steered where its condition is not met.
+
     Call arguments:
         positions: int32[batch, time].
         tokens: int32[batch, 3]: first position steered, the one after the last, and the number of
@@ -66,14 +69,15 @@ class SteeringScale(keras.layers.Layer):
         float32[batch, time].
     """
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, is_negated: bool = False, **kwargs) -> None:
         super().__init__(autocast=False, **kwargs)
+        self.is_negated = is_negated
 
     def call(self, positions, tokens, schedule, met=None):
         """Look up the schedule, in the range."""
         steered = in_range(positions, tokens)
         if met is not None:
-            steered = ops.logical_and(steered, met)
+            steered = ops.logical_and(steered, ops.logical_xor(met, self.is_negated))
         step = ops.clip(positions - tokens[:, 2:] + 1, 0, ops.shape(schedule)[1] - 1)
         return ops.where(steered, ops.take_along_axis(schedule, step, axis=1), 0.0)
 

@@ -183,7 +183,7 @@ def _reason(rewrite: Any) -> str | None:
         return None
     if rewrite.renormalize:
         return "renormalises what it steers"
-    return None if rewrite.when is None else "acts on a condition"
+    return None if rewrite.condition is None else "acts on a condition"
 
 
 def _fold(

@@ -71,6 +71,42 @@ def test_rows_are_steered_from_the_token_on_that_meets_it(watched, rng):
     assert not np.array_equal(got[~untouched], plain[~untouched])
 
 
+def test_rows_are_steered_unless_they_meet_it(watched, rng, tmp_path):
+    """In one pass as in NumPy; in generation by what the prompt says, by a recipe too."""
+    backbone, _, by_hand, direction, push = watched
+    inputs = ragged(rng, LENGTHS, 8)
+    found = cosines(states(by_hand, inputs, backbone.num_layers), direction)
+    met, threshold = some_but_not_all(np.where(inputs["padding_mask"], found, 0))
+    extra = np.zeros((*met.shape, backbone.num_layers, 32), "float32")
+    extra[:, :, 1] = np.where(met[..., None], 0, push)
+    wanted = np.asarray(by_hand.predict_on_batch({**inputs, "extra": extra})["hidden_states"])
+    condition = bs.Condition("weather", direction, threshold, at="blocks.0", tokens="prompt")
+    steer = bs.Steer("mood", {1: push}, unless="weather")
+    edited = bs.operate(backbone, [condition, steer])
+    got, real = np.asarray(edited.predict_on_batch(inputs)), inputs["padding_mask"]
+    assert np.abs(got - wanted)[real].max() <= 1e-5 * np.abs(wanted).max()
+
+    def texts(model, **controls):
+        lm = bs.CachedCausalLM(model)
+        lm.compile(sampler="greedy")
+        made = lm.generate(inputs, max_new_tokens=6, stop_token_ids=None, controls=controls)
+        return made["token_ids"]
+
+    bs.save_recipe(edited, tmp_path / "recipe")
+    generated = {"mood": bs.Control(strength=4.0, tokens="generated")}
+    ours = texts(bs.load_recipe(tmp_path / "recipe", backbone), **generated)
+    plain = texts(backbone)
+    always = texts(bs.operate(backbone, [bs.Steer("mood", {1: push})]), **generated)
+    decided = met.any(axis=1)
+    assert np.array_equal(ours, np.where(decided[:, None], plain, always))
+    assert not np.array_equal(plain[~decided], always[~decided])
+    assert max(bs.check(edited).errors.values()) <= 1e-5
+    with pytest.raises(bs.SurgeryError, match="acts on a condition"):
+        bs.merge(edited)
+    with pytest.raises(bs.SurgeryError, match=r"'mood': .*a condition by `when` or by `unless`"):
+        bs.Steer("mood", {1: push}, when="weather", unless="weather")
+
+
 @pytest.mark.slow
 def test_cached_equals_uncached(watched):
     _, lm, _, _, _ = watched
