@@ -129,7 +129,7 @@ def test_what_was_learned_on_all_tokens_steers_generated_ones(rng, tmp_path):
             other.generate(prompts, controls={"mood": 3.0}, **options)["token_ids"], got
         )
     for model in (learned, bs.CachedCausalLM(learned)):
-        with pytest.raises(bs.SurgeryError, match="expected tokens that `fit` runs"):
+        with pytest.raises(bs.SurgeryError, match="expected tokens that `fit` knows"):
             model.fit(*batch(rng))
     learned.rewrites[0].learned.trainable = False
     learned.rewrites[0].check_fit()

@@ -78,8 +78,8 @@ def sampler(temperature, top_k, top_p):
     return samplers.RandomSampler(temperature=temperature)
 
 
-def random_controls(rng, hidden_dim, blocks, heads):
-    """Settings for some of the edits of `edited`."""
+def random_controls(rng, hidden_dim, blocks, heads, run=40):
+    """Settings for some of the edits of `edited`, of a request of which so many tokens are run."""
     choices = {
         "mood": lambda: [
             float(rng.normal()),
@@ -93,7 +93,7 @@ def random_controls(rng, hidden_dim, blocks, heads):
         "asked": lambda: float(rng.uniform(-0.5, 1)),
         "heads": lambda: rng.integers(0, 2, (1, blocks + 1, heads)),
         "patch": lambda: {
-            "positions": [int(rng.integers(40))],
+            "positions": [int(rng.integers(run))],
             "values": rng.normal(size=(1, hidden_dim)).astype("float32"),
         },
     }
@@ -112,9 +112,11 @@ def random_request(
     """
     prefix = prefixes[rng.integers(len(prefixes))][: rng.integers(most)]
     prompt = [*prefix, *rng.integers(0, vocabulary, rng.integers(1, 12)).tolist()]
+    new = int(rng.integers(0, 25))
+    run = len(prompt) + max(new - 1, 0)  # what is chosen last is not
     settings = {
-        "max_new_tokens": int(rng.integers(0, 25)),
-        "controls": random_controls(rng, size, blocks, heads),
+        "max_new_tokens": new,
+        "controls": random_controls(rng, size, blocks, heads, run),
         "stop_token_ids": tuple(rng.integers(0, vocabulary, rng.integers(0, 3)).tolist()),
         "stop_sequences": [rng.integers(0, vocabulary, 2).tolist()],
         "seed": int(rng.integers(100)),
