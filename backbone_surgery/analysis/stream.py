@@ -96,6 +96,7 @@ class Streams:
         self._streams = {self._cuts[path][1] for path in paths if is_stream(path)}
         self._held = {n for _, n in self._cuts.values() if n not in self._streams}
         self.written = [path for path in self._along if is_written(path)]
+        self._check_stream(operation)
         if by_head:
             self._check_heads(operation)
         self.last = [path for path in self._along if is_stream(path)][-1]
@@ -224,6 +225,19 @@ class Streams:
             index = stage.makes.index(number)
             readers.append(Reader(path, makers[number], index, (cut, number), takes, heads))
         return sorted(readers, key=lambda reader: reader.cut)
+
+    def _check_stream(self, operation: str) -> None:
+        """Refuse a model where a change takes another way beside the stream, as around a `Wrap`."""
+        stages = self._stages.stages
+        taken = {n for path in self._along for n in stages[self._cuts[path][0]].takes}
+        for path in filter(is_stream, self._along):
+            beside = taken.intersection(stages[self._cuts[path][0]].makes)
+            if beside - self._held - self._streams - {*self._copies(path)}:
+                raise SurgeryError(
+                    f"{operation} at '{path}': expected a stream that goes on as it is, to which "
+                    "blocks add. Received one that is changed on its way, as by a `Wrap` of a "
+                    "block. Take `patch_grid`, or `attribution`."
+                )
 
     def _check_heads(self, operation: str) -> None:
         """Refuse blocks whose heads are not read, or written, as those of a family are."""

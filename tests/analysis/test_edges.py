@@ -187,6 +187,21 @@ def test_edges_of_an_edited_model():
     assert np.abs(np.nansum(got.values, axis=1) - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
+def test_a_way_beside_the_stream_is_refused():
+    class Scaled(keras.layers.Layer):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def call(self, x):
+            return 0.5 * x + 0.7 * self.block(0.9 * x)
+
+    for block in (0, 1):
+        edited = bs.operate(make_gpt2(num_layers=2), [bs.Wrap(f"blocks.{block}", Scaled)])
+        with pytest.raises(bs.SurgeryError, match="expected a stream that goes on as it is"):
+            bs.edge_patching(bs.CachedCausalLM(edited), CLEAN, CORRUPTED, PAIR)
+
+
 def test_a_block_without_the_sites_is_passed_as_it_computes(monkeypatch):
     """Its family has no site for what attention writes, so one edge is all that there is."""
     monkeypatch.setattr(family, "_families", dict(family._families))
