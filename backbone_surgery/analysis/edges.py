@@ -93,8 +93,9 @@ def edge_attribution(
         by_head: whether heads of attention send, and its queries, keys and values receive, head by
             head. What a block computes of the stream apart from them, such as a gate of attention,
             is no receiver then.
-        steps: how many points of the line to take gradients at. One takes them at the corrupted
-            text alone, where a metric may be flat.
+        steps: how many points of the line to take gradients at, the corrupted text first, equally
+            far from each other, the clean text left out. One takes them at the corrupted text
+            alone, where a metric may be flat.
         prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
             all by default.
         receivers: site selector, as of `edge_patching`; all by default.

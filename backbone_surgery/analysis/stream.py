@@ -209,6 +209,8 @@ class Streams:
         makers = {n: i for i, stage in enumerate(self._stages.stages) for n in stage.makes}
         carried = {n for path in self._along for n in (self._cuts[path][1], *self._passed(path))}
         carried |= {n for path in self._along if is_stream(path) for n in self._copies(path)}
+        for path in self._along:
+            self._check_takes(operation, path, self._cuts[path][0], carried)
         roles = HEADS[:3] if self.by_head else ("attention_output",)
         readers = []
         for path, (cut, number) in self._cuts.items():
@@ -216,15 +218,24 @@ class Streams:
                 continue
             stage = self._stages.stages[makers[number]]
             takes = tuple(n for n in stage.takes if n in carried)
-            if not takes:
-                raise SurgeryError(
-                    f"{operation} at '{path}': expected what is made of the residual stream. "
-                    "Received what is not. Edit the model in another way, or take `patch_grid`."
-                )
+            self._check_takes(operation, path, makers[number], carried)
             heads = self._heads(path) if role_of(path) in HEADS else None
             index = stage.makes.index(number)
             readers.append(Reader(path, makers[number], index, (cut, number), takes, heads))
         return sorted(readers, key=lambda reader: reader.cut)
+
+    def _check_takes(self, operation: str, path: str, stage: int, carried: set[int]) -> None:
+        """Refuse a stage that knows the stream by what is not carried along it."""
+        stages = self._stages.stages
+        taken = {*stages[stage].takes}
+        others = taken.intersection(n for s in stages[1:] for n in s.makes) - carried
+        if others or not taken & carried:
+            raise SurgeryError(
+                f"{operation} at '{path}': expected what depends on the residual stream alone. "
+                "Received what also depends on something that was made of it before, as with a "
+                "`Condition`, or with keys and values that blocks share. Take `patch_grid`, or "
+                "`attribution`."
+            )
 
     def _check_stream(self, operation: str) -> None:
         """Refuse a model where a change takes another way beside the stream, as around a `Wrap`."""
@@ -235,8 +246,9 @@ class Streams:
             if beside - self._held - self._streams - {*self._copies(path)}:
                 raise SurgeryError(
                     f"{operation} at '{path}': expected a stream that goes on as it is, to which "
-                    "blocks add. Received one that is changed on its way, as by a `Wrap` of a "
-                    "block. Take `patch_grid`, or `attribution`."
+                    "blocks add. Received one from which something else is taken along, as with a "
+                    "`Wrap` of a block, a `Condition`, or keys and values that blocks share. Take "
+                    "`patch_grid`, or `attribution`."
                 )
 
     def _check_heads(self, operation: str) -> None:
@@ -265,7 +277,12 @@ class Streams:
         made = self._stages.stages[stage].makes
         if is_stream(path):
             return [n for n in made if n in self._streams and n not in self._copies(path)]
-        return [n for n in made if n not in self._held]
+        ranks = {
+            n: len(t.shape)
+            for call in self._stages.stages[stage].calls
+            for n, t in zip(call.makes, call.node.outputs, strict=True)
+        }
+        return [n for n in made if n not in self._held and ranks[n] == 3]
 
     def _heads(self, path: str) -> int:
         return next(p.shape[2] for p in places(self.model) if p.path == path)

@@ -61,7 +61,9 @@ class Stage(keras.Model):
     def call(self, values, training=None):
         """Make the calls."""
         known = dict(zip(self.takes, values, strict=True))
-        rows = max((ops.shape(known[n])[0] for n in self._by_row), default=1)
+        sizes = [ops.shape(known[n])[0] for n in self._by_row]
+        is_known = all(isinstance(size, int) for size in sizes)
+        rows = max(sizes, default=1) if is_known else ops.max(ops.stack(sizes))
         for n in self._by_row:
             known[n] = ops.broadcast_to(known[n], (rows, *ops.shape(known[n])[1:]))
         for call in self.calls:

@@ -202,6 +202,22 @@ def test_a_way_beside_the_stream_is_refused():
             bs.edge_patching(bs.CachedCausalLM(edited), CLEAN, CORRUPTED, PAIR)
 
 
+def test_what_else_depends_on_the_stream_is_refused():
+    """A condition, and keys and values that blocks of Gemma 4 share."""
+    direction = np.arange(32) % 5
+    edits = [
+        bs.Condition("told", direction, 0.0, at="blocks.0"),
+        bs.Steer("mood", {1: direction}, at="blocks.1.mlp_output", when="told"),
+    ]
+    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+    for model in (
+        bs.operate(make_deep_gpt2(), edits),
+        ROWS["gemma4"].make(num_layers=4, **shared),
+    ):
+        with pytest.raises(bs.SurgeryError, match=r"`Condition`, or (with )?keys and"):
+            bs.edge_attribution(bs.CachedCausalLM(model), CLEAN, CORRUPTED, PAIR)
+
+
 def test_a_block_without_the_sites_is_passed_as_it_computes(monkeypatch):
     """Its family has no site for what attention writes, so one edge is all that there is."""
     monkeypatch.setattr(family, "_families", dict(family._families))
