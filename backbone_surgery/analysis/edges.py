@@ -68,11 +68,11 @@ def edge_attribution(
     clean: Any,
     corrupted: Any,
     metric: Any,
+    receivers: str | None = None,
     controls: Mapping[str, Any] | None = None,
     by_head: bool = False,
     steps: int = 1,
     prompt_length: int | None = None,
-    receivers: str | None = None,
 ) -> Edges:
     """Attribute the difference of two texts to the edges of the model's graph, by gradients.
 
@@ -89,6 +89,7 @@ def edge_attribution(
         clean: a text, a string (without a preprocessor, token ids).
         corrupted: another, of as many tokens.
         metric: as for `patch_grid`: a token, a pair (right, wrong), or a function.
+        receivers: site selector, as of `edge_patching`; all by default.
         controls: for the controls of `lm`'s own rewrites.
         by_head: whether heads of attention send, and its queries, keys and values receive, head by
             head. What a block computes of the stream apart from them, such as a gate of attention,
@@ -98,7 +99,6 @@ def edge_attribution(
             alone, where a metric may be flat.
         prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
             all by default.
-        receivers: site selector, as of `edge_patching`; all by default.
 
     Returns:
         `Edges`.
@@ -157,7 +157,7 @@ def edge_patching(
 
     Source: path patching, Wang et al. 2022, https://arxiv.org/abs/2211.00593, and Goldowsky-Dill et
     al. 2023, https://arxiv.org/abs/2304.05969, of paths of one edge: MLPs in between are held fast,
-    too. `edge_attribution` takes a few passes for all edges; this takes a pass from the receiver on
+    too. `edge_attribution` takes no pass for each edge; this takes a pass from the receiver on
     for each edge, so choose receivers in a large model.
 
     Args:
