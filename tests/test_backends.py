@@ -84,14 +84,23 @@ own = lm(inputs)
 lens = bs.logit_lens(lm, [1, 1, 1, 1], at="blocks.*")
 best = np.asarray(keras.ops.convert_to_numpy(own)).argmax(-1)
 print(np.array_equal(lens.token_ids[-1], best[0]))
-for ask in (lambda: bs.Engine(lm), lambda: bs.attribution(lm, [1, 2], target=3)):
+for variable in backbone.trainable_variables:
+    variable.assign(9 * keras.ops.convert_to_numpy(variable))
+texts = [1, 2, 3, 4], [1, 5, 3, 4]
+grid = bs.patch_grid(lm, *texts, (6, 7), at="blocks.*.mlp_output")
+edges = bs.edge_patching(lm, *texts, (6, 7), by_head=True)
+edge = edges.values[edges.senders.index("blocks.1.mlp_output"), -1]
+print(abs(edge) > 1e-2 and abs(grid.values[-1, -1] - grid.corrupted - edge) < 1e-5)
+asks = [lambda: bs.Engine(lm), lambda: bs.attribution(lm, [1, 2], target=3)]
+asks.append(lambda: bs.edge_attribution(lm, *texts, (6, 7)))
+for ask in asks:
     try:
         ask()
     except bs.SurgeryError as error:
         print("the JAX backend" in str(error))
 """
     )
-    assert run(code, backend).split() == [backend, "True", "True", "True", "True"]
+    assert run(code, backend).split() == [backend, *["True"] * 6]
 
 
 @pytest.mark.slow

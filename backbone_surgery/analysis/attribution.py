@@ -92,11 +92,12 @@ def attribution(
     question = read_text(lm, text, "attribution")
     check_selector(at, "attribution")
     check_flag("attribution", "by_head", by_head)
-    measure = make_metric(lm, target, "attribution at 'target'")
+    where = "attribution at 'target'"
+    measure = make_metric(lm, target, where)
     if by_head:
         count_heads("attribution", shapes_at(lm, (at,)))
     bound = bind_row(lm, controls, question, "attribution", prompt_length)
-    got = metric_gradients(lm, "attribution", question, bound, (at,), measure)
+    got = metric_gradients(lm, "attribution", question, bound, (at,), measure, where)
     products = [g * x for g, x in zip(got.gradients, got.activations, strict=True)]
     check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution")
     kept = 1 if by_head else 0

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from backbone_surgery.analysis.edge_runs import EdgeRuns, Receiver
-from backbone_surgery.analysis.gradients import metric_gradients
+from backbone_surgery.analysis.edge_runs import EdgeRuns
+from backbone_surgery.analysis.gradients import check_jax
 from backbone_surgery.analysis.runs import batches
-from backbone_surgery.analysis.stream import by_row, exchange
+from backbone_surgery.analysis.stream import LOGITS, Reader, exchange, heads_of
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count
 
@@ -114,28 +114,19 @@ def edge_attribution(
         Edges(5 senders x 5 receivers; clean ..., corrupted ...)
     """
     check_count("edge_attribution", "steps", steps, "points")
+    check_jax("edge_attribution")
     runs = EdgeRuns(
         "edge_attribution",
         lm,
         clean,
         corrupted,
         metric,
-        controls,
-        by_head,
-        prompt_length,
-        receivers,
+        receivers=receivers,
+        controls=controls,
+        by_head=by_head,
+        prompt_length=prompt_length,
     )
-    pulled = _pulled(runs, int(steps))
-
-    def rate(changed: dict[int, np.ndarray], receiver: Receiver) -> np.ndarray:
-        parts = [
-            np.einsum("std,rtd->sr", np.asarray(changed[n], "float32") - runs.base[n], gradient)
-            for n, gradient in pulled[receiver.path].items()
-            if n in changed
-        ]
-        return np.sum(parts, axis=0)
-
-    return Edges(*runs.rated(rate), *runs.ends, False)
+    return Edges(_attributed(runs, int(steps)), *runs.names(), *runs.ends, False)
 
 
 def edge_patching(
@@ -194,72 +185,79 @@ def edge_patching(
         clean,
         corrupted,
         metric,
-        controls,
-        by_head,
-        prompt_length,
-        receivers,
+        receivers=receivers,
+        controls=controls,
+        by_head=by_head,
+        prompt_length=prompt_length,
     )
-
-    def rate(changed: dict[int, np.ndarray], receiver: Receiver) -> np.ndarray:
-        return _patched(runs, changed, receiver, int(batch_size))
-
-    return Edges(*runs.rated(rate), *runs.ends, True)
+    return Edges(_patched(runs, int(batch_size)), *runs.names(), *runs.ends, True)
 
 
-def _pulled(runs: EdgeRuns, steps: int) -> dict[str, dict[int, np.ndarray]]:
-    """Return the gradients with respect to what each receiver reads, the mean over some points.
+def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
+    """Return the edges by gradients, the mean over some points of the line between the texts.
 
     Returns:
-        By the path of the receiver `{number: float32[heads, tokens, hidden_dim]}`.
+        float32[senders, receivers], NaN where no edge is.
     """
     streams = runs.streams
-    embedded = [
-        np.asarray(streams.at(run, "embeddings"), "float32") for run in (runs.clean, runs.base)
-    ]
-    sites = tuple(r.path if r.reader else streams.last for r in runs.receivers)
-    pulled: dict[str, Any] = {r.path: dict.fromkeys(r.takes, 0) for r in runs.receivers}
+    ends = [np.asarray(streams.at(r, "embeddings"), "float32") for r in (runs.base, runs.clean)]
+    moves = {path: _move(runs, path) for path in runs.senders}
+    values, rows, columns = runs.table()
     for step in range(steps):
-        shift = step / steps * (embedded[0] - embedded[1])
-        run = streams.after(runs.base, "embeddings", embedded[1] + shift) if step else runs.base
-        got = metric_gradients(
-            runs.lm,
-            runs.operation,
-            runs.texts[1],
-            runs.bound,
-            (*sites, "embeddings"),
-            runs.metric,
-            {"embeddings": shift},
-        )
-        gradients = dict(zip(got.sites, got.gradients, strict=True))
-        for receiver, site in zip(runs.receivers, sites, strict=True):
-            part = {streams.number_at(site): gradients[site][None]}
-            if receiver.reader is not None:
-                own = by_row(gradients[site], receiver.heads)
-                part = streams.pull(receiver.reader, run, own)
-            sums = pulled[receiver.path]
-            sums.update({n: sums[n] + gradient / steps for n, gradient in part.items()})
-    return pulled
+        embedded = ends[0] + step / steps * (ends[1] - ends[0])
+        run = streams.after(runs.base, "embeddings", embedded) if step else runs.base
+        gradients = streams.gradients(run, runs.slope(streams.logits(run)))
+        for receiver in runs.receivers:
+            pulled = streams.pulled(run, receiver, gradients[receiver.path])
+            for path, gradient in pulled.items():
+                how = "thd,rthd->hr" if streams.has_heads(path) else "td,rtd->r"
+                part = np.atleast_2d(np.einsum(how, moves[path], gradient)) / steps
+                runs.check(part)
+                cell = rows[path], columns[receiver.path]
+                values[cell] = part if step == 0 else values[cell] + part
+    return values
 
 
-def _patched(
-    runs: EdgeRuns, changed: dict[int, np.ndarray], receiver: Receiver, batch_size: int
-) -> np.ndarray:
-    """Return by how much the metric changes if one receiver reads a changed stream.
+def _move(runs: EdgeRuns, path: str) -> np.ndarray:
+    """Return by how much what is written, or what heads put out, changes; float32[tokens, ...]."""
+    site = heads_of(path) if runs.streams.has_heads(path) else path
+    clean, base = (runs.streams.at(run, site)[0] for run in (runs.clean, runs.base))
+    return np.asarray(clean, "float32") - np.asarray(base, "float32")
+
+
+def _patched(runs: EdgeRuns, batch_size: int) -> np.ndarray:
+    """Return the edges, each by a pass; see `_attributed`."""
+    values, rows, columns = runs.table()
+    for path in runs.senders:
+        changed = runs.streams.spread(runs.base, path, runs.sent(path))
+        for receiver in runs.receivers:
+            made = runs.streams.read(receiver, runs.base, changed)
+            if made is not None:
+                part = _measured(runs, receiver, made, batch_size)
+                runs.check(part)
+                values[rows[path], columns[receiver.path]] = part
+    return values
+
+
+def _measured(runs: EdgeRuns, receiver: Reader, made: np.ndarray, batch_size: int) -> np.ndarray:
+    """Return by how much the metric changes if a receiver makes something else.
+
+    Args:
+        runs: the runs.
+        receiver: the receiver.
+        made: what it makes, float[rows, ...].
+        batch_size: how many passes to run at once, at most.
 
     Returns:
         float32[rows, heads].
     """
     streams, base = runs.streams, runs.base
-    path, heads = receiver.path, receiver.heads
-    if receiver.reader is None:
-        path = streams.last
-        made = changed[streams.number_at(path)]
-    else:
-        made = streams.read(receiver.reader, base, changed)
-    if heads is not None:
-        made = exchange(streams.at(base, path), made)
+    if receiver.path == LOGITS:
+        return runs.measure(made)[:, None] - runs.ends[1]
+    if receiver.heads is not None:
+        made = exchange(streams.at(base, receiver.path), made)
     measured: list[float] = []
     for part, padded in batches(range(len(made)), min(batch_size, len(made))):
-        states = streams.outputs(streams.after(base, path, made[padded]))
-        measured.extend(runs.measure(states)[: len(part)])
-    return np.array(measured, "float32").reshape(-1, heads or 1) - runs.ends[1]
+        logits = streams.logits(streams.after(base, receiver.path, made[padded]))
+        measured.extend(runs.measure(logits)[: len(part)])
+    return np.array(measured, "float32").reshape(-1, receiver.heads or 1) - runs.ends[1]

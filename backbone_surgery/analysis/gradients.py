@@ -57,7 +57,6 @@ def take_gradients(
     rewrites: tuple[Rewrite, ...] = (),
     alone: bool = False,
     reused: bool = True,
-    nudges: Mapping[str, np.ndarray] | None = None,
 ) -> Gradients:
     """Run a text forward and backward.
 
@@ -72,16 +71,11 @@ def take_gradients(
         rewrites: what is done to the model first.
         alone: whether each site is taken as if it did not depend on the others.
         reused: whether `read` is the same function each time, so that its program is kept.
-        nudges: `{site path: float[1, tokens, ...]}`, what to add at some of the sites.
 
     Raises:
         SurgeryError: another backend, or a pattern among the sites.
     """
-    if keras.config.backend() != "jax":
-        raise SurgeryError(
-            f"{operation}: expected the JAX backend of Keras. Received "
-            f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
-        )
+    check_jax(operation)
     nudge = Nudge(at, operation, alone)
     model = derived(lm, *rewrites, Capture(at=at, name=_NAME), nudge)
     sites = list(model.report[-1].sites)
@@ -90,13 +84,7 @@ def take_gradients(
     step = made_once(model, key, make) if reused else make()
     shapes = {t.name: tuple(t.shape[2:]) for t in model.inputs}
     length = len(question.token_ids)
-    added = [
-        np.broadcast_to(
-            np.asarray((nudges or {}).get(site, 0), "float32"),
-            (1, length, *shapes[f"{_NAME}_{i}"]),
-        )
-        for i, site in enumerate(sites)
-    ]
+    added = [np.zeros((1, length, *shapes[f"{_NAME}_{i}"]), "float32") for i in range(len(sites))]
     inputs = {**question.inputs(), **bound}
     arguments = (added, arrays_in_place(model.variables), inputs, tokens)
     if hosts.span(model):
@@ -113,39 +101,47 @@ def metric_gradients(
     bound: Mapping[str, np.ndarray],
     at: tuple[str, ...],
     measure: Metric,
-    nudges: Mapping[str, np.ndarray] | None = None,
+    where: str,
 ) -> Gradients:
-    """Take gradients of a metric of the next token; see `take_gradients`."""
-    read, tokens = _of(measure, operation), []
+    """Take gradients of a metric of the next token, named `where` in errors."""
+    read, tokens = _of(measure, where), []
     if isinstance(measure, TokenLogits):  # other tokens compile nothing new
         read, tokens = _of_tokens, measure.ids
     reused = read is _of_tokens
-    return take_gradients(
-        lm, operation, question, bound, at, read, tokens, reused=reused, nudges=nudges
-    )
+    return take_gradients(lm, operation, question, bound, at, read, tokens, reused=reused)
 
 
 def _of_tokens(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
     return TokenLogits(tokens)(next_token_logits(model, hidden_states))[0]
 
 
-def _of(measure: Metric, operation: str) -> Read:
+def _of(measure: Metric, where: str) -> Read:
     """Return what computes a metric of one's own, which must have gradients."""
 
     def read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
-        return _differentiable(measure(next_token_logits(model, hidden_states))[0], operation)
+        return differentiable(measure, next_token_logits(model, hidden_states), where)
 
     return read
 
 
-def _differentiable(value: Any, operation: str) -> Any:
-    """Refuse a metric without gradients."""
+def differentiable(measure: Metric, logits: Any, where: str) -> Any:
+    """Measure logits float[1, vocabulary]; refuse a metric without gradients, named `where`."""
+    value = measure(logits)[0]
     if not keras.backend.is_float_dtype(value.dtype):
         raise SurgeryError(
-            f"{operation}: expected a function that returns floats. Received one that "
-            f"returns {value.dtype}. Return logits, or what is computed from them."
+            f"{where}: expected a function that returns floats. Received one that returns "
+            f"{value.dtype}. Return logits, or what is computed from them."
         )
     return value
+
+
+def check_jax(operation: str) -> None:
+    """Refuse a backend without the gradients that are taken here."""
+    if keras.config.backend() != "jax":
+        raise SurgeryError(
+            f"{operation}: expected the JAX backend of Keras. Received "
+            f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
+        )
 
 
 def _rows(arrays: list[Any]) -> list[np.ndarray]:

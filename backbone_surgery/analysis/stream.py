@@ -9,21 +9,23 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
-from keras import ops
 
 from backbone_surgery import graph
+from backbone_surgery.analysis.pull import Pulls
 from backbone_surgery.analysis.question import derived
 from backbone_surgery.analysis.runs import Cut, CutAt, cut_name
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import made_once
-from backbone_surgery.opening.predict import SharedPrograms, predict
-from backbone_surgery.opening.site import Identity, Place, is_stream, is_written, places
+from backbone_surgery.opening.logits import Logits
+from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.predict import predict
+from backbone_surgery.opening.site import Place, is_stream, is_written, places
 from backbone_surgery.rewriting import Surgery
 
 HEADS = ("query", "key", "value", "head_outputs")
+
+LOGITS = "logits"
 
 Values = MutableMapping[int, Any]
 """Arrays by their numbers in `graph.Stages`; those of one row stand for any number of rows."""
@@ -33,7 +35,11 @@ Values = MutableMapping[int, Any]
 class CutStream(CutAt):
     """Put a `Cut` at all that is written to the stream, at the stream, and by head around heads."""
 
+    at: str = ""
     by_head: bool = False
+
+    def __post_init__(self) -> None:
+        """Leave the selector alone: the sites are known."""
 
     def choose(self, surgery: Surgery) -> list[Place]:
         """Return the sites."""
@@ -48,24 +54,22 @@ class CutStream(CutAt):
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads the stream and makes what stands at a site, by a single stage.
+    """What reads the stream.
 
     Attributes:
-        path: of the site.
-        stage: the stage that makes it.
-        index: which of the things that the stage makes it is.
-        cut: where the graph goes on from it: the stage that begins at the site, and the number of
-            what goes in.
-        takes: numbers of what the stage takes of the stream.
+        path: of the site of what it makes, or `logits`.
+        number: of what it makes.
         heads: how many heads it has; `None` where it is taken as a whole.
     """
 
     path: str
-    stage: int
-    index: int
-    cut: tuple[int, int]
-    takes: tuple[int, ...]
+    number: int
     heads: int | None
+
+    @property
+    def names(self) -> list[str]:
+        """What to call it, head by head."""
+        return names_of(self.path, self.heads)
 
 
 class Streams:
@@ -78,46 +82,41 @@ class Streams:
 
     Attributes:
         written: paths of what is written to the stream, in order.
-        readers: what reads it, in order, but for the head of the model.
-        last: path of the stream after the last block, which the head of the model reads.
+        readers: what reads it, in order, the logits last.
     """
 
     def __init__(self, lm: CachedCausalLM, operation: str, by_head: bool) -> None:
         self.by_head = by_head
-        self.model = derived(lm, CutStream("embeddings", by_head))
-        paths = list(self.model.report[-1].sites)
-        self._stages, self._programs, self._pulls = made_once(
-            self.model, "streams", lambda: (_staged(self.model), SharedPrograms(), {})
-        )
+        self._model = derived(lm, CutStream(by_head=by_head))
+        self._pulls = made_once(self._model, "streams", lambda: Pulls(_staged(self._model)))
+        self._stages = self._pulls.stages
+        paths = list(self._model.report[-1].sites)
         self._cuts = {path: self._stages.cuts[cut_name(path)] for path in paths}
-        self._along = sorted(
-            (path for path in paths if role_of(path) not in HEADS), key=self._cuts.__getitem__
-        )
-        self._streams = {self._cuts[path][1] for path in paths if is_stream(path)}
-        self._held = {n for _, n in self._cuts.values() if n not in self._streams}
-        self.written = [path for path in self._along if is_written(path)]
-        self._check_stream(operation)
+        self.written = sorted(filter(is_written, paths), key=self._cuts.__getitem__)
         if by_head:
             self._check_heads(operation)
-        self.last = [path for path in self._along if is_stream(path)][-1]
-        self.readers = self._readers(operation)
+        roles = HEADS[:3] if by_head else ("attention_output",)
+        read = [p for p in paths if role_of(p) in (*roles, "mlp_output", "per_layer_output")]
+        self.readers = [
+            Reader(path, self._cuts[path][1], self._heads(path))
+            for path in sorted(read, key=self._cuts.__getitem__)
+        ]
+        self.readers.append(Reader(LOGITS, self._stages.outputs, None))
+        self._held = {n for path, (_, n) in self._cuts.items() if not is_stream(path)}
+        self._held.add(self._stages.outputs)
 
     def whole(self, inputs: dict[str, Any]) -> Values:
         """Run a text, one row."""
-        own = self.model.with_defaults(inputs)
+        own = self._model.with_defaults(inputs)
         return self._go_on({n: own[name] for name, n in self._stages.inputs.items()}, 0)
 
     def at(self, values: Values, path: str) -> np.ndarray:
         """Return what stands at a site, float[rows, tokens, ...]."""
         return values[self._cuts[path][1]]
 
-    def number_at(self, path: str) -> int:
-        """Return the number of what goes into a site."""
-        return self._cuts[path][1]
-
-    def outputs(self, values: Values) -> np.ndarray:
-        """Return the hidden states of the last token, float[rows, hidden_dim]."""
-        return values[self._stages.outputs][:, -1]
+    def logits(self, values: Values) -> np.ndarray:
+        """Return the logits after the last token, float[rows, vocabulary]."""
+        return values[self._stages.outputs]
 
     def heads_written(self, base: Values, path: str, heads: np.ndarray) -> np.ndarray:
         """Return what attention writes with each head exchanged for another, one at a time.
@@ -132,10 +131,11 @@ class Streams:
         """
         stage, number = self._cuts[heads_of(path)]
         exchanged = exchange(base[number], heads[None])
-        return self._run(stage, ChainMap({number: exchanged}, base))[self._cuts[path][1]]
+        written = self._cuts[path][1]
+        return self._run(stage, (written,), ChainMap({number: exchanged}, base))[written]
 
     def spread(self, base: Values, path: str, written: np.ndarray) -> dict[int, np.ndarray]:
-        """Carry a change of what is written along the stream; all else that is written stays.
+        """Let a change of what is written go on; all else that is written stays.
 
         Args:
             base: the run.
@@ -143,41 +143,25 @@ class Streams:
             written: what is written instead, float[rows, tokens, hidden_dim].
 
         Returns:
-            What becomes of the stream, by number.
+            What becomes of all else, by number.
         """
-        changed = {self._cuts[path][1]: written}
-        for at in self._along[self._along.index(path) :]:
-            stage, number = self._cuts[at]
-            if is_stream(at) and number in changed:
-                changed.update(dict.fromkeys(self._copies(at), changed[number]))
-            if any(n in changed for n in self._stages.stages[stage].takes) and self._passed(at):
-                made = self._run(stage, ChainMap(changed, base))
-                changed.update({n: made[n] for n in self._passed(at)})
+        first, number = self._cuts[path]
+        changed = {number: written}
+        for i in range(first, len(self._stages.stages)):
+            reached = self._stages.stages[i].reached(changed)
+            numbers = tuple(n for n in reached if n not in self._held)
+            if numbers:
+                changed.update(self._run(i, numbers, ChainMap(changed, base)))
         return changed
 
-    def read(self, reader: Reader, base: Values, changed: dict[int, np.ndarray]) -> np.ndarray:
-        """Return what a reader makes of a changed stream, float[rows, tokens, ...]."""
-        return self._run(reader.stage, ChainMap(changed, base))[reader.cut[1]]
-
-    def pull(self, reader: Reader, base: Values, gradient: np.ndarray) -> dict[int, np.ndarray]:
-        """Take a gradient with respect to a site back to the stream that its reader takes.
-
-        Args:
-            reader: of the site.
-            base: the run.
-            gradient: float[rows, tokens, ...].
-
-        Returns:
-            `{number: float32[rows, tokens, hidden_dim]}`.
-        """
-        stage = self._stages.stages[reader.stage]
-        key = reader.path
-        if key not in self._pulls:
-            wrt = tuple(stage.takes.index(n) for n in reader.takes)
-            self._pulls[key] = Pull(stage, reader.index, wrt)
-        values = [*(base[n] for n in stage.takes), gradient]
-        made = predict(self._pulls[key], values, self._programs)
-        return {n: np.asarray(x, "float32") for n, x in zip(reader.takes, made, strict=True)}
+    def read(
+        self, reader: Reader, base: Values, changed: dict[int, np.ndarray]
+    ) -> np.ndarray | None:
+        """Return what a reader makes of what changed, float[rows, ...]; `None` if it reads none."""
+        i = self._stages.maker(reader.number)
+        if reader.number not in self._stages.stages[i].reached(changed):
+            return None
+        return self._run(i, (reader.number,), ChainMap(changed, base))[reader.number]
 
     def after(self, base: Values, path: str, others: np.ndarray) -> Values:
         """Run from a site on, with something else there, float[rows, tokens, ...]."""
@@ -185,71 +169,64 @@ class Streams:
         others = np.asarray(others, base[number].dtype)
         return self._go_on(ChainMap({number: others}, base), stage)
 
+    def gradients(self, values: Values, gradient: np.ndarray) -> dict[str, np.ndarray]:
+        """Take a gradient with respect to the logits back to what each reader makes.
+
+        Args:
+            values: the run.
+            gradient: float[1, vocabulary].
+
+        Returns:
+            By path float32[rows, ...], by head in row i zero but for head i.
+        """
+        known = self._pulls.back(values, {self._stages.outputs: gradient})
+        zeros = {r.number: np.zeros_like(values[r.number], "float32") for r in self.readers}
+        return {r.path: by_row({**zeros, **known}[r.number][0], r.heads) for r in self.readers}
+
+    def pulled(self, values: Values, reader: Reader, gradient: Any) -> dict[str, np.ndarray]:
+        """Take a gradient with respect to what a reader makes back to all that it reads.
+
+        Args:
+            values: the run.
+            reader: the reader.
+            gradient: float[rows, ...].
+
+        Returns:
+            `{path: float32[rows, tokens, ...]}`, the gradients with respect to what is written, by
+            head with respect to the heads. What is read by no way has none.
+        """
+        known = self._pulls.of(reader.number, values, gradient)
+        known = self._pulls.back(values, known, self._held)
+        pulled = {}
+        for path in self.written:
+            own = known.get(self._cuts[path][1])
+            if own is not None and self.has_heads(path):
+                heads = self._cuts[heads_of(path)][1]
+                own = self._pulls.of(self._cuts[path][1], values, own)[heads]
+            if own is not None:
+                pulled[path] = own
+        return pulled
+
+    def has_heads(self, path: str) -> bool:
+        """Tell whether what is written at a path is taken head by head."""
+        return self.by_head and role_of(path) == "attention_output"
+
     def _go_on(self, values: Values, first: int) -> Values:
         """Run the stages from one on."""
-        for stage in range(first, len(self._stages.stages)):
-            values.update(self._run(stage, values))
+        for i, stage in enumerate(self._stages.stages[first:], first):
+            values.update(self._run(i, stage.makes, values))
         return values
 
-    def _run(self, index: int, values: Any) -> dict[int, Any]:
-        stage = self._stages.stages[index]
-        made = predict(stage, [values[n] for n in stage.takes], self._programs)
+    def _run(self, index: int, numbers: tuple[int, ...], values: Any) -> dict[int, Any]:
+        """Run what of a stage makes some numbers."""
+        stage = self._stages.part(index, numbers)
+        made = predict(stage, [values[n] for n in stage.takes], self._pulls.programs)
         return dict(zip(stage.makes, made, strict=True))
 
-    def _copies(self, path: str) -> list[int]:
-        """Return the numbers that the stream has once it was handed on as it is."""
-        stage, number = self._cuts[path]
-        copies = [number]
-        for call in self._stages.stages[stage].calls:
-            if isinstance(call.node.operation, Identity) and call.takes[0] in copies:
-                copies += call.makes
-        return copies
-
-    def _readers(self, operation: str) -> list[Reader]:
-        makers = {n: i for i, stage in enumerate(self._stages.stages) for n in stage.makes}
-        carried = {n for path in self._along for n in (self._cuts[path][1], *self._passed(path))}
-        carried |= {n for path in self._along if is_stream(path) for n in self._copies(path)}
-        for path in self._along:
-            self._check_takes(operation, path, self._cuts[path][0], carried)
-        roles = HEADS[:3] if self.by_head else ("attention_output",)
-        readers = []
-        for path, (cut, number) in self._cuts.items():
-            if role_of(path) not in (*roles, "mlp_output", "per_layer_output"):
-                continue
-            stage = self._stages.stages[makers[number]]
-            takes = tuple(n for n in stage.takes if n in carried)
-            self._check_takes(operation, path, makers[number], carried)
-            heads = self._heads(path) if role_of(path) in HEADS else None
-            index = stage.makes.index(number)
-            readers.append(Reader(path, makers[number], index, (cut, number), takes, heads))
-        return sorted(readers, key=lambda reader: reader.cut)
-
-    def _check_takes(self, operation: str, path: str, stage: int, carried: set[int]) -> None:
-        """Refuse a stage that knows the stream by what is not carried along it."""
-        stages = self._stages.stages
-        taken = {*stages[stage].takes}
-        others = taken.intersection(n for s in stages[1:] for n in s.makes) - carried
-        if others or not taken & carried:
-            raise SurgeryError(
-                f"{operation} at '{path}': expected what depends on the residual stream alone. "
-                "Received what also depends on something that was made of it before, as with a "
-                "`Condition`, or with keys and values that blocks share. Take `patch_grid`, or "
-                "`attribution`."
-            )
-
-    def _check_stream(self, operation: str) -> None:
-        """Refuse a model where a change takes another way beside the stream, as around a `Wrap`."""
-        stages = self._stages.stages
-        taken = {n for path in self._along for n in stages[self._cuts[path][0]].takes}
-        for path in filter(is_stream, self._along):
-            beside = taken.intersection(stages[self._cuts[path][0]].makes)
-            if beside - self._held - self._streams - {*self._copies(path)}:
-                raise SurgeryError(
-                    f"{operation} at '{path}': expected a stream that goes on as it is, to which "
-                    "blocks add. Received one from which something else is taken along, as with a "
-                    "`Wrap` of a block, a `Condition`, or keys and values that blocks share. Take "
-                    "`patch_grid`, or `attribution`."
-                )
+    def _heads(self, path: str) -> int | None:
+        if role_of(path) not in HEADS:
+            return None
+        return next(p.shape[2] for p in places(self._model) if p.path == path)
 
     def _check_heads(self, operation: str) -> None:
         """Refuse blocks whose heads are not read, or written, as those of a family are."""
@@ -257,79 +234,31 @@ class Streams:
         blocks = dict.fromkeys(p.rpartition(".")[0] for p in self._cuts if role_of(p) in roles)
         for block in blocks or ["blocks.*"]:
             found = [role for role in roles if f"{block}.{role}" in self._cuts]
-            if found == [*roles]:
-                stage, written = (self._cuts[f"{block}.{role}"] for role in roles[-2:])
-                if written[1] in self._stages.stages[stage[0]].makes:
-                    continue
+            if self._are_heads(block, found):
+                continue
             raise SurgeryError(
                 f"{operation} with by_head=True: expected blocks with sites {', '.join(roles)}, "
                 f"the last made of the one before. Received '{block}' with {shown(found)}. Leave "
                 "`by_head` out."
             )
 
-    def _passed(self, path: str) -> list[int]:
-        """Return the numbers of what the stage at a site adds up, or passes on of the stream.
-
-        After a write that is all it makes. After the stream it is nothing, but where the site after
-        it is that of a block of another kind, which is one layer.
-        """
-        stage, _ = self._cuts[path]
-        made = self._stages.stages[stage].makes
-        if is_stream(path):
-            return [n for n in made if n in self._streams and n not in self._copies(path)]
-        ranks = {
-            n: len(t.shape)
-            for call in self._stages.stages[stage].calls
-            for n, t in zip(call.makes, call.node.outputs, strict=True)
-        }
-        return [n for n in made if n not in self._held and ranks[n] == 3]
-
-    def _heads(self, path: str) -> int:
-        return next(p.shape[2] for p in places(self.model) if p.path == path)
-
-
-class Pull(keras.Model):
-    """Take gradients back through a stage.
-
-    Args:
-        stage: the stage.
-        index: which of the things that it makes has the gradient.
-        wrt: which of the things that it takes it is taken back to.
-
-    Call arguments:
-        values: what the stage takes, of one row, then the gradient, float[rows, tokens, ...].
-
-    Returns:
-        The gradients with respect to what `wrt` lists.
-    """
-
-    def __init__(self, stage: graph.Stage, index: int, wrt: tuple[int, ...]) -> None:
-        super().__init__(autocast=False, dtype=stage.dtype_policy, name=f"pull_{stage.name}")
-        self.stage, self.index, self.wrt = stage, index, wrt
-        self.built = True
-
-    def call(self, values, training=None):
-        """Differentiate the stage, once for each row of the gradient."""
-        import jax
-
-        *taken, gradient = values
-        rows = ops.shape(gradient)[0]
-
-        def run(*moved: Any) -> Any:
-            given = dict(zip(self.wrt, moved, strict=True))
-            own = [given.get(i, x) for i, x in enumerate(taken)]
-            return self.stage(own, training=training)[self.index]
-
-        moved = [ops.repeat(taken[i], rows, axis=0) for i in self.wrt]
-        made, pull = jax.vjp(run, *moved)
-        return list(pull(ops.cast(gradient, made.dtype)))
+    def _are_heads(self, block: str, found: list[str]) -> bool:
+        """Tell whether a block with some sites has heads; keys may be those of another block."""
+        if not {"query", "head_outputs", "attention_output"} <= {*found}:
+            return False
+        stages = self._stages.stages
+        heads, written = (self._cuts[f"{block}.{role}"] for role in found[-2:])
+        makers = {self._stages.maker(n) for n in stages[self._stages.maker(heads[1])].takes}
+        shared = {i for p, (i, _) in self._cuts.items() if role_of(p) in ("key", "value")}
+        has_both = {"key", "value"} <= {*found} or ("key" not in found and makers & shared)
+        return bool(has_both) and written[1] in stages[heads[0]].makes
 
 
 def by_row(gradient: np.ndarray, heads: int | None) -> np.ndarray:
     """Give each head a row of its own.
 
     Args:
-        gradient: float[tokens, heads, head_dim], or as a whole float[tokens, ...].
+        gradient: float[tokens, heads, head_dim], or as a whole float[...].
         heads: how many heads there are.
 
     Returns:
@@ -357,6 +286,11 @@ def exchange(base: np.ndarray, others: np.ndarray) -> np.ndarray:
     return exchanged
 
 
+def names_of(path: str, heads: int | None) -> list[str]:
+    """Return what to call the heads of a site, or the site itself."""
+    return [path] if heads is None else [f"{path}[{head}]" for head in range(heads)]
+
+
 def role_of(path: str) -> str:
     """Return the last part of a path."""
     return path.rpartition(".")[2]
@@ -367,5 +301,6 @@ def heads_of(path: str) -> str:
     return path.replace("attention_output", "head_outputs")
 
 
-def _staged(model: keras.Model) -> graph.Stages:
-    return graph.Stages(model, model.hidden_states(model.output), Cut)
+def _staged(model: EditedBackbone) -> graph.Stages:
+    states = model.hidden_states(model.output)
+    return graph.Stages(model, Logits(model.token_embedding)(states[:, -1:])[:, 0], Cut)

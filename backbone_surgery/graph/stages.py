@@ -5,7 +5,7 @@ too. Each tensor has a number; a stage takes and makes lists of arrays, by their
 whatever crosses a cut, such as the hidden states and the masks, is found in the graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,24 @@ class Stage(keras.Model):
         self._by_row = by_row.intersection(self.takes)
         self.built = True
 
+    def making(self, numbers: Sequence[int]) -> "Stage":
+        """Return the part of it that makes some of what it makes, and no more."""
+        needed, calls = set(numbers), []
+        for call in reversed(self.calls):
+            if needed.intersection(call.makes):
+                needed.update(call.takes)
+                calls.append(call)
+        return Stage(calls[::-1], set(numbers), dtype=self.dtype_policy, name=self.name)
+
+    def reached(self, numbers: Iterable[int]) -> list[int]:
+        """Return which of the things that it makes depend on other tensors, of some numbers."""
+        known, made = set(numbers), set()
+        for call in self.calls:
+            if known.intersection(call.takes):
+                known.update(call.makes)
+                made.update(call.makes)
+        return [n for n in self.makes if n in made]
+
     def call(self, values, training=None):
         """Make the calls."""
         known = dict(zip(self.takes, values, strict=True))
@@ -104,6 +122,20 @@ class Stages:
         self.inputs = tree.pack_sequence_as(model.input, range(len(inputs)))
         self.outputs = tree.pack_sequence_as(outputs, ends)
         self.stages = [self._stage(level, set(ends)) for level in range(len(self._calls))]
+        self._parts: dict[tuple[int, ...], Stage] = {}
+
+    def maker(self, number: int) -> int:
+        """Return the index of the stage that makes a tensor, 0 for an input of the model."""
+        return self._levels[number]
+
+    def part(self, index: int, numbers: tuple[int, ...]) -> Stage:
+        """Return what of a stage makes some numbers, the same each time."""
+        whole = self.stages[index]
+        if numbers == whole.makes:
+            return whole
+        if numbers not in self._parts:
+            self._parts[numbers] = whole.making(numbers)
+        return self._parts[numbers]
 
     def _sort(self, outputs: Sequence[Any], numbers: dict[int, int]) -> list[int]:
         """Sort the calls above some outputs by stage.

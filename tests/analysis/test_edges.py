@@ -1,5 +1,8 @@
 """Edges equal what rewrites give, edge by edge; and those of a sender make up all that it does."""
 
+import re
+from itertools import product
+
 import keras
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from tests.opening.test_family import OWN, make_own
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 7, 15, 9, 2]
 PAIR = (7, 8)
 HEADS = ("query", "key", "value", "head_outputs")
+WRITTEN = re.compile("embeddings|(attention|mlp|per_layer)_output")
 
 
 def inputs_of(ids):
@@ -61,17 +65,12 @@ class ByRewrites:
 
     def edge(self, sender, receiver):
         path, _, head = receiver.rstrip("]").partition("[")
-        blocks = sum(len(p.split(".")) == 2 for p in self.paths)
+        to = sender.partition("[")[0].replace("head_outputs", "attention_output")
+        held = {p: self.base[p] for p in self.paths if p != path and WRITTEN.search(p)}
+        held[to] = self.base[to] + self.written(sender)
         if path == "logits":
-            stream = path = f"blocks.{blocks - 1}"
-        else:
-            block, role = path.split(".")[1:]
-            stream = f"blocks.{int(block) - 1}" if int(block) else "embeddings"
-            middle = f"blocks.{block}.residual_mid"
-            stream = middle if role == "mlp_output" and middle in self.paths else stream
-        made = self.seen(CORRUPTED, {stream: self.base[stream] + self.written(sender)}, [path])[
-            path
-        ]
+            return self.metric(held) - self.corrupted
+        made = self.seen(CORRUPTED, held, [path])[path]
         if head:
             whole = self.base[path].copy()
             whole[:, int(head)] = made[:, int(head)]
@@ -114,7 +113,7 @@ def nodes(lm, senders):
     wanted, text = ByRewrites(lm), read_text(lm, CORRUPTED, "test")
     metric = make_metric(lm, PAIR, "test")
     at = tuple(dict.fromkeys(sender.partition("[")[0] for sender in senders))
-    got = metric_gradients(lm, "test", text, {}, at, metric)
+    got = metric_gradients(lm, "test", text, {}, at, metric, "test")
     gradients = dict(zip(got.sites, got.gradients, strict=True))
     values = []
     for sender in senders:
@@ -136,7 +135,7 @@ def test_edges_of_a_sender_make_up_all_that_it_does(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "falcon"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gemma3", "qwen3", "falcon", "gpt_oss"])
 def test_edges_of_a_head_make_up_all_that_it_does(family):
     lm = bs.CachedCausalLM(ROWS[family].make())
     got = bs.edge_attribution(lm, CLEAN, CORRUPTED, PAIR, by_head=True)
@@ -187,35 +186,59 @@ def test_edges_of_an_edited_model():
     assert np.abs(np.nansum(got.values, axis=1) - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
-def test_a_way_beside_the_stream_is_refused():
-    class Scaled(keras.layers.Layer):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
+class Scaled(keras.layers.Layer):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
 
-        def call(self, x):
-            return 0.5 * x + 0.7 * self.block(0.9 * x)
-
-    for block in (0, 1):
-        edited = bs.operate(make_gpt2(num_layers=2), [bs.Wrap(f"blocks.{block}", Scaled)])
-        with pytest.raises(bs.SurgeryError, match="expected a stream that goes on as it is"):
-            bs.edge_patching(bs.CachedCausalLM(edited), CLEAN, CORRUPTED, PAIR)
+    def call(self, x):
+        return 0.5 * x + 0.7 * self.block(0.9 * x)
 
 
-def test_what_else_depends_on_the_stream_is_refused():
-    """A condition, and keys and values that blocks of Gemma 4 share."""
-    direction = np.arange(32) % 5
-    edits = [
-        bs.Condition("told", direction, 0.0, at="blocks.0"),
-        bs.Steer("mood", {1: direction}, at="blocks.1.mlp_output", when="told"),
+def conditional(backbone):
+    """Return a model steered in its second block where the first one meets a condition.
+
+    The corrupted text does not meet it, and the clean one does.
+    """
+    watched, added = np.random.default_rng(1).normal(size=(2, backbone.hidden_dim))
+    lm = bs.CachedCausalLM(backbone)
+    runs = [
+        ByRewrites(lm).seen(ids, {}, ["blocks.0"])["blocks.0"][-1] for ids in (CLEAN, CORRUPTED)
     ]
-    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_key_value_heads": 1}
-    for model in (
-        bs.operate(make_deep_gpt2(), edits),
-        ROWS["gemma4"].make(num_layers=4, **shared),
-    ):
-        with pytest.raises(bs.SurgeryError, match=r"`Condition`, or (with )?keys and"):
-            bs.edge_attribution(bs.CachedCausalLM(model), CLEAN, CORRUPTED, PAIR)
+    scores = [x @ watched / np.linalg.norm(x) / np.linalg.norm(watched) for x in runs]
+    watched, scores = (
+        (watched, scores) if scores[0] > scores[1] else (-watched, np.negative(scores))
+    )
+    edits = [
+        bs.Condition("told", watched, float(np.mean(scores)), at="blocks.0", tokens=(4, 5)),
+        bs.Steer("mood", {1: 3 * added}, at="blocks.*.mlp_output", when="told"),
+    ]
+    return bs.operate(backbone, edits)
+
+
+SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+ODD = {
+    "wrapped": lambda: bs.operate(make_gpt2(num_layers=3), [bs.Wrap("blocks.1", Scaled)]),
+    "first": lambda: bs.operate(make_gpt2(num_layers=2), [bs.Wrap("blocks.0", Scaled)]),
+    "conditional": lambda: conditional(make_deep_gpt2()),
+    "shared": lambda: ROWS["gemma4"].make(num_layers=4, **SHARED),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "by_head"),
+    [
+        pytest.param(model, by_head, marks=() if case == 0 else pytest.mark.slow)
+        for case, (model, by_head) in enumerate(product(ODD, [False, True]))
+    ],
+)
+def test_what_goes_beside_the_stream_takes_part(model, by_head):
+    """Around a `Wrap`, by a `Condition`, by keys and values that blocks share."""
+    lm = bs.CachedCausalLM(ODD[model]())
+    check_against_rewrites(lm, by_head, 37 if by_head else 11)
+    got = bs.edge_attribution(lm, CLEAN, CORRUPTED, PAIR, by_head=by_head)
+    wanted = nodes(lm, got.senders)
+    assert np.abs(np.nansum(got.values, axis=1) - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
 def test_a_block_without_the_sites_is_passed_as_it_computes(monkeypatch):
@@ -278,8 +301,8 @@ def small():
         ({"steps": 0}, "at 'steps': expected a positive int"),
         ({"batch_size": 0}, "at 'batch_size': expected a positive int"),
         ({"receivers": 3}, "at 'receivers': expected a site selector"),
-        ({"receivers": "blocks.9.query"}, "matches nothing among"),
-        ({"receivers": "blocks.0.query"}, "matches nothing among"),
+        ({"receivers": "blocks.9.mlp_output"}, "matches nothing among"),
+        ({"receivers": "blocks.0.query"}, r"at 'receivers': .* Pass by_head=True to have queries"),
     ],
 )
 def test_bad_input_is_refused(small, more, words):
