@@ -181,11 +181,12 @@ def _repeats(positions: np.ndarray) -> bool:
 def _check_paths(values: Any, sites: tuple[str, ...], where: str) -> None:
     paths = list(values) if isinstance(values, Mapping) else [type(values).__name__]
     unknown = [path for path in paths if path not in sites]
-    wrong = unknown or [path for path in sites if path not in paths]
-    if wrong:
+    missing = [path for path in sites if path not in paths]
+    if unknown or missing:
+        amiss = f"{shown(unknown[0])} is none. {closest(unknown[0], sites)}" if unknown else ""
         raise SurgeryError(
             f"{where}: expected values for exactly the patched sites. Received {shown(paths)}; "
-            f"{shown(wrong[0])} is amiss. {closest(wrong[0], sites)}"
+            + (amiss or f"{shown(missing[0])} is missing. Pass what should stand there.")
         )
 
 
