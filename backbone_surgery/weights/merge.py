@@ -17,36 +17,46 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.numbers import check_flag
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.site import block_of, places
 from backbone_surgery.rewriting import Lora, ProjectOut, Steer
 from backbone_surgery.rewriting.directions import orthonormal_basis
 from backbone_surgery.rewriting.peft_layers import linear_nodes
-from backbone_surgery.weights.owner import check_backbone, copy_backbone, is_quantized
+from backbone_surgery.weights.owner import (
+    TIED,
+    check_backbone,
+    check_tied,
+    copy_backbone,
+    is_quantized,
+)
 from backbone_surgery.weights.paths import resolve, variable_paths
 from backbone_surgery.weights.transfer import assign_in_place
 from backbone_surgery.weights.writers import Writers
 
 
-def merge(edited: Any) -> keras_hub.models.Backbone:
+def merge(edited: Any, untie_embeddings: bool = False) -> keras_hub.models.Backbone:
     """Fold LoRA, steering and ablated directions of an edited model into a new backbone.
 
     LoRA factors are folded into their kernels, and so is a `Lora`, at the strength it was made
     with. Of `Steer` and `ProjectOut` those are folded that act always, at the strength they were
     made with, on all tokens: what adds a vector where a bias can take it; and what takes
     directions out where a linear layer writes the site, as for `attention_output` and `mlp_output`,
-    or a token embedding that is not tied to the logits.
+    or a token embedding that is not tied to the logits, or is untied here.
 
     Args:
         edited: what `operate` made, or a backbone with LoRA.
+        untie_embeddings: whether the new backbone has weights of its own for the logits, where the
+            token embedding of the old one makes them: then directions can be taken out of the
+            embedding. For backbones with the argument `tie_word_embeddings`.
 
     Returns:
-        A new backbone of the same class and config, which computes the same without any edit, up
-        to rounding. Nothing that was given is changed.
+        A new backbone of the same class and config, but for `tie_word_embeddings`, which computes
+        the same without any edit, up to rounding. Nothing that was given is changed.
 
     Raises:
-        SurgeryError: naming everything that weights cannot hold.
+        SurgeryError: naming everything that weights cannot hold; or there is nothing to untie.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub, numpy as np
@@ -63,8 +73,11 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
             f"merge at '{owner.name}': expected a backbone with floats as weights. Received a "
             "quantised one. Merge before quantising."
         )
-    folds = _folds(edited)
-    new = copy_backbone(owner)
+    check_flag("merge", "untie_embeddings", untie_embeddings)
+    if untie_embeddings:
+        check_tied(owner, "merge")
+    folds = _folds(edited, untie_embeddings)
+    new = copy_backbone(owner, untied=untie_embeddings)
     names = {id(v): path for path, v in variable_paths(owner).items()}
     variables = variable_paths(new)
     for layer in graph.layers_within(owner):
@@ -72,6 +85,9 @@ def merge(edited: Any) -> keras_hub.models.Backbone:
             if weight.name in ("kernel", "embeddings"):
                 # The attribute of that name is the sum of the weight and the factors' product.
                 assign_in_place(variables[names[id(weight)]], getattr(layer, weight.name))
+    if untie_embeddings:
+        head = variables["token_embedding.reverse_embeddings"]
+        assign_in_place(head, np.transpose(np.asarray(owner.token_embedding.embeddings)))
     for fold in folds:
         for variable in fold.variables:
             target = variables[names[id(variable)]]
@@ -130,12 +146,12 @@ class _Fold:
         return value - np.float32(self.strength) * (value @ basis.T) @ basis
 
 
-def _folds(edited: EditedBackbone) -> list[_Sum | _Fold]:
+def _folds(edited: EditedBackbone, untied: bool) -> list[_Sum | _Fold]:
     """Return what to fold, in order, or refuse with everything that cannot be."""
     opened = open_backbone(edited.owner)
     tensors = {place.path: place.tensor for place in places(opened)}
     linear = {path: node.operation for path, node in linear_nodes(opened)}
-    writers = Writers(opened)
+    writers = Writers(opened, untied)
     folds: list[_Sum | _Fold] = []
     refused: dict[str, list[str]] = {}
     for i, (rewrite, fired) in enumerate(zip(edited.rewrites, edited.report, strict=True)):
@@ -197,7 +213,10 @@ def _fold(
     if ablate:
         written_by = writers.all_that_write(tensor)
         if isinstance(written_by, str) and path == "embeddings":
-            return f"{written_by}: name other sites by `at`, and these stay as they are"
+            return (
+                f"{written_by}: name other sites by `at`, and these stay as they are, or pass "
+                f"untie_embeddings=True if the backbone has `{TIED}`"
+            )
         if isinstance(written_by, str):
             return written_by
         return _Fold(written_by, rows, rewrite.strength, True)

@@ -12,6 +12,9 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.weights.paths import is_lora, variable_paths
 from backbone_surgery.weights.transfer import transfer_weights
+from backbone_surgery.weights.tree import weight_tree
+
+TIED = "tie_word_embeddings"
 
 
 def check_backbone(model: keras.Model, operation: str) -> None:
@@ -23,16 +26,29 @@ def check_backbone(model: keras.Model, operation: str) -> None:
         )
 
 
+def check_tied(backbone: keras.Model, operation: str) -> None:
+    """Refuse a backbone whose logits cannot get weights of their own."""
+    if not getattr(backbone, TIED, False):
+        known = "which has no such argument" if not hasattr(backbone, TIED) else "where it is False"
+        raise SurgeryError(
+            f"{operation} at 'untie_embeddings': expected a backbone with `{TIED}=True`. Received "
+            f"a {type(backbone).__name__}, {known}. Leave it out."
+        )
+
+
 def copy_backbone(
-    backbone: keras.Model, quantize: Callable[[keras.Model], object] | None = None
+    backbone: keras.Model,
+    quantize: Callable[[keras.Model], object] | None = None,
+    untied: bool = False,
 ) -> keras.Model:
     """Make another backbone of the same config and weights, without LoRA, on the same devices.
 
     Args:
         backbone: what to copy.
         quantize: quantises the copy as the backbone is, if it is; the values are copied after that.
+        untied: whether the logits get weights of their own, those of the token embedding.
     """
-    config = {**left_out(backbone), **backbone.get_config()}
+    config = {**left_out(backbone), **backbone.get_config(), **({TIED: False} if untied else {})}
     if is_quantized(backbone):  # its config does not say of which dtype it was before
         policy = backbone.dtype_policy
         config["dtype"] = getattr(policy, "default_policy", policy).name
@@ -43,7 +59,12 @@ def copy_backbone(
     if quantize is not None:
         quantize(copy)
         _lay_out_as(copy, backbone)
-    transfer_weights(copy, backbone, rename=lambda path: None if is_lora(path) else path)
+    source: Any = backbone
+    if untied:
+        source = weight_tree(backbone)
+        table = source["token_embedding"]
+        table["reverse_embeddings"] = table["embeddings"].T
+    transfer_weights(copy, source, rename=lambda path: None if is_lora(path) else path)
     return copy
 
 
@@ -55,6 +76,8 @@ def _lay_out_as(copy: keras.Model, backbone: keras.Model) -> None:
 
     originals = variable_paths(backbone)
     for path, variable in variable_paths(copy).items():
+        if path not in originals:  # of the logits, which are untied
+            continue
         sharding = originals[path].value.sharding
         variable.assign(jnp.zeros(variable.shape, variable.dtype, device=sharding))
 

@@ -16,9 +16,14 @@ class Writers:
 
     What another layer reads too, or a layer that runs at several places writes, is refused: to fold
     an edit into it would change more than the site.
+
+    Args:
+        opened: the graph.
+        untied: whether the logits get weights of their own, where the token embedding makes them.
     """
 
-    def __init__(self, opened: keras.Model) -> None:
+    def __init__(self, opened: keras.Model, untied: bool) -> None:
+        self._untied = untied
         nodes = list(graph.all_nodes(opened))
         self._readers = Counter(id(t) for node in nodes for t in node.input_tensors)
         self._runs = Counter(id(node.operation) for node in nodes)
@@ -55,7 +60,7 @@ class Writers:
         """
         node = self._source(tensor, at_site)
         layer = (node or graph.node_of(tensor)).operation
-        if getattr(layer, "tie_weights", False):
+        if getattr(layer, "tie_weights", False) and not self._untied:
             return f"the weights of '{layer.name}' make the logits too"
         if node is None:
             return "a part of it is read by other layers too, as the residual stream is"

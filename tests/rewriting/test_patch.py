@@ -171,7 +171,10 @@ def test_errors(rng):
         ({"positions": [1], "values": {**values, "blocks.0": value + np.nan}}, "finite values"),
         ({"positions": [[1], [2], [3]], "values": values}, "expected positions"),
         ({"positions": [1], "values": {"blocks.0": value}}, "'blocks.1' is missing. Pass"),
-        ({"positions": [1], "values": {**values, "blocks.2": value}}, "'blocks.2' is none. Did you mean"),
+        (
+            {"positions": [1], "values": {**values, "blocks.2": value}},
+            "'blocks.2' is none. Did you mean",
+        ),
         ({"positions": [1, 2], "values": values}, r"expected an array of shape \[1, 2, 32\]"),
     ):
         with pytest.raises(bs.SurgeryError, match=f"'patch'.*{words}"):

@@ -170,6 +170,38 @@ def test_what_a_config_leaves_out_is_kept():
     assert np.array_equal(merged.predict_on_batch(TOKENS), backbone.predict_on_batch(TOKENS))
 
 
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_tied_embeddings_are_untied(family, tmp_path):
+    """Directions are taken out of what goes in, and the logits stay as they are."""
+    backbone = ROWS[family].make(tie_word_embeddings=True)
+    if family == "llama":
+        backbone.token_embedding.enable_lora(2)
+        for variable in backbone.token_embedding.trainable_variables[-2:]:
+            variable.assign(np.random.default_rng(4).normal(0, 0.4, variable.shape))
+    edited = bs.operate(backbone, [bs.ProjectOut("out", np.stack([vector(1), vector(2)]))])
+    with pytest.raises(bs.SurgeryError, match=r"make the logits too: .* untie_embeddings=True"):
+        bs.merge(edited)
+    before = bs.weights_digest(backbone)
+    merged = bs.merge(edited, untie_embeddings=True)
+    assert relative(run(merged), run(edited)) <= EXACT
+    assert relative(run(merged), run(backbone)) > 1e-2
+    logits = np.asarray(merged.token_embedding(run(merged), reverse=True))
+    wanted = np.asarray(backbone.token_embedding(run(edited), reverse=True))
+    assert relative(logits, wanted) <= EXACT
+    assert bs.weights_digest(backbone) == before
+    merged.save_to_preset(tmp_path)
+    again = type(merged).from_preset(str(tmp_path))
+    assert not again.tie_word_embeddings
+    assert np.array_equal(run(again), run(merged))
+
+
+@pytest.mark.parametrize("make", [make_gpt2, lambda: ROWS["llama"].make()])
+def test_what_is_not_tied_by_an_argument_stays(make):
+    with pytest.raises(bs.SurgeryError, match="expected a backbone with `tie_word_embeddings=Tr"):
+        bs.merge(make(), untie_embeddings=True)
+
+
 @dataclass(frozen=True)
 class Double(bs.SiteRewrite):
     at: str = "blocks.0"
