@@ -9,6 +9,7 @@ import backbone_surgery.startup
 # isort: split
 import backbone_surgery.families  # noqa: F401 - they register themselves
 from backbone_surgery.analysis.attribution import Attribution, attribution
+from backbone_surgery.analysis.circuit import Faithfulness, faithfulness
 from backbone_surgery.analysis.direct import DirectLogitAttribution, direct_logit_attribution
 from backbone_surgery.analysis.edges import Edges, edge_attribution, edge_patching
 from backbone_surgery.analysis.logit_lens import LogitLens, logit_lens
@@ -105,6 +106,7 @@ __all__ = [
     "Engine",
     "EngineRequest",
     "EngineStats",
+    "Faithfulness",
     "Family",
     "FoundCondition",
     "GeneratedActivations",
@@ -154,6 +156,7 @@ __all__ = [
     "edge_attribution",
     "edge_patching",
     "emit",
+    "faithfulness",
     "find_condition",
     "generate_dataset",
     "harvest",

@@ -86,7 +86,8 @@ def _check_there(preset: str, path: str) -> None:
     elif path.startswith((".", "/", "~")):
         raise SurgeryError(
             f"from_preset at '{preset}': expected a folder that exists. Received a path where "
-            f"there is none. Bundled models: {', '.join(bundled_models()) or '(none)'}."
+            f"{'a file' if Path(path).is_file() else 'nothing'} is. Bundled models: "
+            f"{', '.join(bundled_models()) or '(none)'}."
         )
     elif "://" not in path and path not in keras_hub.models.Backbone.presets:
         names = [*bundled_models(), *keras_hub.models.Backbone.presets]

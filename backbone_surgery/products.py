@@ -33,7 +33,8 @@ def with_fast_products(
     """Return a function of arrays whose products, for a CPU, read weights as they lie.
 
     Args:
-        function: to be traced by JAX, inside a program that takes no gradients.
+        function: to be traced by JAX, inside a program that no gradients are taken of. It may take
+            gradients itself: the products are exchanged in what is traced.
         model: what it runs. Where nothing in it is narrow, and there are no kernels, the function
             comes back as it is.
         platform: what the program is for, see `target`.

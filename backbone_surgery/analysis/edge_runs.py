@@ -16,8 +16,14 @@ from backbone_surgery.analysis.question import (
     make_metric,
     read_pair,
 )
-from backbone_surgery.analysis.stream import HEADS, Reader, Streams, heads_of, names_of, role_of
-from backbone_surgery.errors import SurgeryError
+from backbone_surgery.analysis.stream import (
+    Reader,
+    Streams,
+    exchange,
+    heads_of,
+    names_of,
+)
+from backbone_surgery.errors import SelectorError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_flag
 from backbone_surgery.opening.site import select
@@ -106,8 +112,8 @@ class EdgeRuns:
         """Return what is written in the clean text, float[names, tokens, hidden_dim]."""
         if not self.streams.has_heads(path):
             return self.streams.at(self.clean, path)
-        heads = self.streams.at(self.clean, heads_of(path))[0]
-        return self.streams.heads_written(self.base, path, heads)
+        base, clean = (self.streams.at(run, heads_of(path)) for run in (self.base, self.clean))
+        return self.streams.heads_written(self.base, path, exchange(base, clean))
 
     def _names(self, path: str) -> list[str]:
         if not self.streams.has_heads(path):
@@ -120,13 +126,13 @@ class EdgeRuns:
         if receivers is None:
             return known
         check_selector(receivers, self._operation, "receivers")
-        if role_of(receivers) in HEADS[:3] and not self.streams.by_head:
-            raise SurgeryError(
-                f"{self._operation} at 'receivers': expected attention as a whole, such as "
-                f"'blocks.*.attention_output'. Received '{receivers}'. Pass by_head=True to have "
-                "queries, keys and values receive, head by head."
-            )
-        picked = set(select(receivers, [reader.path for reader in known]))
+        try:
+            picked = set(select(receivers, [reader.path for reader in known]))
+        except SelectorError as error:
+            raise SelectorError(
+                f"{self._operation} at 'receivers': {error} With by_head=True queries, keys and "
+                "values receive, and else attention as a whole."
+            ) from error
         return [reader for reader in known if reader.path in picked]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from backbone_surgery.analysis.edge_runs import EdgeRuns
 from backbone_surgery.analysis.gradients import check_jax
 from backbone_surgery.analysis.runs import batches
-from backbone_surgery.analysis.stream import LOGITS, Reader, exchange, heads_of
+from backbone_surgery.analysis.stream import LOGITS, Reader, exchange
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count
 
@@ -54,13 +54,16 @@ class Edges:
             SurgeryError: `count` is no positive int.
         """
         check_count("Edges.top", "count", count, "edges")
-        order = np.argsort(-np.abs(np.nan_to_num(self.values)), axis=None, kind="stable")
-        cells = [divmod(int(i), len(self.receivers)) for i in order]
-        known = [(s, r) for s, r in cells if not np.isnan(self.values[s, r])]
         return [
             (self.senders[s], self.receivers[r], float(self.values[s, r]))
-            for s, r in known[: int(count)]
+            for s, r in self.order()[: int(count)]
         ]
+
+    def order(self) -> list[tuple[int, int]]:
+        """Return the edges as indices of their senders and receivers, as `top` orders them."""
+        order = np.argsort(-np.abs(np.nan_to_num(self.values)), axis=None, kind="stable")
+        cells = [divmod(int(i), len(self.receivers)) for i in order]
+        return [(s, r) for s, r in cells if not np.isnan(self.values[s, r])]
 
 
 def edge_attribution(
@@ -210,8 +213,7 @@ def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
         for receiver in runs.receivers:
             pulled = streams.pulled(run, receiver, gradients[receiver.path])
             for path, gradient in pulled.items():
-                how = "thd,rthd->hr" if streams.has_heads(path) else "td,rtd->r"
-                part = np.atleast_2d(np.einsum(how, moves[path], gradient)) / steps
+                part = np.einsum("std,rtd->sr", moves[path], gradient) / steps
                 runs.check(part)
                 cell = rows[path], columns[receiver.path]
                 values[cell] = part if step == 0 else values[cell] + part
@@ -219,19 +221,18 @@ def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
 
 
 def _move(runs: EdgeRuns, path: str) -> np.ndarray:
-    """Return by how much what is written, or what heads put out, changes; float32[tokens, ...]."""
-    site = heads_of(path) if runs.streams.has_heads(path) else path
-    clean, base = (runs.streams.at(run, site)[0] for run in (runs.clean, runs.base))
-    return np.asarray(clean, "float32") - np.asarray(base, "float32")
+    """Return by how much what is written changes, float32[names, tokens, hidden_dim]."""
+    base = np.asarray(runs.streams.at(runs.base, path), "float32")
+    return np.asarray(runs.sent(path), "float32") - base
 
 
 def _patched(runs: EdgeRuns, batch_size: int) -> np.ndarray:
     """Return the edges, each by a pass; see `_attributed`."""
     values, rows, columns = runs.table()
     for path in runs.senders:
-        changed = runs.streams.spread(runs.base, path, runs.sent(path))
+        changed = runs.streams.spread(runs.base, {runs.streams.number(path): runs.sent(path)})
         for receiver in runs.receivers:
-            made = runs.streams.read(receiver, runs.base, changed)
+            made = runs.streams.read(receiver.number, runs.base, changed)
             if made is not None:
                 part = _measured(runs, receiver, made, batch_size)
                 runs.check(part)

@@ -5,10 +5,11 @@ to each reader is an edge of the graph of the model: the direct way from the one
 """
 
 from collections import ChainMap
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 
 from backbone_surgery import graph
@@ -17,7 +18,7 @@ from backbone_surgery.analysis.question import derived
 from backbone_surgery.analysis.runs import Cut, CutAt, cut_name
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.logits import Logits
+from backbone_surgery.opening.logits import logits_of
 from backbone_surgery.opening.model import EditedBackbone, made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import Place, is_stream, is_written, places
@@ -97,8 +98,9 @@ class Streams:
             self._check_heads(operation)
         roles = HEADS[:3] if by_head else ("attention_output",)
         read = [p for p in paths if role_of(p) in (*roles, "mlp_output", "per_layer_output")]
+        heads = {p.path: p.shape[2] for p in places(self._model) if role_of(p.path) in HEADS}
         self.readers = [
-            Reader(path, self._cuts[path][1], self._heads(path))
+            Reader(path, self._cuts[path][1], heads.get(path))
             for path in sorted(read, key=self._cuts.__getitem__)
         ]
         self.readers.append(Reader(LOGITS, self._stages.outputs, None))
@@ -119,49 +121,44 @@ class Streams:
         return values[self._stages.outputs]
 
     def heads_written(self, base: Values, path: str, heads: np.ndarray) -> np.ndarray:
-        """Return what attention writes with each head exchanged for another, one at a time.
+        """Return what attention writes of other heads, float[rows, tokens, hidden_dim].
 
         Args:
             base: the run.
             path: of what is written, `blocks.0.attention_output`.
-            heads: the others, float[tokens, heads, head_dim].
-
-        Returns:
-            float[heads, tokens, hidden_dim].
+            heads: the others, float[rows, tokens, heads, head_dim].
         """
         stage, number = self._cuts[heads_of(path)]
-        exchanged = exchange(base[number], heads[None])
         written = self._cuts[path][1]
-        return self._run(stage, (written,), ChainMap({number: exchanged}, base))[written]
+        return self._run(stage, (written,), ChainMap({number: heads}, base))[written]
 
-    def spread(self, base: Values, path: str, written: np.ndarray) -> dict[int, np.ndarray]:
-        """Let a change of what is written go on; all else that is written stays.
+    def number(self, path: str) -> int:
+        """Return the number of what stands at a site."""
+        return self._cuts[path][1]
+
+    def spread(self, base: Values, changed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Let changes of what is written, or of heads, go on; all else of that kind stays.
 
         Args:
             base: the run.
-            path: of what is written.
-            written: what is written instead, float[rows, tokens, hidden_dim].
+            changed: what stands there instead, by number float[rows, tokens, ...].
 
         Returns:
-            What becomes of all else, by number.
+            The same, and what becomes of all else.
         """
-        first, number = self._cuts[path]
-        changed = {number: written}
-        for i in range(first, len(self._stages.stages)):
-            reached = self._stages.stages[i].reached(changed)
-            numbers = tuple(n for n in reached if n not in self._held)
+        known = dict(changed)
+        for i, stage in enumerate(self._stages.stages):
+            numbers = tuple(n for n in stage.reached(known) if n not in self._held)
             if numbers:
-                changed.update(self._run(i, numbers, ChainMap(changed, base)))
-        return changed
+                known.update(self._run(i, numbers, ChainMap(known, base)))
+        return known
 
-    def read(
-        self, reader: Reader, base: Values, changed: dict[int, np.ndarray]
-    ) -> np.ndarray | None:
-        """Return what a reader makes of what changed, float[rows, ...]; `None` if it reads none."""
-        i = self._stages.maker(reader.number)
-        if reader.number not in self._stages.stages[i].reached(changed):
+    def read(self, number: int, base: Values, changed: dict[int, np.ndarray]) -> np.ndarray | None:
+        """Return what is made of what changed, float[rows, ...]; `None` if none of it is read."""
+        i = self._stages.maker(number)
+        if number not in self._stages.stages[i].reached(changed):
             return None
-        return self._run(i, (reader.number,), ChainMap(changed, base))[reader.number]
+        return self._run(i, (number,), ChainMap(changed, base))[number]
 
     def after(self, base: Values, path: str, others: np.ndarray) -> Values:
         """Run from a site on, with something else there, float[rows, tokens, ...]."""
@@ -192,20 +189,13 @@ class Streams:
             gradient: float[rows, ...].
 
         Returns:
-            `{path: float32[rows, tokens, ...]}`, the gradients with respect to what is written, by
-            head with respect to the heads. What is read by no way has none.
+            `{path: float32[rows, tokens, hidden_dim]}`, the gradients with respect to what is
+            written. What is read by no way has none.
         """
         known = self._pulls.of(reader.number, values, gradient)
         known = self._pulls.back(values, known, self._held)
-        pulled = {}
-        for path in self.written:
-            own = known.get(self._cuts[path][1])
-            if own is not None and self.has_heads(path):
-                heads = self._cuts[heads_of(path)][1]
-                own = self._pulls.of(self._cuts[path][1], values, own)[heads]
-            if own is not None:
-                pulled[path] = own
-        return pulled
+        numbers = {path: self._cuts[path][1] for path in self.written}
+        return {path: known[n] for path, n in numbers.items() if n in known}
 
     def has_heads(self, path: str) -> bool:
         """Tell whether what is written at a path is taken head by head."""
@@ -222,11 +212,6 @@ class Streams:
         stage = self._stages.part(index, numbers)
         made = predict(stage, [values[n] for n in stage.takes], self._pulls.programs)
         return dict(zip(stage.makes, made, strict=True))
-
-    def _heads(self, path: str) -> int | None:
-        if role_of(path) not in HEADS:
-            return None
-        return next(p.shape[2] for p in places(self._model) if p.path == path)
 
     def _check_heads(self, operation: str) -> None:
         """Refuse blocks whose heads are not read, or written, as those of a family are."""
@@ -301,6 +286,30 @@ def heads_of(path: str) -> str:
     return path.replace("attention_output", "head_outputs")
 
 
+class Head(keras.layers.Layer):
+    """Make logits, as `Logits` does, with weights that are known as its own.
+
+    Args:
+        embedding: the token embedding.
+
+    Call arguments:
+        hidden_states: float[rows, hidden_dim].
+    """
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__(dtype=embedding.compute_dtype, name="head")
+        self.embedding = embedding
+        self.built = True
+
+    def call(self, hidden_states):
+        """Return float[rows, vocabulary]."""
+        return logits_of(self.embedding, hidden_states)
+
+    def compute_output_spec(self, hidden_states):
+        """Return what the embedding says of itself."""
+        return self.embedding.compute_output_spec(hidden_states, reverse=True)
+
+
 def _staged(model: EditedBackbone) -> graph.Stages:
     states = model.hidden_states(model.output)
-    return graph.Stages(model, Logits(model.token_embedding)(states[:, -1:])[:, 0], Cut)
+    return graph.Stages(model, Head(model.token_embedding)(states[:, -1]), Cut)

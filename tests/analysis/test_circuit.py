@@ -1,0 +1,105 @@
+"""Circuits equal runs in which captures are patched, one receiver after another."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import backbone_surgery as bs
+from tests.analysis.test_edges import CLEAN, CORRUPTED, ODD, PAIR, WRITTEN, ByRewrites
+from tests.families import ROWS
+from tests.helpers import make_gpt2
+
+
+def by_rewrites(lm, edges, kept):
+    """Run a circuit by `Capture` and `Patch` alone, one uncached pass for each receiver."""
+    runs = ByRewrites(lm)
+    values = {"embeddings": runs.clean["embeddings"]}
+
+    def head_outputs(path):
+        block = path.rpartition(".")[0]
+        read = {f"{block}.{role}": values[f"{block}.{role}"] for role in ("query", "key", "value")}
+        return runs.seen(CORRUPTED, read, [path])[path]
+
+    def written(receiver):
+        """Return what is written for a receiver, by path."""
+        sent = {p: x for p, x in runs.base.items() if WRITTEN.search(p)}
+        mixed = {}
+        for sender, is_kept in zip(edges.senders, kept[:, receiver], strict=True):
+            path, _, head = sender.rstrip("]").partition("[")
+            if is_kept and head:
+                whole = mixed.setdefault(path, runs.base[path].copy())
+                whole[:, int(head)] = head_outputs(path)[:, int(head)]
+            elif is_kept:
+                sent[path] = values[path]
+        for path, heads in mixed.items():
+            to = path.replace("head_outputs", "attention_output")
+            sent[to] = runs.seen(CORRUPTED, {path: heads}, [to])[to]
+        return sent
+
+    for r, receiver in enumerate(edges.receivers):
+        path, _, head = receiver.rstrip("]").partition("[")
+        held = {p: value for p, value in written(r).items() if p != path}
+        if path == "logits":
+            return runs.metric(held)
+        made = runs.seen(CORRUPTED, held, [path])[path]
+        if head:
+            values.setdefault(path, runs.base[path].copy())[:, int(head)] = made[:, int(head)]
+        else:
+            values[path] = made
+    raise AssertionError
+
+
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "gemma2"])
+def test_a_circuit_is_that_of_rewrites(family, by_head):
+    lm = bs.CachedCausalLM(ROWS[family].make())
+    asked = lm, CLEAN, CORRUPTED, PAIR
+    edges = bs.edge_attribution(*asked, by_head=by_head)
+    counts = [25, 60] if by_head else [6, 12]
+    got = bs.faithfulness(*asked, edges, counts)
+    for count, value in zip(counts, got.values, strict=True):
+        kept = np.zeros(edges.values.shape, bool)
+        kept[tuple(np.transpose(edges.order()[:count]))] = True
+        assert abs(value - by_rewrites(lm, edges, kept)) <= 1e-4
+    assert abs(value - got.clean) > 1e-3
+    assert abs(value - got.corrupted) > 1e-3
+
+
+ENDS = {"gpt2": lambda: ROWS["gpt2"].make(), **ODD}
+PARTS = [(model, by_head) for model in ENDS for by_head in (False, True)]
+
+
+@pytest.mark.by_default(2)
+@pytest.mark.parametrize(("model", "by_head"), PARTS)
+def test_all_edges_are_the_clean_text_and_none_the_corrupted_one(model, by_head):
+    """But for Gemma 4, whose embeddings for each layer nobody sends."""
+    lm = bs.CachedCausalLM(ENDS[model]())
+    asked = lm, CLEAN, CORRUPTED, PAIR
+    edges = bs.edge_attribution(*asked, by_head=by_head)
+    most = int((~np.isnan(edges.values)).sum())
+    got = bs.faithfulness(*asked, edges, (0, most))
+    assert abs(got.values[0] - got.corrupted) <= 1e-5
+    assert (abs(got.values[1] - got.clean) <= 1e-4) == (model != "shared")
+    assert got.counts == [0, most]
+    assert repr(got).startswith(f"Faithfulness(0 edges: {got.shares[0]:.4g}, {most} edges: ")
+
+
+def test_bad_input_is_refused():
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    asked = lm, CLEAN, CORRUPTED, PAIR
+    edges = bs.edge_patching(*asked)
+    for counts in ([], [-1], [1.5], "12", 3, [7]):
+        with pytest.raises(bs.SurgeryError, match=r"at 'counts': expected ints from 0 to 6"):
+            bs.faithfulness(*asked, edges, counts)
+    with pytest.raises(bs.SurgeryError, match="at 'edges': expected `Edges`"):
+        bs.faithfulness(*asked, edges.values, [1])
+    some = bs.edge_patching(*asked, receivers="logits")
+    with pytest.raises(bs.SurgeryError, match="expected those of this model, 3 senders x 3 receiv"):
+        bs.faithfulness(*asked, some, [1])
+    other = dataclasses.replace(edges, senders=edges.senders[::-1])
+    with pytest.raises(bs.SurgeryError, match="expected those of this model"):
+        bs.faithfulness(*asked, other, [1])
+    with pytest.raises(bs.SurgeryError, match="expected two texts that the metric tells apart"):
+        bs.faithfulness(*asked[:3], lambda logits: 0 * logits[:, 0], edges, [1])
