@@ -10,6 +10,7 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
@@ -167,6 +168,11 @@ class Adapter(keras.layers.Layer):
 
     def __init__(self, rank: int, scale: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not is_int(rank) or rank < 1 or read_number(scale) is None:  # of a recipe, say
+            raise SurgeryError(
+                f"Adapter at '{self.name}': expected a rank of 1 or more and a finite scale. "
+                f"Received {shown(rank)} and {shown(scale)}. Check the file that they come from."
+            )
         self.rank, self.scale = rank, scale
         self.shapes: tuple = ()
 

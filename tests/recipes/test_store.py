@@ -266,6 +266,15 @@ def test_json_that_is_no_recipe(original, refuse, text, words):
     refuse({**original, JSON: text}, words)
 
 
+@pytest.mark.parametrize("scale", ["x", [], {}, None, True])
+def test_a_setting_of_a_layer_that_is_no_number(backbone, refuse, tmp_path, scale):
+    bs.save_recipe(bs.operate(backbone, [bs.LowRank("blocks.1.query", rank=2)]), tmp_path / "low")
+    document = json.loads((tmp_path / "low" / JSON).read_bytes())
+    arrays = deltas(tmp_path / "low").read_bytes()
+    document["layers"][0]["config"]["scale"] = scale
+    refuse({JSON: sealed(document), ARRAYS: arrays}, "expected a rank of 1 or more and a finite sc")
+
+
 def test_values_nested_deep_with_right_digests(original, refuse):
     value = 1
     for _ in range(2000):
