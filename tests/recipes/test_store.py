@@ -272,7 +272,7 @@ def test_a_setting_of_a_layer_that_is_no_number(backbone, refuse, tmp_path, scal
     document = json.loads((tmp_path / "low" / JSON).read_bytes())
     arrays = deltas(tmp_path / "low").read_bytes()
     document["layers"][0]["config"]["scale"] = scale
-    refuse({JSON: sealed(document), ARRAYS: arrays}, "expected a rank of 1 or more and a finite sc")
+    refuse({JSON: sealed(document), ARRAYS: arrays}, "Adapter'> could not be deserialized")
 
 
 def test_values_nested_deep_with_right_digests(original, refuse):

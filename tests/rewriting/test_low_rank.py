@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.rewriting.low_rank import Adapter
 from tests.helpers import FAMILIES, make_deep_gpt2, make_gpt2, ragged, relative
 from tests.reference import run, run_chunks, tokens
 
@@ -170,6 +171,8 @@ def test_errors():
     backbone = make_deep_gpt2()
     with pytest.raises(bs.SurgeryError, match=r"`rank` to be an integer of 1 or more"):
         bs.LowRank("blocks.0.query", rank=True)
+    with pytest.raises(bs.SurgeryError, match="expected a rank of 1 or more and a finite scale"):
+        Adapter(2, float("nan"))
     with pytest.raises(bs.SurgeryError, match=r"expected a rank from 1 to 32, .* Received 33"):
         bs.operate(backbone, [bs.LowRank("blocks.0.query", rank=np.int64(33))])
     with pytest.raises(bs.SurgeryError, match=r"`adapters` to be {site path: adapter}"):
