@@ -34,12 +34,16 @@ class Faithfulness:
 
     @property
     def shares(self) -> np.ndarray:
-        """How far from corrupted to clean each metric is: float32[circuits], 0 to 1 as a rule."""
+        """How far from corrupted to clean each metric is: float32[circuits].
+
+        A circuit may go too far, or the wrong way: below 0, or above 1.
+        """
         return (self.values - self.corrupted) / np.float32(self.clean - self.corrupted)
 
     def __repr__(self) -> str:
         pairs = zip(self.counts, self.shares, strict=True)
-        return f"Faithfulness({', '.join(f'{count} edges: {share:.4g}' for count, share in pairs)})"
+        shares = ", ".join(f"{count}: {share:.4g}" for count, share in pairs)
+        return f"Faithfulness(shares by edges left {{{shares}}})"
 
 
 def faithfulness(
@@ -56,9 +60,10 @@ def faithfulness(
 
     In a circuit each receiver reads, along the edges that are left, what the circuit writes of the
     clean text, and along all others what the model writes of the corrupted one. With all edges
-    that is the model on the clean text, with none on the corrupted one. What is not sent, such as
-    the embeddings for each layer of Gemma 4, and by head the gates of Qwen 3.5, stays that of the
-    corrupted text.
+    that is the model on the clean text, with none on the corrupted one. Edges count where a way
+    along others that are left joins them to the embeddings and to the logits. What is not sent,
+    such as the embeddings for each layer of Gemma 4, and by head the gates and decays of Qwen 3.5,
+    stays that of the corrupted text.
 
     Source: circuits of edges, Conmy et al. 2023, https://arxiv.org/abs/2304.14997; faithfulness as
     a share of what separates the texts, Hanna et al. 2024, https://arxiv.org/abs/2403.17806.
@@ -88,7 +93,7 @@ def faithfulness(
         >>> asked = lm, [1, 2, 3], [1, 4, 3], (5, 6)
         >>> edges = bs.edge_attribution(*asked)
         >>> bs.faithfulness(*asked, edges, counts=[0, 15])
-        Faithfulness(0 edges: 0, 15 edges: 1)
+        Faithfulness(shares by edges left {0: 0, 15: 1})
     """
     sizes = _read_counts(edges, counts)
     runs = EdgeRuns(
@@ -132,7 +137,8 @@ def _read_counts(edges: Any, counts: Any) -> list[int]:
 
 def _check_edges(runs: EdgeRuns, edges: Edges) -> None:
     senders, receivers = runs.names()
-    if (edges.senders, edges.receivers) != (senders, receivers):
+    is_known = (edges.senders, edges.receivers) == (senders, receivers)
+    if not is_known or edges.values.shape != (len(senders), len(receivers)):
         raise SurgeryError(
             f"{_OPERATION} at 'edges': expected those of this model, {len(senders)} senders x "
             f"{len(receivers)} receivers. Received {edges!r}. Leave `receivers` out where you ask "

@@ -183,7 +183,11 @@ def _check_paths(values: Any, sites: tuple[str, ...], where: str) -> None:
     unknown = [path for path in paths if path not in sites]
     missing = [path for path in sites if path not in paths]
     if unknown or missing:
-        amiss = f"{shown(unknown[0])} is none. {closest(unknown[0], sites)}" if unknown else ""
+        amiss = (
+            f"{shown(unknown[0])} is no patched site. {closest(unknown[0], sites)}"
+            if unknown
+            else ""
+        )
         raise SurgeryError(
             f"{where}: expected values for exactly the patched sites. Received {shown(paths)}; "
             + (amiss or f"{shown(missing[0])} is missing. Pass what should stand there.")

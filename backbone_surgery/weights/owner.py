@@ -76,10 +76,11 @@ def _lay_out_as(copy: keras.Model, backbone: keras.Model) -> None:
 
     originals = variable_paths(backbone)
     for path, variable in variable_paths(copy).items():
-        if path not in originals:  # of the logits, which are untied
-            continue
-        sharding = originals[path].value.sharding
-        variable.assign(jnp.zeros(variable.shape, variable.dtype, device=sharding))
+        if path in originals:
+            sharding = originals[path].value.sharding
+            variable.assign(jnp.zeros(variable.shape, variable.dtype, device=sharding))
+        else:  # of the logits, which are untied: it lies as the embeddings do
+            variable.assign(jnp.transpose(backbone.token_embedding.embeddings))
 
 
 def left_out(backbone: keras.Model) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_all_edges_are_the_clean_text_and_none_the_corrupted_one(model, by_head)
     assert abs(got.values[0] - got.corrupted) <= 1e-5
     assert (abs(got.values[1] - got.clean) <= 1e-4) == (model != "shared")
     assert got.counts == [0, most]
-    assert repr(got).startswith(f"Faithfulness(0 edges: {got.shares[0]:.4g}, {most} edges: ")
+    assert repr(got).startswith(f"Faithfulness(shares by edges left {{0: {got.shares[0]:.4g}, ")
 
 
 def test_bad_input_is_refused():
@@ -98,8 +98,9 @@ def test_bad_input_is_refused():
     some = bs.edge_patching(*asked, receivers="logits")
     with pytest.raises(bs.SurgeryError, match="expected those of this model, 3 senders x 3 receiv"):
         bs.faithfulness(*asked, some, [1])
-    other = dataclasses.replace(edges, senders=edges.senders[::-1])
-    with pytest.raises(bs.SurgeryError, match="expected those of this model"):
-        bs.faithfulness(*asked, other, [1])
+    others = [{"senders": edges.senders[::-1]}, {"values": edges.values[:2]}]
+    for other in (dataclasses.replace(edges, **change) for change in others):
+        with pytest.raises(bs.SurgeryError, match="expected those of this model"):
+            bs.faithfulness(*asked, other, [1])
     with pytest.raises(bs.SurgeryError, match="expected two texts that the metric tells apart"):
         bs.faithfulness(*asked[:3], lambda logits: 0 * logits[:, 0], edges, [1])

@@ -212,6 +212,13 @@ def check_copies():
         for path, sharding in where(wanted).items():
             rank = len(variable_paths(copy)[path].shape)
             assert sharding.is_equivalent_to(found[path], rank), (path, sharding, found[path])
+    with on((2, 4), make_divisible("llama", num_layers=1)):
+        tied = make_divisible("llama", num_layers=1, tie_word_embeddings=True)
+    head = bs.merge(tied, untie_embeddings=True).token_embedding.reverse_embeddings
+    table = tied.token_embedding.embeddings.value
+    assert not table.sharding.is_fully_replicated
+    assert head.value.sharding.is_equivalent_to(table.T.sharding, 2), head.value.sharding
+    assert np.array_equal(head, table.T)
 
 
 if __name__ == "__main__":

@@ -167,13 +167,13 @@ def test_errors(rng):
         ({"positions": [64], "values": values}, r"expected positions.* to 63 or -1 for none"),
         ({"positions": [2**32], "values": values}, r"expected positions.* Received \[4294967296\]"),
         ({"positions": [True], "values": values}, "expected positions"),
-        ({"positions": [1], "values": {**values, 3: value}}, "3 is none"),
+        ({"positions": [1], "values": {**values, 3: value}}, "3 is no patched site"),
         ({"positions": [1], "values": {**values, "blocks.0": value + np.nan}}, "finite values"),
         ({"positions": [[1], [2], [3]], "values": values}, "expected positions"),
         ({"positions": [1], "values": {"blocks.0": value}}, "'blocks.1' is missing. Pass"),
         (
             {"positions": [1], "values": {**values, "blocks.2": value}},
-            "'blocks.2' is none. Did you mean",
+            "'blocks.2' is no patched site. Did you mean",
         ),
         ({"positions": [1, 2], "values": values}, r"expected an array of shape \[1, 2, 32\]"),
     ):
