@@ -100,7 +100,7 @@ class EdgeRuns:
         rows = _slices([*self.senders], [len(names) for names in self.senders.values()])
         paths = [receiver.path for receiver in self.receivers]
         columns = _slices(paths, [len(receiver.names) for receiver in self.receivers])
-        size = (rows[[*rows][-1]].stop, columns[paths[-1]].stop)
+        size = tuple(len(names) for names in self.names())
         return np.full(size, np.nan, "float32"), rows, columns
 
     def names(self) -> tuple[list[str], list[str]]:

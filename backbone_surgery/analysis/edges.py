@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.analysis.edge_runs import EdgeRuns
-from backbone_surgery.analysis.gradients import check_jax
 from backbone_surgery.analysis.runs import batches
 from backbone_surgery.analysis.stream import LOGITS, Reader, exchange
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.request import check_backend
 from backbone_surgery.numbers import check_count
 
 
@@ -117,7 +117,7 @@ def edge_attribution(
         Edges(5 senders x 5 receivers; clean ..., corrupted ...)
     """
     check_count("edge_attribution", "steps", steps, "points")
-    check_jax("edge_attribution")
+    check_backend("edge_attribution")
     runs = EdgeRuns(
         "edge_attribution",
         lm,

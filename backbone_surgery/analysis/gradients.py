@@ -19,6 +19,7 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.request import check_backend
 from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, lora_settings, made_once
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting import Capture, Rewrite, SiteRewrite, Surgery
@@ -75,7 +76,7 @@ def take_gradients(
     Raises:
         SurgeryError: another backend, or a pattern among the sites.
     """
-    check_jax(operation)
+    check_backend(operation)
     nudge = Nudge(at, operation, alone)
     model = derived(lm, *rewrites, Capture(at=at, name=_NAME), nudge)
     sites = list(model.report[-1].sites)
@@ -133,15 +134,6 @@ def differentiable(measure: Metric, logits: Any, where: str) -> Any:
             f"{value.dtype}. Return logits, or what is computed from them."
         )
     return value
-
-
-def check_jax(operation: str) -> None:
-    """Refuse a backend without the gradients that are taken here."""
-    if keras.config.backend() != "jax":
-        raise SurgeryError(
-            f"{operation}: expected the JAX backend of Keras. Received "
-            f"'{keras.config.backend()}'. Set KERAS_BACKEND=jax."
-        )
 
 
 def _rows(arrays: list[Any]) -> list[np.ndarray]:

@@ -176,9 +176,9 @@ class Streams:
         Returns:
             By path float32[rows, ...], by head in row i zero but for head i.
         """
-        known = self._pulls.back(values, {self._stages.outputs: gradient})
-        zeros = {r.number: np.zeros_like(values[r.number], "float32") for r in self.readers}
-        return {r.path: by_row({**zeros, **known}[r.number][0], r.heads) for r in self.readers}
+        known = {r.number: np.zeros_like(values[r.number], "float32") for r in self.readers}
+        known |= self._pulls.back(values, {self._stages.outputs: gradient})
+        return {r.path: by_row(known[r.number][0], r.heads) for r in self.readers}
 
     def pulled(self, values: Values, reader: Reader, gradient: Any) -> dict[str, np.ndarray]:
         """Take a gradient with respect to what a reader makes back to all that it reads.

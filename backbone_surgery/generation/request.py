@@ -65,7 +65,7 @@ class Request(NamedTuple):
 
 
 def check_backend(operation: str) -> None:
-    """Refuse a backend that cannot generate."""
+    """Refuse a backend that cannot generate, or take gradients as they are taken here."""
     if keras.config.backend() != "jax":
         raise SurgeryError(
             f"{operation}: expected the JAX backend of Keras. Received '{keras.config.backend()}'. "

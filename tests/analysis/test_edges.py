@@ -317,6 +317,11 @@ def test_bad_input_is_refused(small, more, words):
             ask(small, **asked)
 
 
+def test_a_metric_without_gradients_is_refused(small):
+    with pytest.raises(bs.SurgeryError, match="at 'metric': expected a function that returns flo"):
+        bs.edge_attribution(small, CLEAN, CORRUPTED, lambda logits: logits[:, 3].astype("int32"))
+
+
 def test_top_counts_edges(small):
     edges = bs.edge_patching(small, CLEAN, CORRUPTED, PAIR, "logits")
     with pytest.raises(bs.SurgeryError, match="at 'count': expected a positive int"):

@@ -56,6 +56,17 @@ def test_batch_applies_a_recipe(run, lines, tmp_path):
     text = (tmp_path / "out" / "in-00000.jsonl").read_text()
     wanted = edited.generate(PROMPTS, **options)
     assert [json.loads(line)["generated"] for line in text.splitlines()] == wanted
+    words = ["batch", tmp_path / "out" / "in-00000.jsonl", tmp_path / "again"]
+    refused = run(*words, "--max-new-tokens", "8")
+    assert "(--output-column)" in " ".join(refused.output.split())
+    result = run(*words, "--max-new-tokens", "8", "--output-column", "plain")
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "again").glob("*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["generated"] for row in rows] == wanted
+    lm.compile(sampler="greedy")
+    plain = lm.generate(PROMPTS, max_new_tokens=8, strip_prompt=True)
+    assert [row["plain"] for row in rows] == plain
 
 
 @pytest.mark.slow
