@@ -213,7 +213,7 @@ def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
         for receiver in runs.receivers:
             pulled = streams.pulled(run, receiver, gradients[receiver.path])
             for path, gradient in pulled.items():
-                part = np.einsum("std,rtd->sr", moves[path], gradient) / steps
+                part = moves[path] @ gradient.reshape(len(gradient), -1).T / steps
                 runs.check(part)
                 cell = rows[path], columns[receiver.path]
                 values[cell] = part if step == 0 else values[cell] + part
@@ -221,9 +221,10 @@ def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
 
 
 def _move(runs: EdgeRuns, path: str) -> np.ndarray:
-    """Return by how much what is written changes, float32[names, tokens, hidden_dim]."""
+    """Return by how much what is written changes, float32[names, tokens * hidden_dim]."""
     base = np.asarray(runs.streams.at(runs.base, path), "float32")
-    return np.asarray(runs.sent(path), "float32") - base
+    move = np.asarray(runs.sent(path), "float32") - base
+    return move.reshape(len(move), -1)
 
 
 def _patched(runs: EdgeRuns, batch_size: int) -> np.ndarray:

@@ -8,7 +8,12 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
+from backbone_surgery.analysis.runs import Cut
 from backbone_surgery.opening.predict import SharedPrograms, predict
+from backbone_surgery.opening.site import BlockInput, Site
+
+_SUMS = {Cut, Site, BlockInput, keras.layers.Add, keras.layers.Dropout}
+"""Layers that, out of training, hand on the sum of what they take."""
 
 
 class Pull(keras.Model):
@@ -108,6 +113,9 @@ class Pulls:
         moved = [i for i, n in enumerate(stage.takes) if self._moves(n, values[n])]
         if not moved:
             return {}
+        if _is_sum(stage):
+            known = _through_sum(stage, dict(zip(numbers, gradients, strict=True)))
+            return {stage.takes[i]: known[stage.takes[i]] for i in moved}
         if numbers not in self._known:
             self._known[numbers] = Pull(stage, moved)
         taken = [values[n] for n in stage.takes]
@@ -118,3 +126,20 @@ class Pulls:
         """Tell whether something is made of what a cut hands on, and has gradients."""
         is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype))
         return is_float and (number in self._cut or self.stages.maker(number) > 0)
+
+
+def _is_sum(stage: graph.Stage) -> bool:
+    """Tell whether a stage only adds arrays of one shape: gradients go through as they are."""
+    nodes = [call.node for call in stage.calls]
+    shapes = [{x.shape for x in (*node.input_tensors, *node.outputs)} for node in nodes]
+    return {*map(type, stage.parts)} <= _SUMS and all(len(each) == 1 for each in shapes)
+
+
+def _through_sum(stage: graph.Stage, gradients: dict[int, Any]) -> dict[int, Any]:
+    """Return gradients, and those of all that a stage adds, by number."""
+    known = dict(gradients)
+    for call in reversed(stage.calls):
+        gradient = known[call.makes[0]]
+        for n in call.takes:
+            known[n] = known[n] + gradient if n in known else gradient
+    return known
