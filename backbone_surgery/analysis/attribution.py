@@ -99,7 +99,8 @@ def attribution(
     bound = bind_row(lm, controls, question, "attribution", prompt_length)
     got = metric_gradients(lm, "attribution", question, bound, (at,), measure, where)
     products = [g * x for g, x in zip(got.gradients, got.activations, strict=True)]
-    check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution")
+    also = "the function at 'target'" if callable(target) else ""
+    check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution", also)
     kept = 1 if by_head else 0
     summed = [np.moveaxis(p, kept, 0).reshape(p.shape[kept], -1).sum(axis=-1) for p in products]
     return Attribution(np.stack(summed), got.value, got.sites, question.labels, bool(by_head))

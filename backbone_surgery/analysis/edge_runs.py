@@ -11,9 +11,11 @@ from backbone_surgery import hosts
 from backbone_surgery.analysis.gradients import differentiable
 from backbone_surgery.analysis.question import (
     bind_row,
+    check_metric_is_finite,
     check_no_nan,
     check_selector,
     make_metric,
+    measured,
     read_pair,
 )
 from backbone_surgery.analysis.stream import (
@@ -76,24 +78,24 @@ class EdgeRuns:
         runs = (self.clean, self.base)
         clean_end, corrupted_end = (self.measure(self.streams.logits(run))[0] for run in runs)
         self.ends = float(clean_end), float(corrupted_end)
-        self.check(self.ends)
         self.senders = {path: self._names(path) for path in self.streams.written}
 
     def measure(self, logits: np.ndarray) -> np.ndarray:
         """Measure logits float[rows, vocabulary]."""
-        measured = hosts.to_numpy(self._metric(ops.convert_to_tensor(logits)))
-        return np.asarray(measured, "float32")
+        return measured(self.lm, self._metric, logits, self._where)
 
     def slope(self, logits: np.ndarray) -> np.ndarray:
         """Return the gradient of the metric with respect to logits, float[1, vocabulary]."""
         import jax
 
         slope = jax.grad(lambda x: differentiable(self._metric, x, self._where))
-        return hosts.to_numpy(slope(ops.convert_to_tensor(logits)))
+        gradient = hosts.to_numpy(slope(ops.convert_to_tensor(logits)))
+        check_metric_is_finite(np.asarray(gradient, "float32"), self._where, "gradients")
+        return gradient
 
-    def check(self, values: Any) -> None:
+    def check(self, gradients: Any) -> None:
         """Refuse NaN."""
-        check_no_nan(values, self.lm, self._operation)
+        check_no_nan(gradients, self.lm, self._operation)
 
     def table(self) -> tuple[np.ndarray, dict[str, slice], dict[str, slice]]:
         """Return values float32[senders, receivers], all NaN, and what rows and columns are of."""

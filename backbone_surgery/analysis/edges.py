@@ -236,7 +236,6 @@ def _patched(runs: EdgeRuns, batch_size: int) -> np.ndarray:
             made = runs.streams.read(receiver.number, runs.base, changed)
             if made is not None:
                 part = _measured(runs, receiver, made, batch_size)
-                runs.check(part)
                 values[rows[path], columns[receiver.path]] = part
     return values
 

@@ -6,16 +6,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from keras import ops
 
-from backbone_surgery import hosts
 from backbone_surgery.analysis.question import (
     Metric,
-    check_no_nan,
     check_selector,
     count_heads,
     head_of,
     make_metric,
+    measured,
     read_pair,
 )
 from backbone_surgery.analysis.runs import Runs, batches
@@ -23,6 +21,8 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count, check_flag
 from backbone_surgery.opening.predict import predict
+
+_METRIC = "patch_grid at 'metric'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +125,10 @@ def patch_grid(
     check_selector(at, "patch_grid")
     check_flag("patch_grid", "by_head", by_head)
     texts = read_pair(lm, clean, corrupted, "patch_grid")
-    measure = make_metric(lm, metric, "patch_grid at 'metric'")
+    measure = make_metric(lm, metric, _METRIC)
     runs = Runs(lm, at, texts[0], controls, prompt_length)
     whole = [runs.whole(text) for text in texts]
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]
-    check_no_nan(ends, lm, "patch_grid")
     activations, others = (runs.activations(values) for values in whole)
     shapes = dict(zip(runs.sites, runs.shapes, strict=True))
     columns = count_heads("patch_grid", shapes) if by_head else len(texts[0].labels)
@@ -147,12 +146,10 @@ def patch_grid(
         rows = np.stack([states[s, t] for s, t in padded])
         for cell, value in zip(part, _measured(lm, measure, rows), strict=False):
             grid[cell] = value
-    check_no_nan(grid, lm, "patch_grid")
     labels = texts[1].labels
     return PatchGrid(grid, float(ends[0]), float(ends[1]), runs.sites, labels, bool(by_head))
 
 
 def _measured(lm: CachedCausalLM, measure: Metric, states: np.ndarray) -> np.ndarray:
     """Measure hidden states of last tokens, float[batch, hidden_dim]."""
-    logits = predict(head_of(lm), states)
-    return np.asarray(hosts.to_numpy(measure(ops.convert_to_tensor(logits))), "float32")
+    return measured(lm, measure, predict(head_of(lm), states), _METRIC)

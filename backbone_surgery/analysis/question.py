@@ -137,6 +137,31 @@ def make_metric(lm: CachedCausalLM, metric: Any, where: str) -> Metric:
     return TokenLogits(ids)
 
 
+def measured(lm: CachedCausalLM, metric: Metric, logits: np.ndarray, where: str) -> np.ndarray:
+    """Measure logits float[rows, vocabulary]: finite float32[rows].
+
+    Raises:
+        SurgeryError: the model, or a metric, named `where`, gives no finite number.
+    """
+    operation = where.partition(" ")[0]
+    check_no_nan(logits, lm, operation)
+    values = np.asarray(hosts.to_numpy(metric(ops.convert_to_tensor(logits))), "float32")
+    if np.isfinite(np.asarray(logits, "float32")).all():
+        check_metric_is_finite(values, where, "values")
+    check_no_nan(np.where(np.isfinite(values), values, np.nan), lm, operation)
+    return values
+
+
+def check_metric_is_finite(values: np.ndarray, where: str, kind: str) -> None:
+    """Refuse values, or gradients, of a metric that are no numbers though the logits are."""
+    if not np.isfinite(values).all():
+        raise SurgeryError(
+            f"{where}: expected a function with finite {kind}. Received "
+            f"{values[~np.isfinite(values)][0]}, of finite logits. Look for a division by zero, "
+            "or a logarithm or a root of it."
+        )
+
+
 def _checked(metric: Metric, where: str) -> Metric:
     """Return a user's metric, which refuses to return anything but a number for each row."""
 
@@ -213,12 +238,16 @@ def bind_row(
     return bind_controls(lm.opened, controls, prompt, operation, np.array([length]))
 
 
-def check_no_nan(values: Any, lm: CachedCausalLM, operation: str) -> None:
-    """Refuse results of a model whose numbers went past the range of its dtype."""
+def check_no_nan(values: Any, lm: CachedCausalLM, operation: str, also: str = "") -> None:
+    """Refuse results of a model whose numbers went past the range of its dtype.
+
+    `also` names what else may give NaN.
+    """
     if np.isnan(np.asarray(values, "float32")).any():
+        source = f"a model that computes in {lm.opened.compute_dtype}"
         raise SurgeryError(
-            f"{operation}: expected numbers. Received NaN, of a model that computes in "
-            f"{lm.opened.compute_dtype}. {PAST_FLOAT16}"
+            f"{operation}: expected numbers. Received NaN, of {source}{also and ' or of '}{also}. "
+            f"{PAST_FLOAT16}"
         )
 
 

@@ -68,6 +68,19 @@ def test_metrics_that_give_no_number_are_refused(lm, metric, words):
         bs.attribution(lm, [1, 2], lambda logits: keras.ops.argmax(logits, axis=-1))
 
 
+def test_a_metric_that_divides_by_zero_is_not_taken_for_a_broken_model(lm):
+    texts = lm, [1, 2, 3], [1, 4, 3]
+    for call in (bs.patch_grid, bs.edge_attribution, bs.edge_patching):
+        with pytest.raises(bs.SurgeryError, match=r"at 'metric': .* finite values\. Received nan"):
+            call(*texts, lambda logits: 0 * logits[:, 0] / (logits[:, 0] - logits[:, 0]))
+        with pytest.raises(bs.SurgeryError, match=r"finite values\. Received -inf"):
+            call(*texts, lambda logits: keras.ops.log(0 * logits[:, 0]))
+    with pytest.raises(bs.SurgeryError, match=r"at 'metric': .* finite gradients\. Received nan"):
+        bs.edge_attribution(*texts, lambda logits: keras.ops.sqrt(0 * logits[:, 0]))
+    with pytest.raises(bs.SurgeryError, match=r"Received NaN, of a model .* or of the function"):
+        bs.attribution(lm, [1, 2], lambda logits: keras.ops.sqrt(0 * logits[:, 0]))
+
+
 def test_a_model_past_the_range_of_float16_is_told_of():
     backbone = make_gpt2(num_layers=2, dtype="float16")
     backbone.transformer_layers[0]._feedforward_output_dense.bias.assign(np.full(32, 6e4))
