@@ -11,7 +11,7 @@ from backbone_surgery.analysis.runs import batches
 from backbone_surgery.analysis.stream import LOGITS, Reader, exchange
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_backend
-from backbone_surgery.numbers import check_count
+from backbone_surgery.numbers import check_count, check_flag
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +142,7 @@ def edge_patching(
     by_head: bool = False,
     batch_size: int = 32,
     prompt_length: int | None = None,
+    hold_mlps: bool = True,
 ) -> Edges:
     """Patch every edge of the model's graph, one at a time.
 
@@ -151,8 +152,9 @@ def edge_patching(
 
     Source: path patching, Wang et al. 2022, https://arxiv.org/abs/2211.00593, and Goldowsky-Dill et
     al. 2023, https://arxiv.org/abs/2304.05969, of paths of one edge: MLPs in between are held fast,
-    too. `edge_attribution` takes no pass for each edge; this takes a pass from the receiver on
-    for each edge, so choose receivers in a large model.
+    too, unless `hold_mlps=False`, as Wang et al. do it. `edge_attribution` takes no pass for each
+    edge; this takes a pass from the receiver on for each edge, so choose receivers in a large
+    model.
 
     Args:
         lm: the model, edited or not.
@@ -166,6 +168,8 @@ def edge_patching(
         batch_size: how many edges to run at once, at most.
         prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
             all by default.
+        hold_mlps: whether MLPs between the two write what they write in the corrupted text. If not,
+            they hand on what reaches them, and attention alone is held.
 
     Returns:
         `Edges`.
@@ -182,6 +186,7 @@ def edge_patching(
         ['blocks.1.query[0]', 'blocks.1.query[1]']
     """
     check_count("edge_patching", "batch_size", batch_size, "edges")
+    check_flag("edge_patching", "hold_mlps", hold_mlps)
     runs = EdgeRuns(
         "edge_patching",
         lm,
@@ -193,7 +198,8 @@ def edge_patching(
         by_head=by_head,
         prompt_length=prompt_length,
     )
-    return Edges(_patched(runs, int(batch_size)), *runs.names(), *runs.ends, True)
+    values = _patched(runs, int(batch_size), bool(hold_mlps))
+    return Edges(values, *runs.names(), *runs.ends, True)
 
 
 def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
@@ -227,11 +233,12 @@ def _move(runs: EdgeRuns, path: str) -> np.ndarray:
     return move.reshape(len(move), -1)
 
 
-def _patched(runs: EdgeRuns, batch_size: int) -> np.ndarray:
+def _patched(runs: EdgeRuns, batch_size: int, hold_mlps: bool) -> np.ndarray:
     """Return the edges, each by a pass; see `_attributed`."""
     values, rows, columns = runs.table()
     for path in runs.senders:
-        changed = runs.streams.spread(runs.base, {runs.streams.number(path): runs.sent(path)})
+        sent = {runs.streams.number(path): runs.sent(path)}
+        changed = runs.streams.spread(runs.base, sent, hold_mlps)
         for receiver in runs.receivers:
             made = runs.streams.read(receiver.number, runs.base, changed)
             if made is not None:

@@ -106,6 +106,7 @@ class Streams:
         self.readers.append(Reader(LOGITS, self._stages.outputs, None))
         self._held = {n for path, (_, n) in self._cuts.items() if not is_stream(path)}
         self._held.add(self._stages.outputs)
+        self._mlps = {n for path, (_, n) in self._cuts.items() if role_of(path) == "mlp_output"}
 
     def whole(self, inputs: dict[str, Any]) -> Values:
         """Run a text, one row."""
@@ -136,19 +137,23 @@ class Streams:
         """Return the number of what stands at a site."""
         return self._cuts[path][1]
 
-    def spread(self, base: Values, changed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    def spread(
+        self, base: Values, changed: Mapping[int, np.ndarray], hold_mlps: bool = True
+    ) -> dict[int, np.ndarray]:
         """Let changes of what is written, or of heads, go on; all else of that kind stays.
 
         Args:
             base: the run.
             changed: what stands there instead, by number float[rows, tokens, ...].
+            hold_mlps: whether what MLPs write stays, too.
 
         Returns:
             The same, and what becomes of all else.
         """
         known = dict(changed)
+        held = self._held if hold_mlps else self._held - self._mlps
         for i, stage in enumerate(self._stages.stages):
-            numbers = tuple(n for n in stage.reached(known) if n not in self._held)
+            numbers = tuple(n for n in stage.reached(known) if n not in held)
             if numbers:
                 known.update(self._run(i, numbers, ChainMap(known, base)))
         return known

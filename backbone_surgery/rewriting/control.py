@@ -96,15 +96,17 @@ class Schedule:
 class Control:
     """What a call may change of a `Steer`; `None` leaves it as the rewrite was built.
 
-    Of a `Reft` and a `ProjectOut` it may change the strength and the tokens, of a `Condition` the
-    threshold and the tokens.
+    Of a `Reft` it may change the strength and the tokens, of a `Condition` the threshold and the
+    tokens.
 
     Attributes:
         strength: a number, float[batch], float[batch, blocks], a `Schedule`, or a list of a number
             or a `Schedule` for each row.
         directions: a vector for all rows (a `ControlVector` or `{block: array}`), a list of one
             for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
-            steered; blocks that the rewrite does not steer are an error.
+            steered; blocks that the rewrite does not steer are an error. Of a `ProjectOut`
+            float[hidden_dim] or float[directions, hidden_dim] for all rows, or a list of one for
+            each row; they span at most as much as those of the rewrite.
         tokens: as of `Steer`, for all rows, or a list of one for each row. A list of two integers,
             such as `[0, 12]`, is one range for all rows.
         threshold: of a `Condition` alone: a number, or one for each row.
@@ -128,7 +130,7 @@ class Control:
         if self.strength is not None:
             _check_strength(self.strength, "Control")
         if self.directions is not None:
-            check_directions(self.directions, "Control")
+            check_directions(self.directions, "Control", spans=True)
         if self.tokens is not None:
             for tokens in _listed(self.tokens, 1):
                 read_tokens(tokens, "Control")

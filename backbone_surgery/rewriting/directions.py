@@ -64,6 +64,58 @@ def orthonormal_basis(directions: np.ndarray) -> np.ndarray:
     return basis[sizes > 1e-6]  # of dependent ones, what they span
 
 
+def read_span(value: Any) -> np.ndarray | None:
+    """Read directions that span something.
+
+    Args:
+        value: float[hidden_dim], or float[directions, hidden_dim].
+
+    Returns:
+        float64[directions, hidden_dim], or `None` where it is none, or one of them is zero.
+    """
+    read = read_finite(value)
+    rows = None if read is None or not read.ndim else np.atleast_2d(read)
+    return None if rows is None or rows.ndim != 2 or not rows.any(axis=1).all() else rows
+
+
+def basis_rows(value: Any, batch: int, rank: int, hidden_dim: int, where: str) -> np.ndarray:
+    """Return what some directions span, for each row: float32[batch, rank, hidden_dim].
+
+    Where they span less, the rest is zero.
+
+    Args:
+        value: what `read_span` reads, a list of that for each row, or
+            float[batch, directions, hidden_dim].
+        batch: how many rows there are.
+        rank: how many dimensions they span at most.
+        hidden_dim: their size.
+        where: for the error.
+    """
+    listed = [value] * batch if read_span(value) is not None and not _is_nested(value) else value
+    spans = [read_span(one) for one in listed] if np.iterable(listed) else []
+    read = [x for x in spans if x is not None and x.shape[1] == hidden_dim]
+    if len(read) != batch or len(spans) != batch:
+        raise SurgeryError(
+            f"{where}: expected directions as finite float[{hidden_dim}] or "
+            f"float[directions, {hidden_dim}], none of them zero, or a list of {batch} such (one "
+            f"for each row). Received {shown(value)}. Pass one of these."
+        )
+    bases = [orthonormal_basis(rows) for rows in read]
+    most = max(len(basis) for basis in bases)
+    if most > rank:
+        raise SurgeryError(
+            f"{where}: expected directions that span at most {rank} dimensions, as those of the "
+            f"rewrite do. Received some that span {most}. Build the rewrite with as many."
+        )
+    padded = [np.pad(basis, ((0, rank - len(basis)), (0, 0))) for basis in bases]
+    return np.stack(padded).astype("float32")
+
+
+def _is_nested(value: Any) -> bool:
+    """Tell whether a list holds more than numbers."""
+    return isinstance(value, list | tuple) and np.ndim(value[0]) > 0
+
+
 def direction_rows(
     value: Any, batch: int, blocks: Sequence[int], hidden_dim: int, where: str
 ) -> np.ndarray:
@@ -83,8 +135,14 @@ def direction_rows(
     )
 
 
-def check_directions(value: Any, where: str) -> None:
-    """Refuse what holds directions for no number of rows and blocks."""
+def check_directions(value: Any, where: str, spans: bool = False) -> None:
+    """Refuse what holds directions for no number of rows and blocks.
+
+    `spans` says whether what `basis_rows` takes will do, too.
+    """
+    listed = value if isinstance(value, list | tuple) else [value]
+    if spans and any(all(read_span(x) is not None for x in xs) for xs in ([value], listed) if xs):
+        return
     if _is_vector(value):
         read_directions(value, where)
     elif isinstance(value, list | tuple) and value:

@@ -1,7 +1,8 @@
 """ProjectOut: take directions out of hidden states, wherever they are written."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -9,13 +10,12 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.numbers import read_finite
 from backbone_surgery.opening.site import Place, is_written
-from backbone_surgery.rewriting.control import Tokens, read_tokens
-from backbone_surgery.rewriting.directions import orthonormal_basis
+from backbone_surgery.rewriting.control import Control, Tokens, read_tokens
+from backbone_surgery.rewriting.directions import basis_rows, orthonormal_basis, read_span
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.ranged import RangedRewrite
-from backbone_surgery.rewriting.rewrite import Surgery
+from backbone_surgery.rewriting.rewrite import Rows, Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer
 from backbone_surgery.rewriting.steering import in_range
 
@@ -36,7 +36,7 @@ class ProjectOut(RangedRewrite):
 
     Attributes:
         name: name of the control: a strength, for all rows or one for each, or a `Control` of
-            strength and tokens.
+            strength, directions and tokens.
         directions: float[hidden_dim], or float[directions, hidden_dim], of any length, and at any
             angle to each other.
         at: a selector, or several, of sites of hidden states; by default of `embeddings`, and of
@@ -60,6 +60,7 @@ class ProjectOut(RangedRewrite):
     at: Any = None
     tokens: Tokens = "all"
     strength: float = 1.0
+    parts: ClassVar[tuple[str, ...]] = ("strength", "directions", "tokens")
 
     def __post_init__(self) -> None:
         fields = Fields(self, "name")
@@ -67,9 +68,8 @@ class ProjectOut(RangedRewrite):
         fields.strings("at", optional=True)
         fields.number("strength")
         fields.keep("tokens", read_tokens(self.tokens, fields.where))
-        read = read_finite(self.directions)
-        rows = np.zeros((1, 1)) if read is None or not read.ndim else np.atleast_2d(read)
-        if rows.ndim != 2 or not rows.any(axis=1).all():
+        rows = read_span(self.directions)
+        if rows is None:
             raise fields.refuse(
                 "`directions` to be finite float[hidden_dim] or float[directions, hidden_dim], "
                 "none of them zero",
@@ -96,6 +96,22 @@ class ProjectOut(RangedRewrite):
         surgery.control(f"{self.name}_basis", self.basis)
         return super().visitor(surgery)
 
+    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
+        """Bind a strength, or a `Control`. `None` takes the fields of the rewrite."""
+        bound = super().bind(value, rows)
+        directions = value.directions if isinstance(value, Control) else None
+        if directions is None:
+            return bound
+        where, size = f"controls at '{self.name}'", self.directions.shape[1]
+        basis = basis_rows(directions, rows.batch, len(self.basis), size, where)
+        return {**bound, f"{self.name}_basis": basis}
+
+    def before(self, end: int, bound: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Leave out what acts on generated tokens alone, or on tokens from `end` on."""
+        acts = super().before(end, bound)
+        is_idle = f"{self.name}_strength" in acts
+        return {**acts, f"{self.name}_basis": np.zeros(0)} if is_idle else acts
+
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put a projection at the site."""
         size = self.directions.shape[1]
@@ -118,7 +134,7 @@ class Projection(SiteLayer):
         positions: int32[batch, time].
         strength: float32[batch].
         tokens: int32[batch, 3], as of `SteeringScale`.
-        basis: float32[batch, rank, hidden_dim], with orthonormal rows.
+        basis: float32[batch, rank, hidden_dim], with orthonormal rows, or rows of zero.
     """
 
     def call(self, x, positions, strength, tokens, basis):

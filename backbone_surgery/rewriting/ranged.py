@@ -1,7 +1,7 @@
 """RangedRewrite: what acts on a range of tokens, by a strength for each row."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -27,6 +27,8 @@ class RangedRewrite(ControlledRewrite):
 
     strength: float
     tokens: Tokens
+    parts: ClassVar[tuple[str, ...]] = ("strength", "tokens")
+    """Fields of a `Control` that a call may set."""
 
     def declare(self, surgery: Surgery) -> None:
         """Declare strength and tokens as inputs of the graph."""
@@ -48,7 +50,7 @@ class RangedRewrite(ControlledRewrite):
         """Bind a strength, or a `Control`. `None` takes the fields of the rewrite."""
         where = f"controls at '{self.name}'"
         control = value if isinstance(value, Control) else Control()
-        control.check_only(("strength", "tokens"), where, type(self).__name__)
+        control.check_only(self.parts, where, type(self).__name__)
         strength = control.strength if isinstance(value, Control) else value
         strength = self.strength if strength is None else strength
         tokens = self.tokens if control.tokens is None else control.tokens

@@ -64,10 +64,11 @@ class ByRewrites:
         exchanged[:, int(head)] = self.clean[path][:, int(head)]
         return self.seen(CORRUPTED, {path: exchanged}, [to])[to] - self.base[to]
 
-    def edge(self, sender, receiver):
+    def edge(self, sender, receiver, hold_mlps=True):
         path, _, head = receiver.rstrip("]").partition("[")
         to = sender.partition("[")[0].replace("head_outputs", "attention_output")
-        held = {p: self.base[p] for p in self.paths if p != path and WRITTEN.search(p)}
+        wanted = WRITTEN if hold_mlps else re.compile("embeddings|attention_output")
+        held = {p: self.base[p] for p in self.paths if p != path and wanted.search(p)}
         held[to] = self.base[to] + self.written(sender)
         if path == "logits":
             return self.metric(held) - self.corrupted
@@ -85,7 +86,7 @@ def check_against_rewrites(lm, by_head, stride, **more):
     assert abs(got.corrupted - wanted.corrupted) <= 1e-4
     known = [tuple(cell) for cell in np.argwhere(~np.isnan(got.values))]
     for s, r in known[::stride]:
-        edge = wanted.edge(got.senders[s], got.receivers[r])
+        edge = wanted.edge(got.senders[s], got.receivers[r], **more)
         assert abs(got.values[s, r] - edge) <= 1e-4, (got.senders[s], got.receivers[r])
     assert np.nanmax(np.abs(got.values)) > 0.01
     return got
@@ -107,6 +108,18 @@ def test_edges_by_head_are_those_of_rewrites(family):
     got = check_against_rewrites(lm, True, 9 if family == "qwen3" else 41)
     assert {"blocks.0.head_outputs[1]", "blocks.0.mlp_output"} <= {*got.senders}
     assert {"blocks.1.query[0]", "blocks.1.key[0]", "blocks.1.value[0]"} <= {*got.receivers}
+
+
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("make", [make_deep_gpt2, ROWS["gemma2"].make])
+def test_mlps_hand_on_what_reaches_them_where_they_are_not_held(make, by_head):
+    lm = bs.CachedCausalLM(make())
+    asked = lm, CLEAN, CORRUPTED, PAIR
+    got = check_against_rewrites(lm, by_head, 37 if by_head else 5, hold_mlps=False)
+    held = bs.edge_patching(*asked, by_head=by_head).values
+    assert (np.isnan(held) == np.isnan(got.values)).all()
+    assert np.nanmax(np.abs(held - got.values)) > 1e-3
 
 
 def nodes(lm, senders):

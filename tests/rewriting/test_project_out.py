@@ -101,6 +101,35 @@ def test_strengths_and_tokens_of_each_row(rng):
     bs.check(lm.opened)
 
 
+def test_each_row_has_directions_of_its_own(rng):
+    backbone = make_gpt2()
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.ProjectOut("none", SPAN)]))
+    lm.compile(sampler="greedy")
+    prompts, new = ragged(rng, (4, 7, 5), 7), rng.normal(size=32)
+    options = {"max_new_tokens": 10, "stop_token_ids": None}
+    directions = [new, np.stack([SPAN[1], new]), SPAN]  # the first two span less
+    control = bs.Control(directions=directions, strength=[1.0, 1.0, 0.6])
+    inputs = tokens(rng, rows=3)
+    bound = bind_controls(lm.opened, {"none": control}, np.array([9, 9, 9]))
+    states = run(lm.opened, {**inputs, **bound})
+    got = lm.generate(prompts, controls={"none": control}, **options)["token_ids"]
+    for row, strength in enumerate(control.strength):
+        rewrite = bs.ProjectOut("none", directions[row], strength=strength)
+        alone = bs.CachedCausalLM(bs.operate(backbone, [rewrite]))
+        alone.compile(sampler="greedy")
+        one = {name: x[row : row + 1] for name, x in prompts.items()}
+        wanted = alone.generate(one, **options)["token_ids"][0]
+        np.testing.assert_array_equal(got[row, : len(wanted)], wanted)
+        wanted = run(alone.opened, {name: x[row : row + 1] for name, x in inputs.items()})[0]
+        assert np.abs(states[row] - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    for same in (SPAN[:2], np.stack([SPAN[:2]] * 3), [SPAN[:2].tolist()] * 3):
+        again = bind_controls(lm.opened, {"none": bs.Control(directions=same)}, np.array([9, 9, 9]))
+        basis = again["none_basis"].astype("float64")
+        off = basis[2].T @ basis[2] - (np.eye(32) - complement(SPAN[:2]))
+        assert np.abs(off).max() <= 1e-6
+        np.testing.assert_array_equal(basis[0], basis[2])
+
+
 def test_any_basis_of_one_span_does_the_same(rng):
     backbone, inputs = make_gpt2(), tokens(rng)
     mixed = np.array([[1.0, 2, 0], [0, 1, -1], [3, 0, 1], [1, 1, 1]]) @ SPAN  # one too many
@@ -151,8 +180,20 @@ def test_what_does_not_fit_is_refused(make, words):
 
 def test_a_control_of_something_else_is_refused():
     edited = bs.operate(make_gpt2(), [bs.ProjectOut("a", SPAN)])
-    with pytest.raises(bs.SurgeryError, match=r"of a ProjectOut. Received directions. L"):
-        bind_controls(edited, {"a": bs.Control(directions={1: SPAN[0]})}, np.array([3]))
+    for directions, words in {
+        "of blocks": ({1: SPAN[0]}, r"or a list of 2 such \(one for each row\)\. Received"),
+        "of another size": (np.ones(8), r"finite float\[32\] or float\[directions, 32\]"),
+        "of three rows": ([SPAN[0]] * 3, r"a list of 2 such"),
+        "in a wider span": (np.eye(32)[:4], r"span at most 3 dimensions.* some that span 4\. Bu"),
+        "of none in a row": ([SPAN[0], SPAN[0] * 0], "expected a vector that maps blocks to"),
+    }.values():
+        with pytest.raises(bs.SurgeryError, match=words):
+            bind_controls(edited, {"a": bs.Control(directions=directions)}, np.array([3, 3]))
+    with pytest.raises(bs.SurgeryError, match=r"a list of one for each row.* Received \[\]"):
+        bs.Control(directions=[])
+    edited = bs.operate(make_gpt2(), [bs.Steer("a", {1: SPAN[0]})])
+    with pytest.raises(bs.SurgeryError, match="directions as a control vector, a list of one for"):
+        bind_controls(edited, {"a": bs.Control(directions=SPAN[0])}, np.array([3]))
 
 
 def test_a_recipe_keeps_it(rng, tmp_path):

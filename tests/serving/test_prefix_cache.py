@@ -119,6 +119,16 @@ def test_controls_that_act_alike_on_the_prompt_hit(engine, controls, first):
     assert reused(engine, controls={"mood": controls}) == 48
 
 
+def test_a_prefix_is_of_the_directions_that_were_taken_out(rng):
+    lm = bs.CachedCausalLM(bs.operate(random_gpt2(rng), [bs.ProjectOut("none", np.ones(16))]))
+    engine = bs.Engine(lm, rows=2, length=64, prefill_chunk=CHUNK)
+    other = rng.normal(size=16)
+    for strength, tokens in ((1.0, 0), (0.0, 16)):
+        reused(engine, PROMPT[:24], controls={"none": strength})
+        control = bs.Control(strength, directions=other)
+        assert reused(engine, PROMPT[:30], controls={"none": control}) == tokens
+
+
 @pytest.mark.parametrize(
     ("first", "then", "tokens"),
     [

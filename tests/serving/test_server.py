@@ -162,6 +162,16 @@ def test_objects_of_other_controls_say_what_those_take():
     assert controls["sad"].threshold == 0.5
     assert (controls["sad"].tokens, controls["none"].strength) == ("last", 1)
     bind_controls(lm.opened, controls, np.array([3]))
+    vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
+    control = read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": 5}}, 128)["none"]
+    np.testing.assert_array_equal(control.directions, [vectors["mood"].directions[5]])
+    with pytest.raises(bs.SurgeryError, match=r"at 'none', 'blocks': expected blocks that the vec"):
+        read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": [77]}}, 128)
+    with pytest.raises(bs.SurgeryError, match=r"at 'none': expected `blocks` beside a `vector`"):
+        read({"none": {"blocks": 5}})
+    control = read_steering(lm, vectors, {"none": {"vector": "mood"}}, 128)
+    with pytest.raises(bs.SurgeryError, match=r"at 'none': .* span at most 1 dimensions"):
+        bind_controls(lm.opened, control, np.array([3]))
     with pytest.raises(bs.SurgeryError, match=r"'sad': expected threshold, tokens. Received 'str"):
         read({"sad": {"strength": 1}})
     control = read({"none": {"tokens": [-2, None]}})["none"]

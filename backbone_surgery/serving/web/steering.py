@@ -11,7 +11,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
-from backbone_surgery.rewriting import Condition, Control, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting import Condition, Control, ProjectOut, Rewrite, Schedule, Steer
 from backbone_surgery.rewriting.control import read_tokens
 from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import by_control
@@ -20,6 +20,7 @@ from backbone_surgery.vectors.vector import check_fits
 
 _KEYS: dict[type, tuple[str, ...]] = {
     Steer: ("strength", "vector", "tokens", "schedule"),
+    ProjectOut: ("strength", "vector", "blocks", "tokens"),
     RangedRewrite: ("strength", "tokens"),
     Condition: ("threshold", "tokens"),
 }
@@ -208,8 +209,22 @@ def _control(
     tokens = value.get("tokens")
     if tokens is not None:
         tokens = read_tokens(tokens, where)
-    directions = vectors[value["vector"]] if value.get("vector") is not None else None
+    directions: Any = vectors[value["vector"]] if value.get("vector") is not None else None
+    if isinstance(rewrite, ProjectOut):
+        directions = _span(where, directions, value.get("blocks"))
     return _made(where, _by_site(strength), directions, tokens, value.get("threshold"))
+
+
+def _span(where: str, vector: ControlVector | None, blocks: Any) -> np.ndarray | None:
+    """Return the directions of a vector, of some blocks or of all: float[blocks, hidden_dim]."""
+    if vector is None and blocks is not None:
+        raise SurgeryError(
+            f"{where}: expected `blocks` beside a `vector`. Received no vector. Name one."
+        )
+    if vector is None:
+        return None
+    chosen = vector if blocks is None else _of_blocks(vector, blocks, f"{where}, 'blocks'")
+    return np.stack([*chosen.directions.values()])
 
 
 def _by_site(value: Any) -> Any:
@@ -279,17 +294,17 @@ def _of_easysteer(
                 "with more."
             )
         if entry.get("layers") is not None:
-            vector = _of_blocks(vector, entry["layers"])
+            vector = _of_blocks(vector, entry["layers"], "steering at 'layers'")
         scale = 1.0 if entry.get("scale") is None else entry["scale"]
         result[control] = _made(f"steering at '{name}'", scale, vector, _tokens(entry))
     return result
 
 
-def _of_blocks(vector: ControlVector, blocks: Any) -> ControlVector:
+def _of_blocks(vector: ControlVector, blocks: Any, where: str) -> ControlVector:
     listed = blocks if isinstance(blocks, list) else [blocks]
     if not listed or not all(is_int(b) and b in vector.directions for b in listed):
         raise SurgeryError(
-            f"steering at 'layers': expected blocks that the vector has, "
+            f"{where}: expected blocks that the vector has, "
             f"{sorted(vector.directions)}. Received {shown(blocks)}. Choose among them."
         )
     return ControlVector({b: vector.directions[b] for b in listed}, vector.info)
