@@ -80,6 +80,7 @@ from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.scheduler import EngineStats, QueueFullError
 from backbone_surgery.serving.serve import serve
 from backbone_surgery.tuning import Trial, Tuning, tune
+from backbone_surgery.tuning.subspace import FoundSubspace, find_subspace
 from backbone_surgery.vectors import ControlVector, contrast_pairs, score_detection
 from backbone_surgery.vectors.finding import FoundCondition, find_condition
 from backbone_surgery.version import __version__
@@ -109,6 +110,7 @@ __all__ = [
     "Faithfulness",
     "Family",
     "FoundCondition",
+    "FoundSubspace",
     "GeneratedActivations",
     "Insert",
     "Knockout",
@@ -158,6 +160,7 @@ __all__ = [
     "emit",
     "faithfulness",
     "find_condition",
+    "find_subspace",
     "generate_dataset",
     "harvest",
     "layout_map",

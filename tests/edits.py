@@ -59,6 +59,24 @@ def patch(rng, _):
     )
 
 
+def patch_along(rng, _):
+    value, directions = rng.normal(size=(2, 1, SIZE)).astype("float32"), rng.normal(size=(2, SIZE))
+    onto = np.linalg.pinv(directions) @ directions
+
+    def hook(x, _):
+        x = x.copy()
+        for row, position in enumerate((2, 4)):
+            x[row, position] += onto @ (value[row, 0] - x[row, position])
+        return x
+
+    return Edit(
+        bs.Patch("blocks.1", name="along", directions=directions),
+        lambda model: model.blocks[1].at("block", hook),
+        along_positions=np.array([[[2]], [[4]]]),
+        along_value_0=value,
+    )
+
+
 def ablate(rng, _):
     mask = np.array([[[1, 0, 0, 1]], [[0, 1, 0, 0]]], "float32")
     keep = 1 - mask[:, 0, None, :, None]
@@ -237,6 +255,7 @@ EDITS = {
     for f in (
         steer,
         patch,
+        patch_along,
         ablate,
         ablate_pattern,
         skip,

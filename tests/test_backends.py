@@ -91,6 +91,9 @@ grid = bs.patch_grid(lm, *texts, (6, 7), at="blocks.*.mlp_output")
 edges = bs.edge_patching(lm, *texts, (6, 7), by_head=True)
 edge = edges.values[edges.senders.index("blocks.1.mlp_output"), -1]
 print(abs(edge) > 1e-2 and abs(grid.values[-1, -1] - grid.corrupted - edge) < 1e-5)
+examples = [([1, 2, i], [1, 5, i], 7) for i in range(8, 16)]
+found = bs.find_subspace(lm, examples, "blocks.0", positions=1, steps=3)
+print(abs(np.linalg.norm(found.directions) - 1) < 1e-5)
 asks = [lambda: bs.Engine(lm), lambda: bs.attribution(lm, [1, 2], target=3)]
 asks.append(lambda: bs.edge_attribution(lm, *texts, (6, 7)))
 for ask in asks:
@@ -100,7 +103,7 @@ for ask in asks:
         print("the JAX backend" in str(error))
 """
     )
-    assert run(code, backend).split() == [backend, *["True"] * 6]
+    assert run(code, backend).split() == [backend, *["True"] * 7]
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def make_metric(lm: CachedCausalLM, metric: Any, where: str) -> Metric:
             f"{where}: expected a token, a pair (right, wrong) or a function of "
             f"logits [batch, vocabulary]. Received {shown(metric)}. Pass one of these."
         )
-    ids = [_token_id(lm, token, where) for token in pair]
+    ids = [read_token(lm, token, where) for token in pair]
     hosts.agree(lm, where.partition(" ")[0], {"metric": ids})
     return TokenLogits(ids)
 
@@ -185,7 +185,8 @@ def _checked(metric: Metric, where: str) -> Metric:
     return measure
 
 
-def _token_id(lm: CachedCausalLM, token: Any, where: str) -> int:
+def read_token(lm: CachedCausalLM, token: Any, where: str) -> int:
+    """Return the id of one token, given as that or as its text; `where` is named in the error."""
     size = lm.opened.token_embedding.input_dim
     ids = [token]
     if isinstance(token, str) and lm.preprocessor is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from backbone_surgery.errors import SelectorError, SurgeryError, shown
 from backbone_surgery.numbers import is_int, read_number
+from backbone_surgery.rewriting.directions import read_span
 
 
 class Fields:
@@ -101,6 +102,21 @@ class Fields:
         if not fits or not all(isinstance(x, str) and x for x in strings):
             raise self.refuse(f"`{field}` to be names", value, "Pass a list of some, none empty.")
         self.keep(field, tuple(strings))
+
+    def span(self, field: str, optional: bool = False) -> None:
+        """Check directions that span something; kept as float64[directions, size]."""
+        value = getattr(self.rewrite, field)
+        if value is None and optional:
+            return
+        rows = read_span(value)
+        if rows is None:
+            raise self.refuse(
+                f"`{field}` to be finite float[hidden_dim] or float[directions, hidden_dim], none "
+                "of them zero",
+                value,
+                "Pass `vector.directions[3]` of a control vector, say.",
+            )
+        self.keep(field, rows)
 
     def layers(self, field: str, kind: type, described: str) -> None:
         """Check a mapping to layers of a class: those that a rewrite made, to be used again."""

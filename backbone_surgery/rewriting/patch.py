@@ -12,6 +12,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.numbers import read_float32, read_int32
 from backbone_surgery.opening.site import Place
+from backbone_surgery.rewriting.directions import orthonormal_basis
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer
@@ -21,7 +22,7 @@ UNUSED = -1
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Patch(ControlledRewrite):
     """Patch activations: causal tracing, path patching, interchange interventions.
 
@@ -35,11 +36,16 @@ class Patch(ControlledRewrite):
     `<name>_value_<i>` float32[batch, n, ...]. The default of a value is NaN throughout, which
     patches nothing.
 
+    With `directions` only what they span is replaced: h becomes h + Bᵀ B (value - h), where the
+    rows of B are an orthonormal basis. `find_subspace` finds such directions.
+
     Attributes:
         at: site selector; any site that has a value for each token, that is any but a pattern.
         positions: `"control"`, or a tuple of positions for every row, from 0 on. A call then passes
             values alone.
         name: name of the control.
+        directions: float[size], or float[directions, size], at sites of as many numbers for each
+            token; all of what stands there by default.
 
     Raises:
         SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
@@ -57,11 +63,13 @@ class Patch(ControlledRewrite):
     at: str
     positions: str | tuple[int, ...] = "control"
     name: str = "patch"
+    directions: Any = None
 
     def __post_init__(self) -> None:
         fields = Fields(self)
         fields.selector()
         fields.name()
+        fields.span("directions", optional=True)
         if not isinstance(self.positions, str) or self.positions != "control":
             array = read_int32(self.positions, smallest=0)
             if array is None or array.ndim != 1 or not array.size or _repeats(array):
@@ -88,14 +96,30 @@ class Patch(ControlledRewrite):
             shape = place.shape[2:]
             none = np.broadcast_to(np.float32("nan"), (default.shape[-1], *shape))
             surgery.control(f"{self.name}_value_{i}", none, (None, *shape))
+        if self.directions is not None:
+            basis = orthonormal_basis(self.directions).astype("float32")
+            surgery.control(f"{self.name}_basis", basis)
         return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put a patching layer at the site."""
-        inputs = surgery.inputs
-        layer = Patching(surgery.index, name=self.layer_name(place))
+        inputs, options = surgery.inputs, {"name": self.layer_name(place)}
         value = inputs[f"{self.name}_value_{surgery.index}"]
-        return layer(x, surgery.positions, inputs[f"{self.name}_positions"], value)
+        given = x, surgery.positions, inputs[f"{self.name}_positions"], value
+        basis = self.basis(value, surgery)
+        if basis is None:
+            return Patching(surgery.index, **options)(*given)
+        if tuple(x.shape[2:]) != tuple(basis.shape[2:]):
+            raise SurgeryError(
+                f"Patch at '{place.path}': expected directions of the size that stands there, "
+                f"{list(x.shape[2:])}. Received directions of size {basis.shape[2]}. Choose a site "
+                f"of that size. {surgery.sites_of((basis.shape[2],), place)}"
+            )
+        return SubspacePatching(surgery.index, **options)(*given, basis)
+
+    def basis(self, value: keras.KerasTensor, surgery: Surgery) -> keras.KerasTensor | None:
+        """Return the directions to patch along, float32[batch, rank, size], if not all."""
+        return None if self.directions is None else surgery.inputs[f"{self.name}_basis"]
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
         """Bind positions and values; see the class."""
@@ -233,15 +257,56 @@ class Patching(SiteLayer):
 
     def call(self, x, positions, patched, value):
         """Take the value where a position is to be patched; leave all else exactly as it is."""
-        # One gather out of both, and no `where`: that would be compiled together with what makes x,
-        # and round differently.
+        is_patched, which = self.match(positions, patched, value)
+        return _chosen(x, value, is_patched, which)
+
+    def match(self, positions, patched, value):
+        """Tell which tokens are patched, bool[batch, time], and by which of the values, int32."""
         match = ops.equal(patched[:, self.index, :, None], positions[:, None, :])
         missing = ops.all(ops.isnan(value), axis=tuple(range(2, len(value.shape))))
         match = ops.logical_and(match, ops.logical_not(missing)[:, :, None])
-        time = ops.shape(x)[1]
-        which = time + ops.cast(ops.argmax(ops.cast(match, "int32"), axis=1), "int32")
-        own = ops.arange(time, dtype="int32")[None]
-        source = ops.where(ops.any(match, axis=1), which, own)
-        source = ops.reshape(source, (*ops.shape(source), *[1] * (len(x.shape) - 2)))
-        both = ops.concatenate([x, ops.cast(value, x.dtype)], axis=1)
-        return ops.take_along_axis(both, source, axis=1)
+        which = ops.cast(ops.argmax(ops.cast(match, "int32"), axis=1), "int32")
+        return ops.any(match, axis=1), which
+
+
+class SubspacePatching(Patching):
+    """Patch what one site has along some directions.
+
+    Call arguments:
+        x: float[batch, time, size].
+        positions: int32[batch, time], the number of each token.
+        patched: int32[batch, sites, n], the positions to patch.
+        value: float32[batch, n, size]; NaN throughout where there is none.
+        basis: float32[batch, rank, size], with orthonormal rows.
+    """
+
+    def call(self, x, positions, patched, value, basis):
+        """Take what the value has along the directions, and x across them."""
+        is_patched, which = self.match(positions, patched, value)
+        value = ops.where(ops.isnan(value), 0.0, value)
+        h = ops.cast(x, "float32")
+        change = ops.take_along_axis(value, which[..., None], axis=1) - h
+        for i in range(basis.shape[1]):
+            unit = basis[:, i, None]
+            # A sum, not a product of matrices, which accelerators round to bfloat16.
+            h = h + ops.sum(change * unit, axis=-1, keepdims=True) * unit
+        own = ops.arange(ops.shape(x)[1], dtype="int32")[None]
+        return _chosen(x, h, is_patched, own)
+
+
+def _chosen(x, other, is_other, which):
+    """Take some tokens from elsewhere, and leave all else exactly as it is.
+
+    Args:
+        x: float[batch, time, ...].
+        other: float[batch, n, ...].
+        is_other: bool[batch, time], which tokens.
+        which: int32[batch or 1, time], the number of what stands there instead.
+    """
+    # One gather out of both, and no `where`: that would be compiled together with what makes x, and
+    # round differently.
+    time = ops.shape(x)[1]
+    source = ops.where(is_other, time + which, ops.arange(time, dtype="int32")[None])
+    source = ops.reshape(source, (*ops.shape(source), *[1] * (len(x.shape) - 2)))
+    both = ops.concatenate([x, ops.cast(other, x.dtype)], axis=1)
+    return ops.take_along_axis(both, source, axis=1)

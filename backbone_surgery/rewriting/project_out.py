@@ -12,7 +12,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.site import Place, is_written
 from backbone_surgery.rewriting.control import Control, Tokens, read_tokens
-from backbone_surgery.rewriting.directions import basis_rows, orthonormal_basis, read_span
+from backbone_surgery.rewriting.directions import basis_rows, orthonormal_basis
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import Rows, Surgery
@@ -68,15 +68,7 @@ class ProjectOut(RangedRewrite):
         fields.strings("at", optional=True)
         fields.number("strength")
         fields.keep("tokens", read_tokens(self.tokens, fields.where))
-        rows = read_span(self.directions)
-        if rows is None:
-            raise fields.refuse(
-                "`directions` to be finite float[hidden_dim] or float[directions, hidden_dim], "
-                "none of them zero",
-                self.directions,
-                "Pass `vector.directions[3]` of a control vector, say.",
-            )
-        fields.keep("directions", rows)
+        fields.span("directions")
 
     @property
     def basis(self) -> np.ndarray:

@@ -70,7 +70,7 @@ def losses_of(
     targets = keras.Input((None,), dtype="int32", name="targets")
     states = opened.hidden_states(opened(inputs))
     losses = TokenLosses(name="losses")(Logits(opened.token_embedding)(states), targets)
-    model = _Losses({**inputs, "targets": targets}, losses)
+    model = _Losses({**inputs, "targets": targets}, losses, name="losses_of_tokens")
     object.__setattr__(model, "trained_layers", tuple(trained))
     return model
 
@@ -144,7 +144,7 @@ def learn(
     for name, most in (rising or {}).items():
         x[name] = np.repeat(most * np.arange(steps, dtype="float32") / steps, batch_size)
     model = losses_of(edited, [*strengths, *(rising or {})], new_layers(edited, lm))
-    fit(model, x, texts.counted[row], _mean_over_rows, steps, learning_rate)
+    fit(model, x, texts.counted[row], mean_over_rows, steps, learning_rate)
 
 
 def texts_of_step(lm: CachedCausalLM) -> int:
@@ -187,7 +187,7 @@ def fit(
     model.fit(x, y, batch_size=len(y) // steps, shuffle=False, verbose=0)
 
 
-def _mean_over_rows(counted: Any, losses: Any) -> Any:
+def mean_over_rows(counted: Any, losses: Any) -> Any:
     """Average over the tokens of a row that count, then Keras does over the rows."""
     return ops.sum(losses * counted, axis=-1) / ops.maximum(ops.sum(counted, axis=-1), 1)
 

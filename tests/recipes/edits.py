@@ -140,6 +140,7 @@ CASES = {
     "condition": condition,
     "capture": lambda name, dtype: [bs.Capture("blocks.*.attention_pattern", "blocks.1")],
     "patch": lambda name, dtype: [bs.Patch("blocks.1")],
+    "patch_along": lambda name, dtype: [bs.Patch("blocks.1", directions=[vector(), vector(1)])],
     "ablate": lambda name, dtype: [bs.Ablate("blocks.1.head_outputs", heads=[1, 3])],
     "ablate_mean": lambda name, dtype: [ablated("mean", (4, 8))],
     "ablate_resample": lambda name, dtype: [ablated("resample", (3, 4, 8))],
