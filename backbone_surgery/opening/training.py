@@ -1,8 +1,11 @@
 """Training: which variables of an edited model learn, decided without touching shared layers."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
+
+from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
@@ -27,7 +30,8 @@ class TrainsOwnLayers:
     trained_layers: tuple = ()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As upstream; refuses a rewrite that acts on no token of a pass in training."""
+        """As upstream; refuses a rewrite that acts on no token, and weights that Adam moves not."""
+        _check_optimizer(self)
         given = args[0] if args else kwargs.get("x")
         names = given if isinstance(given, dict) else ()
         for rewrite in getattr(getattr(self, "opened", self), "rewrites", ()):
@@ -73,6 +77,31 @@ class TrainsOwnLayers:
             return trainable, others
         frozen = [v for v in trainable if id(v) not in own]
         return [v for v in trainable if id(v) in own], [*others, *frozen]
+
+
+def _check_optimizer(model: Any) -> None:
+    """Refuse Adam and its kin where their second decay is 1 in the dtype of all weights.
+
+    They multiply each step by the root of one less a power of it, and so take steps of zero. Where
+    others do move, such as those of LoRA, which are in float32, that is a warning.
+    """
+    decay = getattr(getattr(model, "optimizer", None), "beta_2", None)
+    if decay is None:
+        return
+    variables = model.trainable_variables
+    ones = {d for d in {v.dtype for v in variables} if float(ops.cast(float(decay), d)) == 1}
+    stuck = [v for v in variables if v.dtype in ones]
+    if not stuck:
+        return
+    words = (
+        f"fit of '{model.name}': expected weights that the optimizer can move. Received "
+        f"{len(stuck)} of {len(variables)} in {stuck[0].dtype}, such as '{stuck[0].path}': there "
+        f"beta_2={decay} is 1, and steps come to nothing. Make new layers in float32, load the "
+        "model in 'mixed_bfloat16', or pass a smaller `beta_2`, such as 0.99."
+    )
+    if len(stuck) == len(variables):
+        raise SurgeryError(words)
+    warnings.warn(words, stacklevel=3)
 
 
 @contextlib.contextmanager

@@ -335,3 +335,36 @@ class Doubled(keras.layers.Layer):
 
     def call(self, x):
         return 2.0 * self.block(x)
+
+
+def fit_in_bfloat16(layer, optimizer, enable_lora=False):
+    """Fit a model with a layer inserted, and return whether any of its weights moved."""
+    backbone = make_gpt2(num_layers=2, dtype="bfloat16")
+    if enable_lora:
+        backbone.enable_lora(2)
+    edits = [] if layer is None else [bs.Insert("blocks.1.mlp_output", layer)]
+    lm = bs.CachedCausalLM(bs.operate(backbone, edits) if edits else bs.open_backbone(backbone))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    lm.compile(optimizer=optimizer, loss=loss)
+    before = [keras.ops.convert_to_numpy(v) for v in lm.trainable_variables]
+    ids = np.random.default_rng(0).integers(1, 60, (4, 9))
+    x = {"token_ids": ids[:, :-1], "padding_mask": np.ones_like(ids[:, :-1])}
+    lm.fit(x, ids[:, 1:], verbose=0, shuffle=False)
+    after = [keras.ops.convert_to_numpy(v) for v in lm.trainable_variables]
+    return any((a != b).any() for a, b in zip(before, after, strict=True))
+
+
+def test_adam_without_steps_is_refused():
+    """Keras takes the decay to the dtype of the weights, and 0.999 in bfloat16 is 1."""
+    narrow, wide = (keras.layers.Dense(32, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    with pytest.raises(bs.SurgeryError, match=r"2 of 2 in bfloat16, .* beta_2=0.999 is 1, and"):
+        fit_in_bfloat16(narrow, keras.optimizers.Adam(1e-2))
+    assert fit_in_bfloat16(narrow, keras.optimizers.Adam(1e-2, beta_2=0.99))
+    assert fit_in_bfloat16(narrow, keras.optimizers.SGD(1e-1))
+    assert fit_in_bfloat16(wide, keras.optimizers.Adam(1e-2))
+
+
+@pytest.mark.slow
+def test_weights_without_steps_are_told_of_where_lora_learns():
+    with pytest.warns(UserWarning, match=r"Received \d+ of \d+ in bfloat16"):
+        assert fit_in_bfloat16(None, keras.optimizers.Adam(1e-2), enable_lora=True)
