@@ -14,9 +14,10 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.numbers import check_count, read_int32, read_number
+from backbone_surgery.opening.model import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import places, select
-from backbone_surgery.rewriting import Patch, Rewrite
+from backbone_surgery.rewriting import Patch
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.rewriting.reft import OrthonormalRows
 from backbone_surgery.rewriting.rewrite import Surgery
@@ -35,6 +36,7 @@ from backbone_surgery.vectors.activations import TokenStates, check_task, measur
 
 _OPERATION = "find_subspace"
 _NAME = "subspace"
+_VALUE = f"{_NAME}_value_0"
 _HELD_OUT = 4
 """One of so many examples is kept aside."""
 
@@ -128,9 +130,10 @@ def find_subspace(
     order = np.random.default_rng(seed).permutation(len(task.labels))
     aside, seen = np.split(order, [len(order) // _HELD_OUT])
     directions = task.learn(seen, int(rank), int(steps), rate, seed)
-    along = task.accuracy(aside, Patch(site, name=_NAME, directions=directions))
-    whole = task.accuracy(aside, Patch(site, name=_NAME))
-    return FoundSubspace(site, directions, along, whole, task.accuracy(aside))
+    change = task.there - task.here
+    along = task.accuracy(aside, task.here + change @ directions.T @ directions)
+    whole, neither = (task.accuracy(aside, values) for values in (task.there, task.here))
+    return FoundSubspace(site, directions, along, whole, neither)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +183,12 @@ class _Directions(keras.layers.Layer):
 
 
 class _Task:
-    """Examples as a model reads them, with what their sources have at the site.
+    """Examples as a model reads them.
 
     Attributes:
         labels: int32[examples].
+        here: what the bases have at the site, float32[examples, size].
+        there: what the sources have.
     """
 
     def __init__(
@@ -197,31 +202,22 @@ class _Task:
     ) -> None:
         self.lm, self.site, self._size = lm, site, batch_size
         triples = _triples(examples)
-        self._bases, sources = (
+        bases, sources = (
             read_texts(lm, [triple[i] for triple in triples], _OPERATION) for i in (0, 1)
         )
         self.labels = np.array(
             [read_token(lm, label, f"{_OPERATION} at 'examples'") for *_, label in triples], "int32"
         )
-        where = _positions(positions, [self._bases, sources])
-        measured = measure(
-            lm,
-            sources,
-            TokenStates,
-            _OPERATION,
-            at=site,
-            tokens=where[:, 1],
-            batch_size=batch_size,
-            controls=controls,
+        where = _positions(positions, [bases, sources])
+        options = {"at": site, "batch_size": batch_size, "controls": controls}
+        self.here, self.there = (
+            measure(lm, rows, TokenStates, _OPERATION, tokens=where[:, i], **options)[site]
+            for i, rows in enumerate((bases, sources))
         )
-        self._lengths = np.array([len(row) for row in self._bases])
+        self._lengths = np.array([len(row) for row in bases])
         given = bind_controls(lm.opened, controls, self._lengths, _OPERATION, self._lengths)
-        self._given = {
-            **given,
-            f"{_NAME}_positions": where[:, :1, None],
-            f"{_NAME}_value_0": measured[site][:, None],
-        }
-        rows = [np.append(row, label) for row, label in zip(self._bases, self.labels, strict=True)]
+        self._given = {**given, f"{_NAME}_positions": where[:, :1, None]}
+        rows = [np.append(row, label) for row, label in zip(bases, self.labels, strict=True)]
         self._packed = pack_texts(rows, max(width_of(lm, rows), *map(len, rows)))
 
     def learn(
@@ -231,21 +227,27 @@ class _Task:
         rewrite = _Learned(self.site, name=_NAME, rank=rank, seed=seed)
         edited = operate(self.lm.opened, [rewrite])
         layers = new_layers(edited, self.lm)
-        model = losses_of(edited, [*self._given], layers)
+        given = {**self._given, _VALUE: self.there[:, None]}
+        model = losses_of(edited, [*given], layers)
         rows = chosen[draw(len(chosen), steps * texts_of_step(self.lm), seed)]
         counted = np.zeros(self._packed["targets"].shape, "float32")
         counted[np.arange(len(counted)), self._lengths - 1] = 1
-        x = {name: value[rows] for name, value in {**self._packed, **self._given}.items()}
+        x = {name: value[rows] for name, value in {**self._packed, **given}.items()}
         fit(model, x, counted[rows], mean_over_rows, steps, learning_rate)
         return np.asarray(hosts.to_numpy(layers[0].along), "float32")
 
-    def accuracy(self, chosen: np.ndarray, *rewrites: Rewrite) -> float:
-        """Return of how many of some examples the likeliest next token is the label."""
-        model = operate(self.lm.opened, rewrites) if rewrites else self.lm.opened
-        names = {t.name for t in model.inputs}
-        given = {**self._packed, **self._given}
-        inputs = {name: value for name, value in given.items() if name in names}
-        right = []
+    def accuracy(self, chosen: np.ndarray, values: np.ndarray) -> float:
+        """Return of how many of some examples the label is the likeliest next token.
+
+        Args:
+            chosen: which examples.
+            values: what their bases get at the site, float32[examples, size].
+        """
+        opened, patch = self.lm.opened, Patch(self.site, name=_NAME)
+        model = made_once(opened, (_OPERATION, self.site), lambda: operate(opened, [patch]))
+        inputs = {**self._packed, **self._given, _VALUE: values[:, None]}
+        del inputs["targets"]
+        right: list[bool] = []
         for start in range(0, len(chosen), self._size):
             rows = np.resize(chosen[start : start + self._size], min(self._size, len(chosen)))
             outputs = predict(model, {name: value[rows] for name, value in inputs.items()})
