@@ -92,8 +92,9 @@ edges = bs.edge_patching(lm, *texts, (6, 7), by_head=True)
 edge = edges.values[edges.senders.index("blocks.1.mlp_output"), -1]
 print(abs(edge) > 1e-2 and abs(grid.values[-1, -1] - grid.corrupted - edge) < 1e-5)
 examples = [([1, 2, i], [1, 5, i], 7) for i in range(8, 16)]
-found = bs.find_subspace(lm, examples, "blocks.0", positions=1, steps=3)
+found, begun = (bs.find_subspace(lm, examples, "blocks.0", positions=1, steps=n) for n in (9, 1))
 print(abs(np.linalg.norm(found.directions) - 1) < 1e-5)
+print(np.abs(found.directions - begun.directions).max() > 1e-3)
 asks = [lambda: bs.Engine(lm), lambda: bs.attribution(lm, [1, 2], target=3)]
 asks.append(lambda: bs.edge_attribution(lm, *texts, (6, 7)))
 for ask in asks:
@@ -103,7 +104,7 @@ for ask in asks:
         print("the JAX backend" in str(error))
 """
     )
-    assert run(code, backend).split() == [backend, *["True"] * 7]
+    assert run(code, backend).split() == [backend, *["True"] * 8]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 from backbone_surgery.analysis.gradients import metric_gradients
 from backbone_surgery.analysis.question import (
     bind_row,
-    check_no_nan,
+    check_finite,
     check_selector,
     count_heads,
     make_metric,
@@ -81,7 +81,8 @@ def attribution(
 
     Raises:
         SurgeryError: bad input, another backend, sites without heads or of different numbers of
-            them, or the model gives NaN.
+            them, or the model or the
+            metric gives NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -99,8 +100,8 @@ def attribution(
     bound = bind_row(lm, controls, question, "attribution", prompt_length)
     got = metric_gradients(lm, "attribution", question, bound, (at,), measure, where)
     products = [g * x for g, x in zip(got.gradients, got.activations, strict=True)]
-    also = "the function at 'target'" if callable(target) else ""
-    check_no_nan([got.value, *(p.sum() for p in products)], lm, "attribution", also)
+    numbers = [got.value, *(p.sum() for p in products)]
+    check_finite(numbers, lm, "attribution", "the metric" if callable(target) else "")
     kept = 1 if by_head else 0
     summed = [np.moveaxis(p, kept, 0).reshape(p.shape[kept], -1).sum(axis=-1) for p in products]
     return Attribution(np.stack(summed), got.value, got.sites, question.labels, bool(by_head))

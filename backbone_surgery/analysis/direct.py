@@ -14,7 +14,7 @@ from backbone_surgery.analysis.gradients import take_gradients
 from backbone_surgery.analysis.question import (
     TokenLogits,
     bind_row,
-    check_no_nan,
+    check_finite,
     count_heads,
     make_metric,
     read_text,
@@ -141,7 +141,7 @@ def direct_logit_attribution(
 def _refuse_nan(lm: CachedCausalLM, inputs: dict[str, Any]) -> None:
     """Say why there is no number: the model gives none, or a `FrozenNorm` refuses its norm."""
     outputs = predict(lm.opened, lm.opened.with_defaults(inputs))
-    check_no_nan(lm.opened.hidden_states(outputs), lm, _OPERATION)
+    check_finite(lm.opened.hidden_states(outputs), lm, _OPERATION)
     raise SurgeryError(
         f"{_OPERATION}: expected norms that scale a vector to one length, and nothing else. "
         "Received a model with another kind of norm. Take `attribution`, or `patch_grid`."

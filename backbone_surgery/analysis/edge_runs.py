@@ -11,8 +11,8 @@ from backbone_surgery import hosts
 from backbone_surgery.analysis.gradients import differentiable
 from backbone_surgery.analysis.question import (
     bind_row,
-    check_metric_is_finite,
-    check_no_nan,
+    check_finite,
+    check_measured,
     check_selector,
     make_metric,
     measured,
@@ -90,12 +90,12 @@ class EdgeRuns:
 
         slope = jax.grad(lambda x: differentiable(self._metric, x, self._where))
         gradient = hosts.to_numpy(slope(ops.convert_to_tensor(logits)))
-        check_metric_is_finite(np.asarray(gradient, "float32"), self._where, "gradients")
+        check_measured(np.asarray(gradient, "float32"), logits, self.lm, self._where, "gradients")
         return gradient
 
     def check(self, gradients: Any) -> None:
-        """Refuse NaN."""
-        check_no_nan(gradients, self.lm, self._operation)
+        """Refuse NaN and Inf."""
+        check_finite(gradients, self.lm, self._operation)
 
     def table(self) -> tuple[np.ndarray, dict[str, slice], dict[str, slice]]:
         """Return values float32[senders, receivers], all NaN, and what rows and columns are of."""

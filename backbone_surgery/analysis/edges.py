@@ -108,7 +108,8 @@ def edge_attribution(
 
     Raises:
         SurgeryError: bad input, another backend, texts of different lengths, no such receivers,
-            blocks without the sites, or the model gives NaN.
+            blocks without the sites, or the model or the
+            metric gives NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -169,14 +170,16 @@ def edge_patching(
         prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
             all by default.
         hold_mlps: whether MLPs between the two write what they write in the corrupted text. If not,
-            they hand on what reaches them, and attention alone is held.
+            they hand on what reaches them, and attention alone is held. Then a way by an MLP is
+            part of two edges, and those of a sender make up more than it does.
 
     Returns:
         `Edges`.
 
     Raises:
         SurgeryError: bad input, texts of different lengths, no such receivers, blocks without the
-            sites, or the model gives NaN.
+            sites, or the model or the
+            metric gives NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

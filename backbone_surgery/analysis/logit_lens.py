@@ -10,7 +10,7 @@ import numpy as np
 from backbone_surgery import graph
 from backbone_surgery.analysis.question import (
     bind_row,
-    check_no_nan,
+    check_finite,
     check_selector,
     derived,
     read_text,
@@ -104,7 +104,7 @@ def logit_lens(
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     probabilities = np.exp(log_probabilities)
-    check_no_nan(probabilities, lm, "logit_lens")
+    check_finite(probabilities, lm, "logit_lens")
     best = probabilities.argmax(axis=-1).astype(np.int32)
     return LogitLens(
         token_ids=best,

@@ -113,7 +113,7 @@ def patch_grid(
     Raises:
         SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
             what `Patch` refuses, sites without heads or of different numbers of them, or the model
-            gives NaN.
+            or the metric gives NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

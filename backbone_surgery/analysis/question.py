@@ -38,8 +38,8 @@ class TokenLogits:
     ids: Any
 
     def __call__(self, logits: Any) -> Any:
-        """Measure logits float[batch, vocabulary]."""
-        first, *others = (logits[:, i] for i in self.ids)
+        """Measure logits float[batch, vocabulary], in float32."""
+        first, *others = (ops.cast(logits[:, i], "float32") for i in self.ids)
         return first - others[0] if others else first
 
 
@@ -138,28 +138,33 @@ def make_metric(lm: CachedCausalLM, metric: Any, where: str) -> Metric:
 
 
 def measured(lm: CachedCausalLM, metric: Metric, logits: np.ndarray, where: str) -> np.ndarray:
-    """Measure logits float[rows, vocabulary]: finite float32[rows].
-
-    Raises:
-        SurgeryError: the model, or a metric, named `where`, gives no finite number.
-    """
-    operation = where.partition(" ")[0]
-    check_no_nan(logits, lm, operation)
+    """Measure logits float[rows, vocabulary]: finite float32[rows]; see `check_measured`."""
     values = np.asarray(hosts.to_numpy(metric(ops.convert_to_tensor(logits))), "float32")
-    if np.isfinite(np.asarray(logits, "float32")).all():
-        check_metric_is_finite(values, where, "values")
-    check_no_nan(np.where(np.isfinite(values), values, np.nan), lm, operation)
+    check_measured(values, logits, lm, where, "values")
     return values
 
 
-def check_metric_is_finite(values: np.ndarray, where: str, kind: str) -> None:
-    """Refuse values, or gradients, of a metric that are no numbers though the logits are."""
-    if not np.isfinite(values).all():
+def check_measured(
+    values: np.ndarray, logits: np.ndarray, lm: CachedCausalLM, where: str, kind: str
+) -> None:
+    """Refuse what is not finite, and NaN that a metric passes over.
+
+    Args:
+        values: of a metric, or its gradients.
+        logits: what it measured.
+        lm: the model that made them.
+        where: the name of the metric, for the error.
+        kind: what the values are, for the error.
+    """
+    logits = np.asarray(logits, "float32")
+    if np.isnan(logits).any():
+        check_finite(logits, lm, where.partition(" ")[0])
+    if np.isfinite(logits).all() and not np.isfinite(values).all():
         raise SurgeryError(
-            f"{where}: expected a function with finite {kind}. Received "
-            f"{values[~np.isfinite(values)][0]}, of finite logits. Look for a division by zero, "
-            "or a logarithm or a root of it."
+            f"{where}: expected a function with finite {kind}. Received NaN or Inf, of finite "
+            "logits. Look for a division by zero, or a logarithm or a root of it."
         )
+    check_finite(values, lm, where.partition(" ")[0], "the metric")
 
 
 def _checked(metric: Metric, where: str) -> Metric:
@@ -239,15 +244,15 @@ def bind_row(
     return bind_controls(lm.opened, controls, prompt, operation, np.array([length]))
 
 
-def check_no_nan(values: Any, lm: CachedCausalLM, operation: str, also: str = "") -> None:
+def check_finite(values: Any, lm: CachedCausalLM, operation: str, before: str = "") -> None:
     """Refuse results of a model whose numbers went past the range of its dtype.
 
-    `also` names what else may give NaN.
+    `before` names what else may be the cause.
     """
-    if np.isnan(np.asarray(values, "float32")).any():
-        source = f"a model that computes in {lm.opened.compute_dtype}"
+    if not np.isfinite(np.asarray(values, "float32")).all():
         raise SurgeryError(
-            f"{operation}: expected numbers. Received NaN, of {source}{also and ' or of '}{also}. "
+            f"{operation}: expected finite numbers. Received NaN or Inf, of {before}"
+            f"{before and ' or of '}a model that computes in {lm.opened.compute_dtype}. "
             f"{PAST_FLOAT16}"
         )
 

@@ -106,7 +106,8 @@ class Streams:
         self.readers.append(Reader(LOGITS, self._stages.outputs, None))
         self._held = {n for path, (_, n) in self._cuts.items() if not is_stream(path)}
         self._held.add(self._stages.outputs)
-        self._mlps = {n for path, (_, n) in self._cuts.items() if role_of(path) == "mlp_output"}
+        pointwise = "mlp_output", "per_layer_output"
+        self._mlps = {n for path, (_, n) in self._cuts.items() if role_of(path) in pointwise}
 
     def whole(self, inputs: dict[str, Any]) -> Values:
         """Run a text, one row."""
@@ -145,7 +146,7 @@ class Streams:
         Args:
             base: the run.
             changed: what stands there instead, by number float[rows, tokens, ...].
-            hold_mlps: whether what MLPs write stays, too.
+            hold_mlps: whether what MLPs write stays, too, and what Gemma 4 writes for each layer.
 
         Returns:
             The same, and what becomes of all else.

@@ -10,7 +10,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int, read_finite, read_number
 from backbone_surgery.opening.layers import UNKNOWN
 from backbone_surgery.rewriting.amounts import bind_amounts
-from backbone_surgery.rewriting.directions import check_directions
+from backbone_surgery.rewriting.directions import check_any_directions
 
 LAST = np.iinfo(np.int32).max
 """A position after every token."""
@@ -96,8 +96,8 @@ class Schedule:
 class Control:
     """What a call may change of a `Steer`; `None` leaves it as the rewrite was built.
 
-    Of a `Reft` it may change the strength and the tokens, of a `Condition` the threshold and the
-    tokens.
+    Of a `ProjectOut` it may change the strength, the directions and the tokens, of a `Reft` the
+    strength and the tokens, of a `Condition` the threshold and the tokens.
 
     Attributes:
         strength: a number, float[batch], float[batch, blocks], a `Schedule`, or a list of a number
@@ -105,8 +105,9 @@ class Control:
         directions: a vector for all rows (a `ControlVector` or `{block: array}`), a list of one
             for each row, or float[batch, blocks, hidden_dim]. Blocks that it leaves out are not
             steered; blocks that the rewrite does not steer are an error. Of a `ProjectOut`
-            float[hidden_dim] or float[directions, hidden_dim] for all rows, or a list of one for
-            each row; they span at most as much as those of the rewrite.
+            an array float[hidden_dim] or float[directions, hidden_dim] for all rows, a list of one
+            for each row, or float[batch, directions, hidden_dim]; they span at most as much as
+            those of the rewrite.
         tokens: as of `Steer`, for all rows, or a list of one for each row. A list of two integers,
             such as `[0, 12]`, is one range for all rows.
         threshold: of a `Condition` alone: a number, or one for each row.
@@ -130,7 +131,7 @@ class Control:
         if self.strength is not None:
             _check_strength(self.strength, "Control")
         if self.directions is not None:
-            check_directions(self.directions, "Control", spans=True)
+            check_any_directions(self.directions, "Control")
         if self.tokens is not None:
             for tokens in _listed(self.tokens, 1):
                 read_tokens(tokens, "Control")

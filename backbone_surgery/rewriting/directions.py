@@ -85,20 +85,22 @@ def basis_rows(value: Any, batch: int, rank: int, hidden_dim: int, where: str) -
 
     Args:
         value: what `read_span` reads, a list of that for each row, or
-            float[batch, directions, hidden_dim].
+            float[batch, directions, hidden_dim]. A list of lists is one for each row.
         batch: how many rows there are.
         rank: how many dimensions they span at most.
         hidden_dim: their size.
         where: for the error.
     """
-    listed = [value] * batch if read_span(value) is not None and not _is_nested(value) else value
+    is_for_all = read_span(value) is not None and not _is_nested(value)
+    listed = [value] if is_for_all else value
     spans = [read_span(one) for one in listed] if np.iterable(listed) else []
     read = [x for x in spans if x is not None and x.shape[1] == hidden_dim]
-    if len(read) != batch or len(spans) != batch:
+    wanted = 1 if is_for_all else batch
+    if len(read) != wanted or len(spans) != wanted:
         raise SurgeryError(
-            f"{where}: expected directions as finite float[{hidden_dim}] or "
-            f"float[directions, {hidden_dim}], none of them zero, or a list of {batch} such (one "
-            f"for each row). Received {shown(value)}. Pass one of these."
+            f"{where}: expected directions as a list of {batch}, one for each row, each finite "
+            f"float[{hidden_dim}] or float[directions, {hidden_dim}], none of them zero; or an "
+            f"array of either shape, for all rows. Received {shown(value)}. Pass one of these."
         )
     bases = [orthonormal_basis(rows) for rows in read]
     most = max(len(basis) for basis in bases)
@@ -108,7 +110,7 @@ def basis_rows(value: Any, batch: int, rank: int, hidden_dim: int, where: str) -
             f"rewrite do. Received some that span {most}. Build the rewrite with as many."
         )
     padded = [np.pad(basis, ((0, rank - len(basis)), (0, 0))) for basis in bases]
-    return np.stack(padded).astype("float32")
+    return np.broadcast_to(np.stack(padded).astype("float32"), (batch, rank, hidden_dim))
 
 
 def _is_nested(value: Any) -> bool:
@@ -135,14 +137,26 @@ def direction_rows(
     )
 
 
-def check_directions(value: Any, where: str, spans: bool = False) -> None:
-    """Refuse what holds directions for no number of rows and blocks.
-
-    `spans` says whether what `basis_rows` takes will do, too.
-    """
-    listed = value if isinstance(value, list | tuple) else [value]
-    if spans and any(all(read_span(x) is not None for x in xs) for xs in ([value], listed) if xs):
+def check_any_directions(value: Any, where: str) -> None:
+    """Refuse what is of use to no rewrite: neither to `direction_rows` nor to `basis_rows`."""
+    listed = list(value) if isinstance(value, list | tuple) else [value]
+    if read_span(value) is not None or (listed and all(read_span(x) is not None for x in listed)):
         return
+    array = None if isinstance(value, list | tuple) else read_finite(value)
+    if array is not None and array.ndim in (2, 3):
+        return
+    if listed and all(_is_vector(one) for one in listed):
+        check_directions(value, where)
+        return
+    raise SurgeryError(
+        f"{where}: expected directions as a control vector, finite float[hidden_dim], which is not "
+        "zero, or float[directions, hidden_dim], a list of one of these for each row, or "
+        f"float[batch, blocks, hidden_dim]. Received {shown(value)}. Pass one of these."
+    )
+
+
+def check_directions(value: Any, where: str) -> None:
+    """Refuse what holds directions for no number of rows and blocks."""
     if _is_vector(value):
         read_directions(value, where)
     elif isinstance(value, list | tuple) and value:

@@ -1,7 +1,7 @@
 """Fields: what a rewrite checks when it is built, in the same way for every rewrite.
 
-What cannot be used is refused by name; what can is kept in one form, so that integers of Python and
-of NumPy, or a list and a tuple, make equal rewrites.
+What cannot be used is refused by name; what can is kept in one form, whether it came as an integer
+of Python or of NumPy, as a list or a tuple.
 """
 
 from collections.abc import Collection, Mapping

@@ -33,7 +33,8 @@ class Patch(ControlledRewrite):
     positions and values compile nothing; another n does.
 
     The inputs of the graph are `<name>_positions` int32[batch, sites, n] and, for the i-th site,
-    `<name>_value_<i>` float32[batch, n, ...]. The default of a value is NaN throughout, which
+    `<name>_value_<i>` float32[batch, n, ...]; with `directions` also `<name>_basis`
+    float32[batch, rank, size]. The default of a value is NaN throughout, which
     patches nothing.
 
     With `directions` only what they span is replaced: h becomes h + Bᵀ B (value - h), where the

@@ -49,11 +49,7 @@ def check_numbers(
     check_count("tune", "rank", rank, "directions")
     check_count("tune", "steps", steps, "steps")
     check_count("tune", "max_new_tokens", max_new_tokens, "tokens")
-    if not is_int(seed) or not 0 <= seed < 2**31:
-        raise SurgeryError(
-            f"tune at 'seed': expected an integer from 0 to {2**31 - 1}. Received {shown(seed)}. "
-            "Leave it out for 0."
-        )
+    check_seed("tune", seed)
     size = lm.opened.token_embedding.output_dim
     if rank >= size:
         raise SurgeryError(
@@ -61,6 +57,15 @@ def check_numbers(
             f"{rank}. Ranks such as 4 are usual."
         )
     return int(budget), int(rank), int(steps), int(max_new_tokens), int(seed)
+
+
+def check_seed(operation: str, seed: Any) -> None:
+    """Refuse what is no seed."""
+    if not is_int(seed) or not 0 <= seed < 2**31:
+        raise SurgeryError(
+            f"{operation} at 'seed': expected an integer from 0 to {2**31 - 1}. Received "
+            f"{shown(seed)}. Leave it out for 0."
+        )
 
 
 def check_vectors(lm: CachedCausalLM, vectors: Any) -> dict[str, ControlVector]:

@@ -21,6 +21,7 @@ from backbone_surgery.rewriting import Patch
 from backbone_surgery.rewriting.operate import operate
 from backbone_surgery.rewriting.reft import OrthonormalRows
 from backbone_surgery.rewriting.rewrite import Surgery
+from backbone_surgery.tuning.checks import check_seed
 from backbone_surgery.tuning.learning import (
     RATE,
     draw,
@@ -35,7 +36,7 @@ from backbone_surgery.tuning.learning import (
 from backbone_surgery.vectors.activations import TokenStates, check_task, measure, read_texts
 
 _OPERATION = "find_subspace"
-_NAME = "subspace"
+_NAME = "patch_of_find_subspace"
 _VALUE = f"{_NAME}_value_0"
 _HELD_OUT = 4
 """One of so many examples is kept aside."""
@@ -93,9 +94,9 @@ def find_subspace(
             were as in the source. Include labels that the base has already.
         at: selector of one site of hidden states, such as `"blocks.5"`.
         rank: how many directions, fewer than the site has numbers.
-        positions: the token that is patched, from 0 on or from the end: an int, one for each
-            example, or int[examples, 2] for those of base and source.
-        steps: how many steps to take, of 16 examples.
+        positions: the token that is patched, from 0 on, a start token counted, or from the end: an
+            int, one for each example, or int[examples, 2] for those of base and source.
+        steps: how many steps to take, of 16 examples, or a few more on a mesh.
         learning_rate: at first; it falls by a cosine.
         batch_size: how many texts to run at once where nothing is learned.
         seed: of what is kept aside, of the order, and of the directions at first.
@@ -117,8 +118,10 @@ def find_subspace(
         (1, 8)
     """
     check_task(lm, _OPERATION)
-    for name, value in {"rank": rank, "steps": steps, "batch_size": batch_size}.items():
-        check_count(_OPERATION, name, value, name)
+    check_count(_OPERATION, "rank", rank, "directions")
+    check_count(_OPERATION, "steps", steps, "steps")
+    check_count(_OPERATION, "batch_size", batch_size, "texts")
+    check_seed(_OPERATION, seed)
     rate = read_number(learning_rate)
     if rate is None or rate <= 0:
         raise SurgeryError(
@@ -232,7 +235,7 @@ class _Task:
         rows = chosen[draw(len(chosen), steps * texts_of_step(self.lm), seed)]
         counted = np.zeros(self._packed["targets"].shape, "float32")
         counted[np.arange(len(counted)), self._lengths - 1] = 1
-        x = {name: value[rows] for name, value in {**self._packed, **given}.items()}
+        x = {name: _rows(value, rows) for name, value in {**self._packed, **given}.items()}
         fit(model, x, counted[rows], mean_over_rows, steps, learning_rate)
         return np.asarray(hosts.to_numpy(layers[0].along), "float32")
 
@@ -255,6 +258,13 @@ class _Task:
             answers = predict(head_of(self.lm), states).argmax(axis=-1)
             right.extend((answers == self.labels[rows])[: len(chosen) - start])
         return float(np.mean(right))
+
+
+def _rows(value: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Take rows; what is the same in all of them is not copied."""
+    if (value == value[:1]).all():
+        return np.broadcast_to(value[:1], (len(rows), *value.shape[1:]))
+    return value[rows]
 
 
 def _triples(examples: Any) -> list[tuple[Any, Any, Any]]:

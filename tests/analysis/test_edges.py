@@ -67,7 +67,7 @@ class ByRewrites:
     def edge(self, sender, receiver, hold_mlps=True):
         path, _, head = receiver.rstrip("]").partition("[")
         to = sender.partition("[")[0].replace("head_outputs", "attention_output")
-        wanted = WRITTEN if hold_mlps else re.compile("embeddings|attention_output")
+        wanted = WRITTEN if hold_mlps else re.compile("^embeddings|attention_output")
         held = {p: self.base[p] for p in self.paths if p != path and wanted.search(p)}
         held[to] = self.base[to] + self.written(sender)
         if path == "logits":
@@ -112,7 +112,7 @@ def test_edges_by_head_are_those_of_rewrites(family):
 
 @pytest.mark.by_default(1)
 @pytest.mark.parametrize("by_head", [True, False])
-@pytest.mark.parametrize("make", [make_deep_gpt2, ROWS["gemma2"].make])
+@pytest.mark.parametrize("make", [make_deep_gpt2, ROWS["gemma2"].make, ROWS["gemma4"].make])
 def test_mlps_hand_on_what_reaches_them_where_they_are_not_held(make, by_head):
     lm = bs.CachedCausalLM(make())
     asked = lm, CLEAN, CORRUPTED, PAIR

@@ -181,15 +181,20 @@ def test_what_does_not_fit_is_refused(make, words):
 def test_a_control_of_something_else_is_refused():
     edited = bs.operate(make_gpt2(), [bs.ProjectOut("a", SPAN)])
     for directions, words in {
-        "of blocks": ({1: SPAN[0]}, r"or a list of 2 such \(one for each row\)\. Received"),
-        "of another size": (np.ones(8), r"finite float\[32\] or float\[directions, 32\]"),
-        "of three rows": ([SPAN[0]] * 3, r"a list of 2 such"),
+        "of blocks": ({1: SPAN[0]}, r"as a list of 2, one for each row, each finite fl"),
+        "of another size": (np.ones(8), r"float\[32\] or float\[directions, 32\], none"),
+        "of three rows": ([SPAN[0]] * 3, "as a list of 2, one for each row"),
         "in a wider span": (np.eye(32)[:4], r"span at most 3 dimensions.* some that span 4\. Bu"),
-        "of none in a row": ([SPAN[0], SPAN[0] * 0], "expected a vector that maps blocks to"),
+        "of none in a row": (
+            [SPAN[0], SPAN[0] * 0],
+            r"finite float\[hidden_dim\], which is not zero",
+        ),
     }.values():
         with pytest.raises(bs.SurgeryError, match=words):
             bind_controls(edited, {"a": bs.Control(directions=directions)}, np.array([3, 3]))
-    with pytest.raises(bs.SurgeryError, match=r"a list of one for each row.* Received \[\]"):
+    with pytest.raises(
+        bs.SurgeryError, match=r"a list of one of these for each row.* Received \[\]"
+    ):
         bs.Control(directions=[])
     edited = bs.operate(make_gpt2(), [bs.Steer("a", {1: SPAN[0]})])
     with pytest.raises(bs.SurgeryError, match="directions as a control vector, a list of one for"):

@@ -125,8 +125,16 @@ def test_positions_are_those_of_base_and_source():
     where = [[len(a) - 1, len(b) - 2] for a, b, _ in examples]
     assert bs.find_subspace(lm, examples, SITE, steps=2, positions=where).whole == 1
     assert bs.find_subspace(lm, examples, SITE, steps=2, positions=-1).whole == 0
-    one = [a - len(base) for (a, _), (base, *_) in zip(where, examples, strict=True)]
-    assert bs.find_subspace(lm, examples, SITE, steps=2, positions=one).whole == 0
+    # One number for base and source, another in each example: the sources go on after it.
+    examples = [
+        (base, [*(base[:-1] + source)[: len(base) - 1], source[-1], *base], label)
+        for base, source, label in examples_of(side, 32, rng)
+        if (side[base[-1]] > 0) != (label == LEFT)
+    ]
+    one = [len(base) - 1 for base, *_ in examples]
+    assert len({*one}) > 2
+    assert bs.find_subspace(lm, examples, SITE, steps=2, positions=one).whole == 1
+    assert bs.find_subspace(lm, examples, SITE, steps=2, positions=[p - 1 for p in one]).whole == 0
 
 
 def test_bad_input_is_refused():
@@ -140,7 +148,11 @@ def test_bad_input_is_refused():
         ({"at": "blocks.0.head_outputs"}, "at 'at': expected one site"),
         ({"at": 3}, r"at 'at': expected one site .* Received 3, which picks \{\}"),
         ({"rank": 32}, "expected one site with more than 32 numbers"),
-        ({"rank": 0}, "at 'rank': expected"),
+        (
+            {"rank": 0},
+            "at 'rank': expected a positive int. Received 0. Pass a number of directions",
+        ),
+        ({"seed": -1}, "find_subspace at 'seed': expected an integer from 0"),
         ({"steps": 0}, "at 'steps': expected"),
         ({"learning_rate": 0}, "at 'learning_rate': expected a number above 0"),
         ({"positions": 9}, "at 'positions': expected positions of tokens that the texts have"),

@@ -286,7 +286,8 @@ def _of_easysteer(
             )
         name = entry.get("name")
         vector = vectors[name]
-        control = name if name in rewrites else (free.pop(0) if free else None)
+        is_free = name not in rewrites and bool(free)
+        control = free.pop(0) if is_free else name if name in steers else None
         if control is None or control in result:
             raise SurgeryError(
                 f"steering at vector {shown(name)}: expected a `Steer` for each vector. Received "
