@@ -165,6 +165,10 @@ def test_objects_of_other_controls_say_what_those_take():
     vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
     control = read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": 5}}, 128)["none"]
     np.testing.assert_array_equal(control.directions, [vectors["mood"].directions[5]])
+    vectors = Vectors(lm, {"none": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
+    with pytest.raises(bs.SurgeryError, match="at vector 'none': expected a `Steer` for each vec"):
+        read_steering(lm, vectors, {"vectors": [{"name": "none", "scale": 1}]}, 128)
+    vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
     with pytest.raises(bs.SurgeryError, match=r"at 'none', 'blocks': expected blocks that the vec"):
         read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": [77]}}, 128)
     with pytest.raises(bs.SurgeryError, match=r"at 'none': expected `blocks` beside a `vector`"):
