@@ -259,7 +259,7 @@ ROWS = Rows(np.array([3, 4]))
         ),
         (
             lambda b: bs.Control(directions="up"),
-            "Control: expected directions as a control vector, a list of one for each row",
+            "Control: expected directions as a control vector, finite float",
         ),
         (
             lambda b: bs.operate(without_input(b), [bs.Reorder([0, 2, 1])]),

@@ -258,7 +258,7 @@ BAD_CONTROLS = {
     "other size": (lambda: bs.Control(directions={0: np.ones(31)}), "Received size 31"),
     "three vectors": (lambda: bs.Control(directions=[{0: np.ones(32)}] * 3), "a list of 2"),
     "array": (lambda: bs.Control(directions=np.ones((3, 32))), r"finite float\[2, 2, 32\]"),
-    "no vector": (lambda: bs.Control(directions=[None, None]), "maps blocks to directions"),
+    "no vector": (lambda: bs.Control(directions=[None, None]), "as a control vector, finite float"),
     "not finite": (lambda: bs.Control(directions={0: np.full(32, np.inf)}), "NaN or Inf"),
     "no strength": (lambda: bs.Control(strength="much"), "Control: expected a finite strength"),
 }

@@ -9,7 +9,7 @@ from backbone_surgery.tuning import reft_r1
 from backbone_surgery.tuning.candidates import Adapters, Candidate
 from backbone_surgery.tuning.features import best_feature, encode, feature_vector, read_autoencoders
 from backbone_surgery.tuning.learned import learned_vector
-from backbone_surgery.tuning.learning import Pairs, _mean_over_rows, losses_of
+from backbone_surgery.tuning.learning import Pairs, losses_of, mean_over_rows
 from backbone_surgery.tuning.preferences import BETA, preference_losses
 from backbone_surgery.tuning.reft_r1 import RankOne, reft_r1_vector
 from tests.edits import save_autoencoder
@@ -97,7 +97,7 @@ def test_reft_r1_is_trained_on_likelihood_and_sparsity(rng):
     lm = bs.CachedCausalLM(backbone)
     edited = bs.operate(backbone, [reft_r1._RankOne("blocks.1", "r1", 0)])
     model = losses_of(edited, ["r1_strength", "r1_sparsity"], edited.trained_layers)
-    model.compile(loss=_mean_over_rows)
+    model.compile(loss=mean_over_rows)
     pairs = [tuple(rng.integers(1, 60, n).tolist() for n in (40, 37)) for _ in range(2)]
     texts = Pairs.read(lm, pairs)
     strength = np.float32([1, -1, 1, -1])
