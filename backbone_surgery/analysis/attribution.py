@@ -81,8 +81,7 @@ def attribution(
 
     Raises:
         SurgeryError: bad input, another backend, sites without heads or of different numbers of
-            them, or the model or the
-            metric gives NaN or Inf.
+            them, or NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

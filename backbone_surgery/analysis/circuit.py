@@ -85,8 +85,7 @@ def faithfulness(
 
     Raises:
         SurgeryError: bad input, edges of another model or of some receivers alone, texts of
-            different lengths or with the same metric, or the model or the
-            metric gives NaN or Inf.
+            different lengths or with the same metric, or NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

@@ -108,8 +108,7 @@ def edge_attribution(
 
     Raises:
         SurgeryError: bad input, another backend, texts of different lengths, no such receivers,
-            blocks without the sites, or the model or the
-            metric gives NaN or Inf.
+            blocks without the sites, or NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -178,8 +177,7 @@ def edge_patching(
 
     Raises:
         SurgeryError: bad input, texts of different lengths, no such receivers, blocks without the
-            sites, or the model or the
-            metric gives NaN or Inf.
+            sites, or NaN or Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

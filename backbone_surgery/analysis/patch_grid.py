@@ -112,8 +112,8 @@ def patch_grid(
 
     Raises:
         SurgeryError: texts of different lengths, equal texts, a metric or batch size that is none,
-            what `Patch` refuses, sites without heads or of different numbers of them, or the model
-            or the metric gives NaN or Inf.
+            what `Patch` refuses, sites without heads or of different numbers of them, or NaN or
+            Inf.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub

@@ -66,7 +66,7 @@ class Pulls:
     def __init__(self, stages: graph.Stages) -> None:
         self.stages, self.programs = stages, SharedPrograms()
         self._cut = {number for _, number in stages.cuts.values()}
-        self._known: dict[tuple[int, ...], Pull] = {}
+        self._known: dict[tuple[int, ...], tuple[list[int], Pull | None]] = {}
 
     def of(self, number: int, values: Mapping[int, Any], gradient: Any) -> dict[int, np.ndarray]:
         """Take a gradient back through the one stage that makes what it is of.
@@ -110,16 +110,17 @@ class Pulls:
         self, index: int, numbers: tuple[int, ...], values: Mapping[int, Any], gradients: list[Any]
     ) -> dict[int, np.ndarray]:
         stage = self.stages.part(index, numbers)
-        moved = [i for i, n in enumerate(stage.takes) if self._moves(n, values[n])]
+        if numbers not in self._known:
+            moved = [i for i, n in enumerate(stage.takes) if self._moves(n, values[n])]
+            self._known[numbers] = moved, None if _is_sum(stage) else Pull(stage, moved)
+        moved, pull = self._known[numbers]
         if not moved:
             return {}
-        if _is_sum(stage):
+        if pull is None:
             known = _through_sum(stage, dict(zip(numbers, gradients, strict=True)))
             return {stage.takes[i]: known[stage.takes[i]] for i in moved}
-        if numbers not in self._known:
-            self._known[numbers] = Pull(stage, moved)
         taken = [values[n] for n in stage.takes]
-        made = predict(self._known[numbers], [*taken, *gradients], self.programs)
+        made = predict(pull, [*taken, *gradients], self.programs)
         return {stage.takes[i]: np.asarray(x, "float32") for i, x in zip(moved, made, strict=True)}
 
     def _moves(self, number: int, value: Any) -> bool:

@@ -15,7 +15,7 @@ from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.directions import orthonormal_basis
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
-from backbone_surgery.rewriting.site_layer import SiteLayer
+from backbone_surgery.rewriting.site_layer import SiteLayer, along
 
 UNUSED = -1
 """A position that is none: nothing is patched there."""
@@ -287,12 +287,9 @@ class SubspacePatching(Patching):
         value = ops.where(ops.isnan(value), 0.0, value)
         h = ops.cast(x, "float32")
         change = ops.take_along_axis(value, which[..., None], axis=1) - h
-        for i in range(basis.shape[1]):
-            unit = basis[:, i, None]
-            # A sum, not a product of matrices, which accelerators round to bfloat16.
-            h = h + ops.sum(change * unit, axis=-1, keepdims=True) * unit
+        edited = h + along(change, basis)
         own = ops.arange(ops.shape(x)[1], dtype="int32")[None]
-        return _chosen(x, h, is_patched, own)
+        return _chosen(x, edited, is_patched, own)
 
 
 def _chosen(x, other, is_other, which):

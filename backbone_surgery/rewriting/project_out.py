@@ -16,7 +16,7 @@ from backbone_surgery.rewriting.directions import basis_rows, orthonormal_basis
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import Rows, Surgery
-from backbone_surgery.rewriting.site_layer import SiteLayer
+from backbone_surgery.rewriting.site_layer import SiteLayer, along
 from backbone_surgery.rewriting.steering import in_range
 
 
@@ -133,9 +133,5 @@ class Projection(SiteLayer):
         """Edit the tokens in range; leave the others, and strength 0, exactly as they are."""
         h = ops.cast(x, "float32")
         scale = ops.where(in_range(positions, tokens), strength[:, None], 0.0)[..., None]
-        edited = h
-        for i in range(basis.shape[1]):
-            unit = basis[:, i, None]
-            # A sum, not a product of matrices, which accelerators round to bfloat16.
-            edited = edited - scale * ops.sum(h * unit, axis=-1, keepdims=True) * unit
-        return ops.where(ops.not_equal(scale, 0), ops.cast(edited, x.dtype), x)
+        edited = ops.cast(h - scale * along(h, basis), x.dtype)
+        return ops.where(ops.not_equal(scale, 0), edited, x)

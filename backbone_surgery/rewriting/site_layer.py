@@ -17,6 +17,21 @@ class SiteLayer(DirectLayer):
         return keras.KerasTensor(x.shape, x.dtype)
 
 
+def along(x, basis):
+    """Return the part of float32[batch, time, size] that lies in the span of some directions.
+
+    Args:
+        x: float32[batch, time, size].
+        basis: float32[batch, rank, size], with orthonormal rows, or rows of zero.
+    """
+    part = 0.0
+    for i in range(basis.shape[1]):
+        unit = basis[:, i, None]
+        # A sum, not a product of matrices, which accelerators round to bfloat16.
+        part = part + ops.sum(x * unit, axis=-1, keepdims=True) * unit
+    return part
+
+
 def interpolate(x, other, amount):
     """Go from `x` to `other`, row by row; an amount of 0 or 1 gives exactly one of them.
 
