@@ -20,6 +20,7 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.datasets.generating import generate_dataset
 from backbone_surgery.datasets.harvesting import harvest
+from backbone_surgery.drawing.circuits import plot_circuit
 from backbone_surgery.drawing.figures import plot_attention, plot_grid, plot_lens
 from backbone_surgery.drawing.mermaid import to_mermaid
 from backbone_surgery.drawing.plotting import plot_model
@@ -173,6 +174,7 @@ __all__ = [
     "patch_grid",
     "plan",
     "plot_attention",
+    "plot_circuit",
     "plot_grid",
     "plot_lens",
     "plot_model",

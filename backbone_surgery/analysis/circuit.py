@@ -8,7 +8,7 @@ import numpy as np
 
 from backbone_surgery.analysis.edge_runs import EdgeRuns
 from backbone_surgery.analysis.edges import Edges
-from backbone_surgery.analysis.stream import Reader, heads_of
+from backbone_surgery.analysis.stream import EMBEDDINGS, Reader, heads_of
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int
@@ -52,11 +52,11 @@ def faithfulness(
     corrupted: Any,
     metric: Any,
     edges: Edges,
-    counts: Sequence[int],
+    circuits: Sequence[int | Sequence[Any]],
     controls: Mapping[str, Any] | None = None,
     prompt_length: int | None = None,
 ) -> Faithfulness:
-    """Run circuits: models of which the edges of the greatest values, of either sign, are left.
+    """Run circuits: models of which some edges are left, those of the greatest values, say.
 
     In a circuit each receiver reads, along the edges that are left, what the circuit writes of the
     clean text, and along all others what the model writes of the corrupted one. With all edges
@@ -75,7 +75,8 @@ def faithfulness(
         metric: as for `patch_grid`: a token, a pair (right, wrong), or a function.
         edges: what `edge_attribution` or `edge_patching` returned, of all receivers. By head if
             they are.
-        counts: how many edges to leave, one circuit for each.
+        circuits: what to leave, for each circuit: how many edges, those of the greatest values, of
+            either sign; or which, as `[(sender, receiver), ...]`, with or without their values.
         controls: for the controls of `lm`'s own rewrites.
         prompt_length: how many tokens of each text are its prompt, for edits of generated tokens;
             all by default.
@@ -92,10 +93,10 @@ def faithfulness(
         >>> lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16))
         >>> asked = lm, [1, 2, 3], [1, 4, 3], (5, 6)
         >>> edges = bs.edge_attribution(*asked)
-        >>> bs.faithfulness(*asked, edges, counts=[0, 15])
-        Faithfulness(shares by edges left {0: 0, 15: 1})
+        >>> bs.faithfulness(*asked, edges, circuits=[0, 15, [("embeddings", "logits")]])
+        Faithfulness(shares by edges left {0: 0, 15: 1, 1: ...})
     """
-    sizes = _read_counts(edges, counts)
+    read = _read_circuits(edges, circuits)
     runs = EdgeRuns(
         _OPERATION,
         lm,
@@ -108,30 +109,47 @@ def faithfulness(
         prompt_length=prompt_length,
     )
     _check_edges(runs, edges)
-    order = edges.order()
-    values = []
-    for size in sizes:
-        kept = np.zeros(edges.values.shape, bool)
-        for edge in order[:size]:
-            kept[edge] = True
-        values.append(_Circuit(runs, kept).measured())
-    return Faithfulness(sizes, np.array(values, "float32"), *runs.ends)
+    values = [_Circuit(runs, kept).measured() for kept in read]
+    counts = [int(kept.sum()) for kept in read]
+    return Faithfulness(counts, np.array(values, "float32"), *runs.ends)
 
 
-def _read_counts(edges: Any, counts: Any) -> list[int]:
+def _read_circuits(edges: Any, circuits: Any) -> list[np.ndarray]:
+    """Read which edges each circuit leaves, bool[senders, receivers]."""
     if not isinstance(edges, Edges):
         raise SurgeryError(
             f"{_OPERATION} at 'edges': expected `Edges`. Received {shown(edges)}. Pass what "
             "`edge_attribution` or `edge_patching` returned."
         )
-    most = len(edges.order())
-    given = [] if isinstance(counts, str) or not np.iterable(counts) else [*counts]
-    if not given or not all(is_int(count) and 0 <= count <= most for count in given):
+    order = edges.order()
+    known = {(edges.senders[s], edges.receivers[r]): (s, r) for s, r in order}
+    is_list = np.iterable(circuits) and not isinstance(circuits, str)
+    listed = [_chosen(circuit, order, known) for circuit in circuits] if is_list else []
+    chosen = [circuit for circuit in listed if circuit is not None]
+    if not listed or len(chosen) < len(listed):
         raise SurgeryError(
-            f"{_OPERATION} at 'counts': expected ints from 0 to {most}, as many edges as there "
-            f"are. Received {shown(counts)}. Pass [10, 100], say."
+            f"{_OPERATION} at 'circuits': expected ints from 0 to {len(order)}, as many edges as "
+            "there are, or lists of edges, each (sender, receiver) as `edges.top()` names them. "
+            f"Received {shown(circuits)}. Pass [10, 100], say."
         )
-    return [int(count) for count in given]
+    kept = np.zeros((len(chosen), *edges.values.shape), bool)
+    for one, circuit in zip(kept, chosen, strict=True):
+        for edge in circuit:
+            one[edge] = True
+    return [*kept]
+
+
+def _chosen(circuit: Any, order: list[Any], known: Mapping[Any, Any]) -> list[Any] | None:
+    """Return the indices of the edges of a circuit; `None` if they are none."""
+    if is_int(circuit):
+        return order[:circuit] if 0 <= circuit <= len(order) else None
+    if isinstance(circuit, str) or not np.iterable(circuit):
+        return None
+    named = [tuple(edge[:2]) if isinstance(edge, tuple | list) else edge for edge in circuit]
+    try:
+        return [known[edge] for edge in named]
+    except (KeyError, TypeError):
+        return None
 
 
 def _check_edges(runs: EdgeRuns, edges: Edges) -> None:
@@ -162,8 +180,8 @@ class _Circuit:
         self._runs, self._streams, self._base = runs, runs.streams, runs.base
         _, self._rows, self._columns = runs.table()
         self._kept = kept
-        number = self._streams.number("embeddings")
-        self._made = {number: self._streams.at(runs.clean, "embeddings")}
+        number = self._streams.number(EMBEDDINGS)
+        self._made = {number: self._streams.at(runs.clean, EMBEDDINGS)}
 
     def measured(self) -> float:
         """Return the metric."""

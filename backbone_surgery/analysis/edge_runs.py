@@ -110,6 +110,18 @@ class EdgeRuns:
         senders = [name for names in self.senders.values() for name in names]
         return senders, [name for receiver in self.receivers for name in receiver.names]
 
+    def feeds(self) -> np.ndarray:
+        """Return what receivers make of what senders write; see `Edges.feeds`."""
+        table, rows, columns = self.table()
+        feeds = np.zeros(table.shape[::-1], bool)
+        for reader in self.receivers:
+            for path, names in self.senders.items():
+                if self.streams.feeds(reader, path):
+                    groups = np.eye(len(reader.names), dtype=bool)
+                    part = np.repeat(groups, len(names) // len(groups), axis=1)
+                    feeds[columns[reader.path], rows[path]] = part
+        return feeds
+
     def sent(self, path: str) -> np.ndarray:
         """Return what is written in the clean text, float[names, tokens, hidden_dim]."""
         if not self.streams.has_heads(path):

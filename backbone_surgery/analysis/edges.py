@@ -1,14 +1,15 @@
 """Edges: what one part of a model does to the prediction by way of one other part, directly."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from backbone_surgery.analysis.edge_runs import EdgeRuns
 from backbone_surgery.analysis.runs import batches
-from backbone_surgery.analysis.stream import LOGITS, Reader, exchange
+from backbone_surgery.analysis.stream import EMBEDDINGS, LOGITS, Reader, exchange
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_backend
 from backbone_surgery.numbers import check_count, check_flag
@@ -25,6 +26,8 @@ class Edges:
             `blocks.0.head_outputs[3]`.
         receivers: what reads it, by the paths of what is made of it, heads as
             `blocks.1.query[0]`, and `logits`.
+        feeds: bool[receivers, senders], whether what the receiver makes is what the sender writes,
+            or goes into it: a query, key or value into a head.
         clean: the metric of the clean text.
         corrupted: the metric of the corrupted text.
         is_exact: whether each edge was patched, and not attributed to by gradients.
@@ -33,6 +36,7 @@ class Edges:
     values: np.ndarray
     senders: list[str]
     receivers: list[str]
+    feeds: np.ndarray
     clean: float
     corrupted: float
     is_exact: bool
@@ -54,10 +58,66 @@ class Edges:
             SurgeryError: `count` is no positive int.
         """
         check_count("Edges.top", "count", count, "edges")
-        return [
-            (self.senders[s], self.receivers[r], float(self.values[s, r]))
-            for s, r in self.order()[: int(count)]
-        ]
+        return self._named(self.order()[: int(count)])
+
+    def circuit(self, count: int = 100) -> list[tuple[str, str, float]]:
+        """Return those of the edges of the greatest values that join.
+
+        That is, those on a way along such edges from the embeddings to the logits. The others carry
+        nothing: without them `faithfulness` is the same.
+
+        Args:
+            count: among how many, at most.
+
+        Returns:
+            As `top`.
+
+        Raises:
+            SurgeryError: `count` is no positive int, or these are edges of some receivers alone.
+        """
+        check_count("Edges.circuit", "count", count, "edges")
+        is_fed = self.feeds.any(axis=0) | (np.array(self.senders) == EMBEDDINGS)
+        if LOGITS not in self.receivers or not is_fed.all():
+            raise SurgeryError(
+                f"Edges.circuit: expected edges of all receivers. Received {self!r}. Leave "
+                "`receivers` out where you ask for them."
+            )
+        order = self.order()[: int(count)]
+        kept = np.zeros(self.values.shape, bool)
+        kept[tuple(np.transpose(order))] = True
+        joined = _joined(kept, self.feeds, self.senders.index(EMBEDDINGS))
+        return self._named([edge for edge in order if joined[edge]])
+
+    @staticmethod
+    def mean(edges: "Sequence[Edges]") -> "Edges":
+        """Return the mean of the edges of several pairs of texts in the same model.
+
+        Raises:
+            SurgeryError: no edges, or edges between others.
+        """
+        listed = [*edges] if np.iterable(edges) else []
+        if not listed or not all(isinstance(one, Edges) for one in listed):
+            raise SurgeryError(
+                f"Edges.mean: expected a list of `Edges`. Received {shown(edges)}. Pass what "
+                "`edge_attribution` or `edge_patching` returned for each pair of texts."
+            )
+        first = listed[0]
+        for one in listed:
+            if (one.senders, one.receivers) != (first.senders, first.receivers):
+                raise SurgeryError(
+                    f"Edges.mean: expected edges between the same senders and receivers. Received "
+                    f"{first!r} and {one!r}. Ask for them of one model, with the same options."
+                )
+        return replace(
+            first,
+            values=np.mean([one.values for one in listed], axis=0, dtype="float32"),
+            clean=float(np.mean([one.clean for one in listed])),
+            corrupted=float(np.mean([one.corrupted for one in listed])),
+            is_exact=all(one.is_exact for one in listed),
+        )
+
+    def _named(self, edges: list[tuple[int, int]]) -> list[tuple[str, str, float]]:
+        return [(self.senders[s], self.receivers[r], float(self.values[s, r])) for s, r in edges]
 
     def order(self) -> list[tuple[int, int]]:
         """Return the edges as indices of their senders and receivers, as `top` orders them."""
@@ -129,7 +189,8 @@ def edge_attribution(
         by_head=by_head,
         prompt_length=prompt_length,
     )
-    return Edges(_attributed(runs, int(steps)), *runs.names(), *runs.ends, False)
+    values = _attributed(runs, int(steps))
+    return Edges(values, *runs.names(), runs.feeds(), *runs.ends, False)
 
 
 def edge_patching(
@@ -200,7 +261,29 @@ def edge_patching(
         prompt_length=prompt_length,
     )
     values = _patched(runs, int(batch_size), bool(hold_mlps))
-    return Edges(values, *runs.names(), *runs.ends, True)
+    return Edges(values, *runs.names(), runs.feeds(), *runs.ends, True)
+
+
+def _joined(kept: np.ndarray, feeds: np.ndarray, first: int) -> np.ndarray:
+    """Return which edges are on a way from a sender to the last receiver.
+
+    Args:
+        kept: bool[senders, receivers], the edges.
+        feeds: as in `Edges`.
+        first: the sender.
+
+    Returns:
+        bool[senders, receivers].
+    """
+    senders, receivers = (np.zeros(size, bool) for size in kept.shape)
+    senders[first] = receivers[-1] = True
+    while True:
+        joined = kept & senders[:, None] & receivers
+        onward = senders | (kept & senders[:, None]).any(axis=0) @ feeds
+        backward = receivers | feeds @ (kept & receivers).any(axis=1)
+        if (onward == senders).all() and (backward == receivers).all():
+            return joined
+        senders, receivers = onward, backward
 
 
 def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
@@ -210,12 +293,12 @@ def _attributed(runs: EdgeRuns, steps: int) -> np.ndarray:
         float32[senders, receivers], NaN where no edge is.
     """
     streams = runs.streams
-    ends = [np.asarray(streams.at(r, "embeddings"), "float32") for r in (runs.base, runs.clean)]
+    ends = [np.asarray(streams.at(r, EMBEDDINGS), "float32") for r in (runs.base, runs.clean)]
     moves = {path: _move(runs, path) for path in runs.senders}
     values, rows, columns = runs.table()
     for step in range(steps):
         embedded = ends[0] + step / steps * (ends[1] - ends[0])
-        run = streams.after(runs.base, "embeddings", embedded) if step else runs.base
+        run = streams.after(runs.base, EMBEDDINGS, embedded) if step else runs.base
         gradients = streams.gradients(run, runs.slope(streams.logits(run)))
         for receiver in runs.receivers:
             pulled = streams.pulled(run, receiver, gradients[receiver.path])

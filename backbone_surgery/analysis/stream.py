@@ -26,6 +26,7 @@ from backbone_surgery.rewriting import Surgery
 
 HEADS = ("query", "key", "value", "head_outputs")
 
+EMBEDDINGS = "embeddings"
 LOGITS = "logits"
 
 Values = MutableMapping[int, Any]
@@ -202,6 +203,17 @@ class Streams:
         known = self._pulls.back(values, known, self._held)
         numbers = {path: self._cuts[path][1] for path in self.written}
         return {path: known[n] for path, n in numbers.items() if n in known}
+
+    def feeds(self, reader: Reader, path: str) -> bool:
+        """Tell whether what a reader makes is written at a path, or read by the heads there."""
+        if not self.has_heads(path):
+            return reader.number == self.number(path)
+        known = {reader.number}
+        reached: set[int] = set()
+        for stage in self._stages.stages:
+            reached.update(stage.reached(known))
+            known |= reached - self._held
+        return reader.heads is not None and self.number(heads_of(path)) in reached
 
     def has_heads(self, path: str) -> bool:
         """Tell whether what is written at a path is taken head by head."""

@@ -69,27 +69,44 @@ def lay_out(picture: Picture, sizes: list[Size], titles: list[Size], rankdir: st
     """
     routes = find_routes(picture)
     text = "\n".join(_dot_lines(picture, routes, sizes, titles, rankdir))
-    pygraphviz = import_extra("plot_model", "pygraphviz", WITHOUT_EXTRAS)
-    with pygraphviz.AGraph(string=text) as graph:
-        placed = json.loads(graph.draw(format="json0", prog="dot"))
+    placed = run_dot(text, "plot_model", WITHOUT_EXTRAS)
     parts = {part["name"]: part for part in placed["objects"]}
     names = {part["_gvid"]: part["name"] for part in placed["objects"]}
-    junctions = {name: _numbers(parts[name]["pos"]) for name in routes.junctions}
+    junctions = {name: numbers(parts[name]["pos"]) for name in routes.junctions}
     arrows = []
     for edge in placed.get("edges", []):
         if edge.get("style") != "invis":
             tail, head = names[edge["tail"]], names[edge["head"]]
-            arrow = _arrow(edge["pos"], routes.pieces[tail, head].is_side)
+            arrow = read_arrow(edge["pos"], routes.pieces[tail, head].is_side)
             # Graphviz ends a piece before the junction, small as that is.
             arrow.curve[0] = junctions.get(tail, arrow.curve[0])
             arrow.curve[-1] = junctions.get(head, arrow.curve[-1])
             arrows.append(arrow)
     return Layout(
-        size=_numbers(placed["bb"])[2:],
-        centers=[_numbers(parts[f"n{i}"]["pos"]) for i in range(len(picture.nodes))],
-        frames=[_numbers(parts[f"cluster_{i}"]["bb"]) for i in range(len(picture.frames))],
+        size=numbers(placed["bb"])[2:],
+        centers=[numbers(parts[f"n{i}"]["pos"]) for i in range(len(picture.nodes))],
+        frames=[numbers(parts[f"cluster_{i}"]["bb"]) for i in range(len(picture.frames))],
         arrows=arrows,
     )
+
+
+def run_dot(text: str, operation: str, otherwise: str = "") -> dict[str, Any]:
+    """Return what `dot` makes of a graph: its objects and edges, and where they are."""
+    pygraphviz = import_extra(operation, "pygraphviz", otherwise)
+    with pygraphviz.AGraph(string=text) as graph:
+        return json.loads(graph.draw(format="json0", prog="dot"))
+
+
+def read_arrow(text: str, is_side: bool = False) -> Arrow:
+    """Read `e,x,y x0,y0 x1,y1 ...`: the tip, where there is one, and the points of the curves."""
+    words = text.split()
+    tip = numbers(words.pop(0)[2:]) if text.startswith("e,") else None
+    return Arrow([numbers(word) for word in words], tip, is_side)
+
+
+def numbers(text: str) -> Any:
+    """Read numbers with commas between them."""
+    return tuple(float(number) for number in text.split(","))
 
 
 def _dot_lines(
@@ -146,14 +163,3 @@ def _blank(size: Size) -> str:
     width, height = size
     table = f'<table border="0" fixedsize="true" width="{width:.0f}" height="{height:.0f}">'
     return f"{table}<tr><td></td></tr></table>"
-
-
-def _arrow(text: str, is_side: bool) -> Arrow:
-    """Read `e,x,y x0,y0 x1,y1 ...`: the tip, where there is one, and the points of the curves."""
-    words = text.split()
-    tip = _numbers(words.pop(0)[2:]) if text.startswith("e,") else None
-    return Arrow([_numbers(word) for word in words], tip, is_side)
-
-
-def _numbers(text: str) -> Any:
-    return tuple(float(number) for number in text.split(","))

@@ -90,9 +90,10 @@ def test_bad_input_is_refused():
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
     asked = lm, CLEAN, CORRUPTED, PAIR
     edges = bs.edge_patching(*asked)
-    for counts in ([], [-1], [1.5], "12", 3, [7]):
-        with pytest.raises(bs.SurgeryError, match=r"at 'counts': expected ints from 0 to 6"):
-            bs.faithfulness(*asked, edges, counts)
+    unknown = [[("embeddings", "nowhere")], ["embeddings"], [("logits", "embeddings")], [[{}, {}]]]
+    for circuits in ([], [-1], [1.5], "12", 3, [7], *([edge] for edge in unknown)):
+        with pytest.raises(bs.SurgeryError, match=r"at 'circuits': expected ints from 0 to 6"):
+            bs.faithfulness(*asked, edges, circuits)
     with pytest.raises(bs.SurgeryError, match="at 'edges': expected `Edges`"):
         bs.faithfulness(*asked, edges.values, [1])
     some = bs.edge_patching(*asked, receivers="logits")
@@ -104,3 +105,49 @@ def test_bad_input_is_refused():
             bs.faithfulness(*asked, other, [1])
     with pytest.raises(bs.SurgeryError, match="expected two texts that the metric tells apart"):
         bs.faithfulness(*asked[:3], lambda logits: 0 * logits[:, 0], edges, [1])
+
+
+@pytest.mark.by_default(2)
+@pytest.mark.parametrize(("model", "by_head"), PARTS)
+def test_edges_that_do_not_join_carry_nothing(model, by_head):
+    """And the others do, but where MLPs alone are on their way: those know one token each."""
+    lm = bs.CachedCausalLM(ENDS[model]())
+    asked = lm, CLEAN, CORRUPTED, PAIR
+    edges = bs.edge_attribution(*asked, by_head=by_head)
+    top = edges.top(25 if by_head else 7)
+    circuit = edges.circuit(len(top))
+    assert [edge for edge in top if edge in circuit] == circuit
+    without = [[other for other in top if other != edge] for edge in top]
+    got = bs.faithfulness(*asked, edges, [len(top), circuit, *without])
+    assert got.counts[:3] == [len(top), len(circuit), len(top) - 1]
+    assert got.values[0] == got.values[1]
+    carry = [abs(value - got.values[0]) > 1e-6 for value in got.values[2:]]
+    assert not [edge for edge, does in zip(top, carry, strict=True) if does and edge not in circuit]
+    if model == "gpt2":
+        assert sum(carry) == len(circuit)
+
+
+def test_a_circuit_of_some_receivers_is_refused():
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    for receivers in ("logits", "blocks.0.*"):
+        some = bs.edge_patching(lm, CLEAN, CORRUPTED, PAIR, receivers=receivers)
+        with pytest.raises(bs.SurgeryError, match=r"circuit: expected edges of all receivers"):
+            some.circuit()
+
+
+def test_the_mean_over_several_pairs_of_texts():
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    pairs = (CLEAN, CORRUPTED), (CORRUPTED, CLEAN), (CLEAN[:3], CORRUPTED[:3])
+    several = [bs.edge_patching(lm, *pair, PAIR) for pair in pairs]
+    mean = bs.Edges.mean(several)
+    total = several[0].values + several[1].values + several[2].values
+    np.testing.assert_allclose(mean.values, total / 3, rtol=1e-6)
+    assert mean.clean == pytest.approx(np.mean([one.clean for one in several]))
+    assert mean.is_exact
+    assert len(bs.faithfulness(lm, *pairs[0], PAIR, mean, [2]).shares) == 1
+    for bad in ([], several[0], [several[0], 1]):
+        with pytest.raises(bs.SurgeryError, match=r"Edges\.mean: expected a list of `Edges`"):
+            bs.Edges.mean(bad)
+    other = bs.edge_attribution(lm, *pairs[0], PAIR, by_head=True)
+    with pytest.raises(bs.SurgeryError, match="expected edges between the same senders"):
+        bs.Edges.mean([several[0], other])

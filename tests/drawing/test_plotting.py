@@ -10,9 +10,11 @@ from matplotlib import image
 import backbone_surgery as bs
 from backbone_surgery.analysis.logit_lens import LogitLens
 from backbone_surgery.analysis.patch_grid import PatchGrid
+from backbone_surgery.drawing.canvas import NAME, size_of, text_width
 from backbone_surgery.drawing.layout import lay_out
 from backbone_surgery.drawing.picture import make_picture
-from backbone_surgery.drawing.plotting import _NAME, _draw, _label, _size, _width
+from backbone_surgery.drawing.plotting import _draw, _label
+from tests.families import ROWS
 from tests.helpers import make_deep_gpt2, make_gpt2
 
 SIGNATURES = {
@@ -146,7 +148,7 @@ def along(curve):
 @pytest.mark.usefixtures("graphviz")
 @pytest.mark.parametrize("rankdir", ["TB", "LR"])
 @pytest.mark.parametrize("name", ["skipped", "captured"])
-def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path, name, rankdir):
+def test_a_title_stands_beside_the_arrow_that_comes_in(name, rankdir):
     if name == "skipped":
         edited = bs.operate(make_deep_gpt2(), [bs.Skip("blocks.1")])
     else:
@@ -154,14 +156,14 @@ def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path, name, rankdir):
         edited = bs.operate(make_gpt2(), [steer, bs.Capture("blocks.*")])
     picture = make_picture(edited, True)
     labels = [_label(node, False) for node in picture.nodes]
-    titles = [(_width(frame.name, _NAME), 13.0) for frame in picture.frames]
-    layout = lay_out(picture, [_size(label) for label in labels], titles, rankdir)
-    figure = _draw(picture, layout, labels, [_size(x) for x in labels], tmp_path / "x.png", 96)
-    texts = {x.get_text(): x for x in figure.axes[0].texts}
+    titles = [(text_width(frame.name, NAME), 13.0) for frame in picture.frames]
+    layout = lay_out(picture, [size_of(label) for label in labels], titles, rankdir)
+    ax = _draw(picture, layout, labels, [size_of(x) for x in labels])
+    texts = {x.get_text(): x for x in ax.texts}
     points = np.concatenate([along(arrow.curve) for arrow in layout.arrows])
     for frame in picture.frames:
         text = texts[frame.name]
-        (left, y), width = text.get_position(), _width(frame.name, _NAME)
+        (left, y), width = text.get_position(), text_width(frame.name, NAME)
         inside = [p for p in points if left <= p[0] <= left + width and abs(p[1] - y) <= 6]
         assert not inside, frame.name
 
@@ -169,3 +171,59 @@ def test_a_title_stands_beside_the_arrow_that_comes_in(tmp_path, name, rankdir):
 def test_a_bad_rankdir_is_refused(models, tmp_path):
     with pytest.raises(bs.SurgeryError, match=r"rankdir to be one of TB, LR\. Received 'BT'"):
         bs.plot_model(models("nested"), str(tmp_path / "model.png"), rankdir="BT")
+
+
+@pytest.fixture(scope="module")
+def edges():
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=2))
+    return bs.edge_attribution(lm, [1, 2, 3], [1, 4, 3], (5, 6), by_head=True)
+
+
+@pytest.mark.usefixtures("graphviz")
+def test_a_picture_of_a_circuit_has_an_arrow_for_each_edge(edges, tmp_path):
+    path = tmp_path / "circuit.svg"
+    assert bs.plot_circuit(edges, str(path), count=30) is None
+    svg, circuit = path.read_text(), edges.circuit(30)
+    written = re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+    read = [receiver.rpartition(".")[2][0] for _, receiver, _ in circuit if "[" in receiver]
+    assert sorted(x for x in written if len(x) == 1) == sorted(read)
+    senders = {sender for sender, _, _ in circuit}
+    heads = [f"head {name[-2]}" for name in senders if "[" in name]
+    assert sorted(x for x in written if x.startswith("head ")) == sorted(heads)
+    assert written.count("embeddings") == written.count("logits") == 1
+    raised = sum(value > 0 for *_, value in circuit)
+    assert svg.count("stroke: #b2182b") == raised
+    assert svg.count("stroke: #2166ac") == len(circuit) - raised
+    assert 0 < raised < len(circuit)
+
+
+@pytest.mark.usefixtures("graphviz")
+def test_a_key_of_several_heads_leads_to_each_of_them(tmp_path):
+    lm = bs.CachedCausalLM(ROWS["llama"].make())
+    edges = bs.edge_attribution(lm, [1, 2, 3], [1, 4, 3], (5, 6), by_head=True)
+    fed = edges.feeds[edges.receivers.index("blocks.0.key[1]")]
+    assert [edges.senders[i] for i in fed.nonzero()[0]] == [
+        f"blocks.0.head_outputs[{head}]" for head in (2, 3)
+    ]
+    path = tmp_path / "circuit.svg"
+    bs.plot_circuit(edges, str(path), count=60)
+    circuit = edges.circuit(60)
+    heads = {sender for sender, _, _ in circuit if "[" in sender}
+    kinds = [receiver.partition("[")[0] for _, receiver, _ in circuit]
+    assert {"blocks.0.head_outputs[2]", "blocks.0.head_outputs[3]"} <= heads
+    drawn = re.findall(r">([qkv])</text>", path.read_text())
+    assert drawn.count("q") == sum(kind.endswith("query") for kind in kinds)
+    assert drawn.count("v") > sum(kind.endswith("value") for kind in kinds)
+
+
+def test_what_is_no_circuit_is_not_drawn(edges, tmp_path):
+    path = str(tmp_path / "circuit.png")
+    with pytest.raises(bs.SurgeryError, match="plot_circuit: expected `Edges`"):
+        bs.plot_circuit(edges.values, path)
+    with pytest.raises(bs.SurgeryError, match="Received none among the 1 of the greatest values"):
+        bs.plot_circuit(edges, path, count=1)
+    with pytest.raises(bs.SurgeryError, match="plot_circuit: expected dpi"):
+        bs.plot_circuit(edges, path, dpi=0)
+    with pytest.raises(bs.SurgeryError, match=r"plot_circuit at '.*': expected a file that ends"):
+        bs.plot_circuit(edges, str(tmp_path / "circuit.gif"))
+    assert not list(tmp_path.iterdir())
