@@ -161,11 +161,9 @@ def _leaves(paths: list[str], by_head: bool) -> tuple[tuple[str, ...], set[str]]
     return tuple(chosen), heads
 
 
-def _read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
+def _read(model: EditedBackbone, last: Any, tokens: Any) -> Any:
     """Return the logit of a token, or the difference of two, without the soft cap."""
     import jax
-
-    last = hidden_states[:, -1]
 
     def capped(states: Any) -> Any:
         return ops.cast(TokenLogits(tokens)(logits_of(model.token_embedding, states))[0], "float32")

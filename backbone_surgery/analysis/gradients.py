@@ -15,19 +15,21 @@ from backbone_surgery.analysis.question import (
     Text,
     TokenLogits,
     derived,
-    next_token_logits,
+    last_of,
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_backend
-from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, lora_settings, made_once
+from backbone_surgery.opening.logits import logits_of
+from backbone_surgery.opening.model import EditedBackbone, arrays_in_place
+from backbone_surgery.opening.once import lora_settings, made_once
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting import Capture, Rewrite, SiteRewrite, Surgery
 
 _NAME = "nudge"
 
 Read = Callable[[EditedBackbone, Any, Any], Any]
-"""Maps a model, its hidden states float[1, tokens, hidden_dim] and token ids to a number."""
+"""Maps a model, the last token's hidden states float[1, hidden_dim] and token ids to a number."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,16 @@ def take_gradients(
     make = partial(_step, model, sites, read)
     step = made_once(model, key, make) if reused else make()
     shapes = {t.name: tuple(t.shape[2:]) for t in model.inputs}
-    length = len(question.token_ids)
-    added = [np.zeros((1, length, *shapes[f"{_NAME}_{i}"]), "float32") for i in range(len(sites))]
+    sizes = [(1, question.width, *shapes[f"{_NAME}_{i}"]) for i in range(len(sites))]
+    added = [np.zeros(size, "float32") for size in sizes]
     inputs = {**question.inputs(), **bound}
     arguments = (added, arrays_in_place(model.variables), inputs, tokens)
     if hosts.span(model):
         parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
         hosts.agree(model, operation, parts)
     (value, captured), gradients = step(*arguments)
-    return Gradients(float(value), sites, _rows(captured), _rows(gradients))
+    length = len(question.token_ids)
+    return Gradients(float(value), sites, _rows(captured, length), _rows(gradients, length))
 
 
 def metric_gradients(
@@ -112,15 +115,15 @@ def metric_gradients(
     return take_gradients(lm, operation, question, bound, at, read, tokens, reused=reused)
 
 
-def _of_tokens(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
-    return TokenLogits(tokens)(next_token_logits(model, hidden_states))[0]
+def _of_tokens(model: EditedBackbone, last: Any, tokens: Any) -> Any:
+    return TokenLogits(tokens)(logits_of(model.token_embedding, last))[0]
 
 
 def _of(measure: Metric, where: str) -> Read:
     """Return what computes a metric of one's own, which must have gradients."""
 
-    def read(model: EditedBackbone, hidden_states: Any, tokens: Any) -> Any:
-        return differentiable(measure, next_token_logits(model, hidden_states), where)
+    def read(model: EditedBackbone, last: Any, tokens: Any) -> Any:
+        return differentiable(measure, logits_of(model.token_embedding, last), where)
 
     return read
 
@@ -136,8 +139,8 @@ def differentiable(measure: Metric, logits: Any, where: str) -> Any:
     return value
 
 
-def _rows(arrays: list[Any]) -> list[np.ndarray]:
-    return [np.asarray(hosts.to_numpy(array)[0], "float32") for array in arrays]
+def _rows(arrays: list[Any], length: int) -> list[np.ndarray]:
+    return [np.asarray(hosts.to_numpy(array)[0, :length], "float32") for array in arrays]
 
 
 def _step(model: EditedBackbone, sites: list[str], read: Read) -> Any:
@@ -149,7 +152,8 @@ def _step(model: EditedBackbone, sites: list[str], read: Read) -> Any:
         mapping = list(zip(model.variables, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
             outputs = model(nudged)
-            value = read(model, outputs["hidden_states"], tokens)
+            last = last_of(outputs["hidden_states"], inputs["padding_mask"])
+            value = read(model, last, tokens)
         return value, [outputs["captures"][f"{_NAME}/{site}"] for site in sites]
 
     return jax.jit(jax.value_and_grad(run, has_aux=True))

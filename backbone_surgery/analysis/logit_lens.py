@@ -18,7 +18,8 @@ from backbone_surgery.analysis.question import (
 )
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import is_block, is_stream
 from backbone_surgery.rewriting import Capture
@@ -99,7 +100,8 @@ def logit_lens(
     inputs = lm.opened.with_defaults({**question.inputs(), **bound})
     captured = predict(capturing, inputs)["captures"]
     streams = [captured[f"{_NAME}/{site}"] for site in sites]
-    logits = [predict(reader, {**inputs, _STREAM: x})[0] for x in streams]
+    length = len(question.token_ids)
+    logits = [predict(reader, {**inputs, _STREAM: x})[0, :length] for x in streams]
     shifted = np.asarray(logits, "float32")
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -91,7 +91,7 @@ def patch_grid(
     its site, and nothing before its token. So a row begins at the site, and at the token or a
     little before: hidden states and cache are those of the corrupted text there. Before the first
     token that differs, both texts have the same activations: these cells need no pass. Another pair
-    of texts of that length compiles nothing new.
+    of texts of about that length compiles nothing new.
 
     Args:
         lm: the model, edited or not.
@@ -142,7 +142,8 @@ def patch_grid(
     ]
     patched = runs.patched_heads if by_head else partial(runs.patched, texts[1])
     states = dict(patched(whole[1], activations, cells, int(batch_size)))
-    for part, padded in batches(cells, min(int(batch_size), grid.size)):
+    most = len(runs.sites) * (columns if by_head else runs.width)
+    for part, padded in batches(cells, min(int(batch_size), most)):
         rows = np.stack([states[s, t] for s, t in padded])
         for cell, value in zip(part, _measured(lm, measure, rows), strict=False):
             grid[cell] = value

@@ -12,12 +12,13 @@ from backbone_surgery import hosts
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import derive
 from backbone_surgery.errors import PAST_FLOAT16, SurgeryError, shown
+from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.generation.prompts import read_prompts
+from backbone_surgery.generation.prompts import pack_right, read_prompts
 from backbone_surgery.numbers import is_int, read_int32
-from backbone_surgery.opening.logits import logits_of
-from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.rewriting import Rewrite
 from backbone_surgery.rewriting.operate import operate
@@ -50,15 +51,18 @@ class Text:
     Attributes:
         token_ids: int32[tokens], the start token included.
         labels: for each token how to show it, spaces as `·`.
+        width: how many tokens are run, padding at the end included. Texts of about one length have
+            the same, so that few programs are compiled.
     """
 
     token_ids: np.ndarray
     labels: list[str]
+    width: int
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Return the inputs of an uncached model, one row."""
-        ids = self.token_ids[None]
-        return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+        """Return the inputs of an uncached model, one row int32[1, width]."""
+        packed = pack_right([self.token_ids], self.width, 0)
+        return {name: value.astype("int32") for name, value in packed.items()}
 
 
 def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
@@ -80,7 +84,9 @@ def read_text(lm: CachedCausalLM, text: Any, operation: str) -> Text:
             f"{operation}: expected one text. Received {len(rows)}. Call it once for each."
         )
     check_lengths(lm, rows, operation)
-    return Text(rows[0], [token_label(lm, i) for i in rows[0]])
+    width = bucket(len(rows[0]), smallest=16, steps=4)
+    labels = [token_label(lm, i) for i in rows[0]]
+    return Text(rows[0], labels, min(width, lm.max_positions or width))
 
 
 def read_pair(lm: CachedCausalLM, clean: Any, corrupted: Any, operation: str) -> list[Text]:
@@ -276,6 +282,7 @@ def count_heads(operation: str, shapes: Mapping[str, Sequence[Any]]) -> int:
     return counts.pop()
 
 
-def next_token_logits(model: EditedBackbone, hidden_states: Any) -> Any:
-    """Return the logits after the last token, float[batch, vocabulary]."""
-    return logits_of(model.token_embedding, hidden_states[:, -1])
+def last_of(hidden_states: Any, padding_mask: Any) -> Any:
+    """Return the hidden states of the last token before padding, float[batch, hidden_dim]."""
+    lengths = ops.sum(ops.cast(padding_mask, "int32"), axis=1)
+    return ops.take_along_axis(hidden_states, lengths[:, None, None] - 1, axis=1)[:, 0]

@@ -14,7 +14,7 @@ from backbone_surgery.analysis.question import Text, bind_row, derived, rewired
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import made_once
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.predict import SharedPrograms, predict
 from backbone_surgery.opening.site import Identity, Place, places
 from backbone_surgery.rewriting import Surgery
@@ -61,7 +61,7 @@ class CutAt(SiteRewrite):
 
 
 class Runs:
-    """Runs of texts of one length, by a graph that is cut at some sites.
+    """Runs of texts of one length, with padding at the end, by a graph that is cut at some sites.
 
     Args:
         lm: the model.
@@ -78,7 +78,7 @@ class Runs:
     def __init__(
         self, lm: CachedCausalLM, at: str, text: Text, controls: Any, prompt_length: Any
     ) -> None:
-        self.length = len(text.token_ids)
+        self.length, self.width = len(text.token_ids), text.width
         self.controls = bind_row(lm, controls, text, "patch_grid", prompt_length)
         cut = derived(lm, CutAt(at))
         self.sites = list(cut.report[-1].sites)
@@ -90,15 +90,15 @@ class Runs:
 
     def whole(self, text: Text) -> Values:
         """Run a text, one row."""
-        return self._text(text, 0, self.length, self._new_cache())
+        return self._text(text, 0, self.width, self._new_cache())
 
     def activations(self, values: Values) -> list[np.ndarray]:
         """Return what stands at each site in the first row, float[tokens, ...]."""
-        return [values[number][0] for _, number in self.cuts]
+        return [values[number][0, : self.length] for _, number in self.cuts]
 
-    def last(self, values: Values) -> np.ndarray:
-        """Return the hidden states of the last token, float[rows, hidden_dim]."""
-        return values[self.stages.outputs["hidden_states"]][:, -1]
+    def last(self, values: Values, start: int = 0) -> np.ndarray:
+        """Return the hidden states of the last token of rows from some token on, float[rows, n]."""
+        return values[self.stages.outputs["hidden_states"]][:, self.length - 1 - start]
 
     def patched(
         self,
@@ -120,17 +120,18 @@ class Runs:
         Yields:
             A cell, and the hidden states of the last token, float[hidden_dim].
         """
-        piece = max(-(-self.length // _PIECES), _LEAST_PIECE)
-        rows = min(batch_size, piece, self.length)
+        piece = max(-(-self.width // _PIECES), _LEAST_PIECE)
+        rows = min(batch_size, piece, self.width)
         cache = self._new_cache()
         for start in range(0, self.length, piece):
             stop = min(start + piece, self.length)
-            base = self._text(text, start, self.length, cache) if start else whole
+            base = self._text(text, start, self.width, cache) if start else whole
             for site, own in enumerate(activations):
                 tokens = [t for s, t in cells if s == site and start <= t < stop]
                 for part, padded in batches(tokens, rows):
                     values = self._from_site(base, site, padded - start, own[padded])
-                    yield from zip([(site, t) for t in part], self.last(values), strict=False)
+                    last = self.last(values, start)
+                    yield from zip([(site, t) for t in part], last, strict=False)
             if stop < self.length:
                 before = self._text(text, start, stop, cache)
                 cache = tree.map_structure(before.get, self.stages.outputs["cache"])
@@ -146,22 +147,22 @@ class Runs:
             for part, padded in batches(heads, rows):
                 patched = np.repeat(whole[number], len(padded), axis=0)
                 for row, head in enumerate(padded):
-                    patched[row, :, head] = own[:, head]
+                    patched[row, : self.length, head] = own[:, head]
                 values = self._go_on(ChainMap({number: patched}, whole), stage)
                 yield from zip([(site, head) for head in part], self.last(values), strict=False)
 
     def _new_cache(self) -> Any:
-        return tree.map_structure(hosts.to_numpy, new_cache(self.model, 1, self.length))
+        return tree.map_structure(hosts.to_numpy, new_cache(self.model, 1, self.width))
 
     def _text(self, text: Text, start: int, stop: int, cache: Any) -> Values:
         """Run some tokens of a text, one row."""
         inputs = {
             **self.controls,
-            "token_ids": text.token_ids[None, start:stop],
+            "token_ids": text.inputs()["token_ids"][:, start:stop],
             "positions": np.arange(start, stop, dtype="int32")[None],
             "cache": cache,
             "cache_update_index": np.int32(start),
-            "cache_mask": np.ones((1, self.length), bool),
+            "cache_mask": np.arange(self.width)[None] < self.length,
         }
         numbers = tree.flatten(self.stages.inputs)
         return self._go_on(dict(zip(numbers, tree.flatten(inputs), strict=True)), 0)

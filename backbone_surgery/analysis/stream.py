@@ -14,12 +14,13 @@ import numpy as np
 
 from backbone_surgery import graph
 from backbone_surgery.analysis.pull import Pulls
-from backbone_surgery.analysis.question import derived
+from backbone_surgery.analysis.question import derived, last_of
 from backbone_surgery.analysis.runs import Cut, CutAt, cut_name
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.logits import logits_of
-from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import Place, is_stream, is_written, places
 from backbone_surgery.rewriting import Surgery
@@ -75,7 +76,7 @@ class Reader:
 
 
 class Streams:
-    """Runs of texts of one length, by a graph that is cut along the residual stream.
+    """Runs of texts of one width, by a graph that is cut along the residual stream.
 
     Args:
         lm: the model.
@@ -305,13 +306,17 @@ def heads_of(path: str) -> str:
 
 
 class Head(keras.layers.Layer):
-    """Make logits, as `Logits` does, with weights that are known as its own.
+    """Make logits of the last token, as `Logits` does, with weights that are known as its own.
 
     Args:
         embedding: the token embedding.
 
     Call arguments:
-        hidden_states: float[rows, hidden_dim].
+        hidden_states: float[rows, tokens, hidden_dim].
+        padding_mask: int[rows, tokens].
+
+    Returns:
+        float[rows, vocabulary].
     """
 
     def __init__(self, embedding: Any) -> None:
@@ -319,15 +324,16 @@ class Head(keras.layers.Layer):
         self.embedding = embedding
         self.built = True
 
-    def call(self, hidden_states):
-        """Return float[rows, vocabulary]."""
-        return logits_of(self.embedding, hidden_states)
+    def call(self, hidden_states, padding_mask):
+        """Take the last token, and make its logits."""
+        return logits_of(self.embedding, last_of(hidden_states, padding_mask))
 
-    def compute_output_spec(self, hidden_states):
+    def compute_output_spec(self, hidden_states, padding_mask):
         """Return what the embedding says of itself."""
-        return self.embedding.compute_output_spec(hidden_states, reverse=True)
+        return self.embedding.compute_output_spec(hidden_states[:, 0], reverse=True)
 
 
 def _staged(model: EditedBackbone) -> graph.Stages:
     states = model.hidden_states(model.output)
-    return graph.Stages(model, Head(model.token_embedding)(states[:, -1]), Cut)
+    head = Head(model.token_embedding)
+    return graph.Stages(model, head(states, model.input["padding_mask"]), Cut)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from backbone_surgery.cli.console import count_files, write
+from backbone_surgery.cli.console import count_files, resumable, write
 from backbone_surgery.cli.loading import is_vector_file, load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,
@@ -100,22 +100,23 @@ def batch(
     vectors = {name: _absolute_vector(file) for name, file in files.items()}
     args, names = (_absolute(model), vectors, sampler, _absolute(recipe)), list(strengths)
     make = functools.partial(load, *args, mesh=mesh, controls=names)
-    written = bs.generate_dataset(
-        make,
-        inputs,
-        output,
-        column,
-        output_column=output_column,
-        controls=strengths,
-        vectors=load_vectors(model, parse_vectors(row_vector)),
-        max_new_tokens=max_new_tokens,
-        score=_find_scores(score),
-        seed=seed,
-        id_column=id_column,
-        batch_size=batch_size,
-        shard_rows=shard_rows,
-        ray=ray,
-    )
+    with resumable():
+        written = bs.generate_dataset(
+            make,
+            inputs,
+            output,
+            column,
+            output_column=output_column,
+            controls=strengths,
+            vectors=load_vectors(model, parse_vectors(row_vector)),
+            max_new_tokens=max_new_tokens,
+            score=_find_scores(score),
+            seed=seed,
+            id_column=id_column,
+            batch_size=batch_size,
+            shard_rows=shard_rows,
+            ray=ray,
+        )
     write(f"{count_files(written)} in {output}")
 
 
@@ -146,17 +147,18 @@ def harvest(
             "Received both. Leave one out."
         )
     make = functools.partial(load, _absolute(model), recipe=_absolute(recipe), mesh=mesh)
-    written = bs.harvest(
-        make,
-        inputs,
-        output,
-        site,
-        column,
-        dtype=dtype.value,
-        length=length,
-        batch_size=batch_size,
-        ray=ray,
-    )
+    with resumable():
+        written = bs.harvest(
+            make,
+            inputs,
+            output,
+            site,
+            column,
+            dtype=dtype.value,
+            length=length,
+            batch_size=batch_size,
+            ray=ray,
+        )
     write(f"{count_files(written)} in {output}")
 
 

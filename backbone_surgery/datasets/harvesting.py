@@ -25,7 +25,7 @@ from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.numbers import check_count
-from backbone_surgery.opening.model import made_once
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.rewriting import Capture

@@ -27,7 +27,8 @@ from backbone_surgery.generation import loop
 from backbone_surgery.generation.host_arrays import bundle
 from backbone_surgery.generation.loop import Forward, State
 from backbone_surgery.generation.samplers import Strategy
-from backbone_surgery.opening.model import lora_settings, weights_taken
+from backbone_surgery.opening.model import weights_taken
+from backbone_surgery.opening.once import lora_settings
 from backbone_surgery.opening.placement import check_stayed
 
 _READ = ("tokens", "slot", "done", "draws")

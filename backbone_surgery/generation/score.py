@@ -19,7 +19,8 @@ from backbone_surgery.generation.controls import (
 from backbone_surgery.numbers import read_int32, read_mask
 from backbone_surgery.opening.layers import is_unknown
 from backbone_surgery.opening.logits import logits_of
-from backbone_surgery.opening.model import EditedBackbone, arrays_in_place, made_once
+from backbone_surgery.opening.model import EditedBackbone, arrays_in_place
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.site import BLOCK, Identity, Site
 from backbone_surgery.rewriting.rewrite import by_control
 

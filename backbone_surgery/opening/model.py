@@ -4,7 +4,7 @@ It is a Functional model over the layers of a backbone, which stays the owner of
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -326,20 +326,6 @@ def remember(model: keras.Model, **facts: Any) -> None:
         object.__setattr__(model, name, value)
 
 
-def made_once(model: keras.Model, key: Any, make: Callable[[], Any]) -> Any:
-    """Return what is made of a model under a key: the same each time, with its compiled programs.
-
-    Args:
-        model: keeps it, and Keras does not track it.
-        key: tells it from whatever else is made of the model.
-        make: makes it, the first time.
-    """
-    kept = vars(model).setdefault("_made_once", {})
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
-
-
 def arrays_in_place(variables: Iterable[keras.Variable]) -> list[Any]:
     """Return the arrays of variables, on JAX.
 
@@ -359,18 +345,6 @@ def weights_taken() -> SurgeryError:
         "as `fit`, `evaluate` and `predict` of Keras do until they end, in any thread and for all "
         "models that share the arrays. Wait for them; if the weights are gone, load them again."
     )
-
-
-def lora_settings(model: keras.Model) -> tuple[Any, ...]:
-    """Return what LoRA is set to in the layers of a model: a compiled program holds it fixed.
-
-    The factors are variables, and reach a program as they are. `lora_alpha` and `lora_enabled` are
-    no variables, so a program made under others is another one.
-    """
-    layers = made_once(
-        model, "lora", lambda: [x for x in graph.layers_within(model) if hasattr(x, "lora_enabled")]
-    )
-    return tuple(float(x.lora_alpha) if x.lora_enabled else None for x in layers)
 
 
 def _tensors(value: Any, dtype: str | None) -> Any:

@@ -11,7 +11,8 @@ import keras
 from keras import tree
 
 from backbone_surgery import hosts, target
-from backbone_surgery.opening.model import arrays_in_place, lora_settings, made_once
+from backbone_surgery.opening.model import arrays_in_place
+from backbone_surgery.opening.once import lora_settings, made_once
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.products import with_fast_products
 

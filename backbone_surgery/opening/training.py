@@ -9,6 +9,7 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.opening.once import lora_settings, made_once
 
 _OF_HOSTS = (
     "The batch size of the input dataset is unknown",
@@ -51,6 +52,18 @@ class TrainsOwnLayers:
         with _keeping_values(self, "predict"):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
+    def make_train_function(self, force: bool = False) -> Any:
+        """As upstream; made anew where LoRA was set to something else since."""
+        return super().make_train_function(force or self._is_old("train"))  # type: ignore[misc]
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """As `make_train_function`."""
+        return super().make_test_function(force or self._is_old("test"))  # type: ignore[misc]
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """As `make_train_function`."""
+        return super().make_predict_function(force or self._is_old("predict"))  # type: ignore[misc]
+
     @property
     def trainable_variables(self) -> list[Any]:
         """The variables that `fit` changes: those of `trained_layers`, or all, as upstream."""
@@ -70,6 +83,13 @@ class TrainsOwnLayers:
     def non_trainable_weights(self) -> list[Any]:
         """As `non_trainable_variables`, without the states of seeds and metrics."""
         return self._split(super().trainable_weights, super().non_trainable_weights)[1]  # type: ignore[misc]
+
+    def _is_old(self, kind: str) -> bool:
+        """Tell whether a function that Keras keeps was made under other settings of LoRA."""
+        made_under, settings = made_once(self, "made under", dict), lora_settings(self)
+        before = made_under.get(kind, settings)
+        made_under[kind] = settings
+        return before != settings
 
     def _split(self, trainable: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
         own = {id(v) for layer in self.trained_layers for v in layer.trainable_variables}

@@ -23,6 +23,9 @@ _MODULES = {f"keras.{name}": getattr(keras, name) for name in _BUILT_IN.split()}
 }
 """The modules that configs of built-in classes name; other classes have registered names."""
 
+_ARRAYS = ("__numpy__", "__tensor__")
+"""What Keras calls arrays in configs, such as the scale of `Rescaling`."""
+
 REFUSED = (
     *(keras.layers.Lambda, keras.layers.TFSMLayer, keras.layers.TorchModuleWrapper),
     *(keras.layers.JaxLayer, keras.layers.FlaxLayer),
@@ -75,6 +78,9 @@ def check_config(config: Any, where: str) -> None:
 
 
 def _allowed(config: dict[str, Any]) -> bool:
+    if config["class_name"] in _ARRAYS and {*config} == {"class_name", "config"}:
+        inner = config["config"]
+        return isinstance(inner, dict) and {*inner} == {"value", "dtype"}
     keys = ("class_name", "registered_name", "module")
     name, registered, module = (config.get(key) for key in keys)
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):

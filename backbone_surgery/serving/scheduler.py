@@ -10,7 +10,8 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.opening.model import EditedBackbone, lora_settings
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.once import lora_settings
 from backbone_surgery.rewriting.control import schedule_width
 from backbone_surgery.rewriting.steer import Steer
 from backbone_surgery.serving.batch import Chunk, RowBatch, controls_of_sizes

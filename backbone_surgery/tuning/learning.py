@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from backbone_surgery import graph
+from backbone_surgery import graph, hosts
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.prompts import pack_right
@@ -184,7 +184,15 @@ def fit(
     """Take steps of Adam (Kingma and Ba 2014, arXiv:1412.6980), its rate falling by a cosine."""
     rate = keras.optimizers.schedules.CosineDecay(learning_rate, steps)
     model.compile(optimizer=keras.optimizers.Adam(rate), loss=loss)
-    model.fit(x, y, batch_size=len(y) // steps, shuffle=False, verbose=0)
+    size = len(y) // steps
+    if hosts.span(model):
+        hosts.agree(model, "learning", {"texts": x, "tokens that count": y})
+        import tensorflow as tf  # a dataset of it is what Keras shares among processes
+
+        data = tf.data.Dataset.from_tensor_slices((dict(x), y)).batch(size, drop_remainder=True)
+        model.fit(data, verbose=0)
+    else:
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
 
 
 def mean_over_rows(counted: Any, losses: Any) -> Any:

@@ -14,7 +14,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.numbers import check_count, read_int32, read_number
-from backbone_surgery.opening.model import made_once
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.rewriting import Patch

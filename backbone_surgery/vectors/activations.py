@@ -21,7 +21,8 @@ from backbone_surgery.numbers import read_int32
 from backbone_surgery.opening import site
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.layers import TokenPositions
-from backbone_surgery.opening.model import EditedBackbone, made_once
+from backbone_surgery.opening.model import EditedBackbone
+from backbone_surgery.opening.once import made_once
 from backbone_surgery.opening.predict import predict
 from backbone_surgery.opening.state import Stateful
 from backbone_surgery.vectors.pairs import listable

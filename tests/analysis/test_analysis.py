@@ -4,6 +4,7 @@ from unittest import mock
 
 import jax
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -176,22 +177,47 @@ def test_logit_lens_reads_each_block_by_the_final_norm(lm):
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda lm, text, i: bs.attribution(lm, text, target=i),
-        lambda lm, text, i: bs.attribution(lm, text, target=(i, 3)),
-        lambda lm, text, i: bs.logit_lens(lm, text),
-        lambda lm, text, i: bs.patch_grid(
-            lm, text, CLEAN if text is CORRUPTED else CORRUPTED, metric=i
-        ),
+        lambda lm, pair, i: bs.attribution(lm, pair[0], target=i),
+        lambda lm, pair, i: bs.attribution(lm, pair[0], target=(i, 3)),
+        lambda lm, pair, i: bs.logit_lens(lm, pair[0]),
+        lambda lm, pair, i: bs.direct_logit_attribution(lm, pair[0], target=i),
+        lambda lm, pair, i: bs.patch_grid(lm, *pair, metric=i),
+        lambda lm, pair, i: bs.edge_attribution(lm, *pair, metric=7, steps=2),
+        lambda lm, pair, i: bs.edge_patching(lm, *pair, metric=i, by_head=True),
     ],
-    ids=["attribution", "attribution of two tokens", "logit_lens", "patch_grid"],
+    ids=["attribution", "of two tokens", "lens", "direct", "grid", "edges", "patched edges"],
 )
 def test_another_text_and_token_compile_nothing(lm, ask):
-    ask(lm, CLEAN, 7)
+    """Nor does a text of a few tokens more."""
+    ask(lm, (CLEAN, CORRUPTED), 7)
     with compilations.counted() as compiled:
-        ask(lm, CORRUPTED, 9)
+        ask(lm, (CORRUPTED, CLEAN), 9)
+        ask(lm, ([8, *CLEAN, 8], [8, *CORRUPTED, 8]), 9)
         assert not compiled
         jax.jit(lambda x: x * 3)(len(compiled))  # counted, so that this can fail
         assert compiled
+
+
+@pytest.mark.parametrize("length", [16, 17, 18])
+def test_texts_as_long_as_the_positions_of_a_model(length):
+    """Padding does not go past them, and nothing is read from it."""
+    lm = bs.CachedCausalLM(keras_hub.models.GPT2Backbone(60, 2, 2, 16, 32, max_sequence_length=18))
+    rng = np.random.default_rng(length)
+    clean = rng.integers(0, 60, length).tolist()
+    corrupted = [*clean[:3], (clean[3] + 1) % 60, *clean[4:]]
+    ends = [logits_of(lm, Model(lm.backbone), ids)[0, -1, 7] for ids in (clean, corrupted)]
+    grid = bs.patch_grid(lm, clean, corrupted, metric=7)
+    edges = bs.edge_patching(lm, clean, corrupted, 7, receivers="logits")
+    for got in (grid, edges):
+        assert (got.clean, got.corrupted) == pytest.approx(ends, abs=1e-4)
+    assert grid.values.shape == (2, length)
+    assert grid.values[-1, -1] == pytest.approx(ends[0], abs=1e-4)
+    assert bs.attribution(lm, clean, 7).metric == pytest.approx(ends[0], abs=1e-4)
+    last = bs.logit_lens(lm, clean)
+    assert last.probabilities.shape == (2, length)
+    assert last.token_ids[-1, -1] == logits_of(lm, Model(lm.backbone), clean)[0, -1].argmax()
+    with pytest.raises(bs.SurgeryError, match="18"):
+        bs.attribution(lm, [1] * 19, 7)
 
 
 def test_attribution_is_gradient_times_activation(lm):

@@ -120,8 +120,8 @@ def test_edges_that_do_not_join_carry_nothing(model, by_head):
     without = [[other for other in top if other != edge] for edge in top]
     got = bs.faithfulness(*asked, edges, [len(top), circuit, *without])
     assert got.counts[:3] == [len(top), len(circuit), len(top) - 1]
-    assert got.values[0] == got.values[1]
-    carry = [abs(value - got.values[0]) > 1e-6 for value in got.values[2:]]
+    assert got.values[0] == pytest.approx(got.values[1], abs=1e-5)
+    carry = [abs(value - got.values[0]) > 1e-5 for value in got.values[2:]]
     assert not [edge for edge, does in zip(top, carry, strict=True) if does and edge not in circuit]
     if model == "gpt2":
         assert sum(carry) == len(circuit)

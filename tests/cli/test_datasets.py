@@ -42,6 +42,18 @@ def test_batch_writes_the_texts_of_steered_rows_and_goes_on(run, lines, tmp_path
     assert [row["length"] for row in rows] == [len(row["generated"]) for row in rows]
 
 
+@pytest.mark.parametrize("command", ["batch", "harvest"])
+def test_an_interrupt_tells_that_nothing_is_lost(run, lines, tmp_path, monkeypatch, command):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bs, {"batch": "generate_dataset"}.get(command, command), interrupt)
+    words = [lines, tmp_path / "out", *(["--site", "blocks.1"] if command == "harvest" else [])]
+    result = run(command, *words)
+    assert result.exit_code == 130
+    assert "note: interrupted; the same command goes on where it was." in result.output
+
+
 @pytest.mark.slow
 def test_batch_applies_a_recipe(run, lines, tmp_path):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")

@@ -101,6 +101,35 @@ def tuned(backbone):
     return layers
 
 
+def test_what_keras_compiled_follows_lora_too():
+    """Keras keeps its functions until `compile`; a task of KerasHub goes on with the old alpha."""
+    backbone = make_gpt2(num_layers=1)
+    layers = tuned(backbone)
+    ids = np.array([[1, 2, 3, 4]])
+    x, y = {"token_ids": ids, "padding_mask": np.ones_like(ids)}, ids + 1
+
+    def fresh():
+        lm = bs.CachedCausalLM(backbone)
+        lm.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+        return lm
+
+    def answers(lm):
+        values = [v.numpy() for v in backbone.trainable_variables]
+        found = [lm.predict(x, verbose=0), lm.evaluate(x, y, verbose=0)[0], lm.predict_on_batch(x)]
+        found.append(lm.train_on_batch(x, y)[0])
+        for variable, value in zip(backbone.trainable_variables, values, strict=True):
+            variable.assign(value)
+        return found
+
+    lm = fresh()
+    before = answers(lm)
+    for layer in layers:
+        layer.lora_alpha = 40.0
+    for one, other, old in zip(answers(lm), answers(fresh()), before, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert not np.allclose(one, old, rtol=1e-3)
+
+
 def test_lora_that_is_scaled_and_switched_off(rng):
     """`lora_alpha` and `lora_enabled` are no variables, but reach compiled programs too."""
     backbone = make_gpt2(num_layers=2)

@@ -61,8 +61,9 @@ class Measured(keras.layers.Layer):
         keras_hub.layers.TransformerDecoder(16, 2),
         keras.layers.GRU(32, return_sequences=True),
         keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(32)]),
+        keras.layers.Rescaling(np.linspace(0, 2, 32), offset=np.ones(32, "float32")),
     ],
-    ids=["metric", "built by a call alone", "recurrent", "nested"],
+    ids=["metric", "built by a call alone", "recurrent", "nested", "with arrays"],
 )
 def test_layers_in_an_edit_come_back(gpt2, tmp_path, layer):
     edited = bs.operate(gpt2, [Put("blocks.0", layer)])

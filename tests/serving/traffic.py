@@ -20,6 +20,8 @@ def edited(rng, backbone, **more):
         bs.Repeat("blocks.1"),
         bs.Condition("asked", vector(), threshold=0.9, at="blocks.0"),
         bs.Patch("blocks.0.mlp_output", name="patch"),
+        bs.Patch("blocks.1", name="along", directions=rng.normal(size=(2, size))),
+        bs.ProjectOut("none", vector(), strength=0.0),
         bs.Steer("mood", {i: vector() for i in blocks}, strength=0.0),
         bs.Steer("style", {1: vector()}, tokens=(3, 12), when="asked", strength=0.0),
         bs.Ablate("blocks.*.head_outputs", name="heads"),
@@ -80,6 +82,13 @@ def sampler(temperature, top_k, top_p):
 
 def random_controls(rng, hidden_dim, blocks, heads, run=40):
     """Settings for some of the edits of `edited`, of a request of which so many tokens are run."""
+
+    def vector():
+        return rng.normal(size=hidden_dim).astype("float32")
+
+    def patch():
+        return {"positions": [int(rng.integers(run))], "values": vector()[None]}
+
     choices = {
         "mood": lambda: [
             float(rng.normal()),
@@ -88,14 +97,19 @@ def random_controls(rng, hidden_dim, blocks, heads, run=40):
             bs.Control(float(rng.normal()), tokens="last"),
             bs.Control(float(rng.normal()), tokens=(-1 - int(rng.integers(20)), None)),
             bs.Schedule(rng.normal(size=5).tolist(), prompt=0.0),
-        ][rng.integers(6)],
+            bs.Control(float(rng.normal()), directions=bs.ControlVector({1: vector()})),
+        ][rng.integers(7)],
+        "none": lambda: [
+            float(rng.uniform()),
+            bs.Control(1.0, tokens="generated"),
+            bs.Control(1.0, directions=vector()),
+            bs.Control(0.5, directions=[vector()], tokens=(int(rng.integers(20)), None)),
+        ][rng.integers(4)],
         "style": lambda: float(rng.normal()),
         "asked": lambda: float(rng.uniform(-0.5, 1)),
         "heads": lambda: rng.integers(0, 2, (1, blocks + 1, heads)),
-        "patch": lambda: {
-            "positions": [int(rng.integers(run))],
-            "values": rng.normal(size=(1, hidden_dim)).astype("float32"),
-        },
+        "patch": patch,
+        "along": patch,
     }
     return {name: make() for name, make in choices.items() if rng.random() < 0.4} | {
         "heads": choices["heads"]() if rng.random() < 0.5 else 0
