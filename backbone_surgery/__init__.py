@@ -52,6 +52,7 @@ from backbone_surgery.recipes.recipe import load_recipe, save_recipe
 from backbone_surgery.rewriting import (
     Ablate,
     Capture,
+    Clamp,
     Condition,
     Control,
     Insert,
@@ -98,6 +99,7 @@ __all__ = [
     "CachedCausalLM",
     "Capture",
     "CheckReport",
+    "Clamp",
     "CompiledProgram",
     "Condition",
     "Control",

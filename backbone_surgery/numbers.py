@@ -69,6 +69,17 @@ def read_int32(value: Any, smallest: int, largest: int = 2**31 - 1) -> np.ndarra
     return array.astype(np.int32) if ((smallest <= array) & (array <= largest)).all() else None
 
 
+def repeats(indices: np.ndarray) -> bool:
+    """Tell whether an index from 0 on is there twice in a row of int[..., n].
+
+    Examples:
+        >>> repeats(np.array([[3, -1, -1], [0, 1, 2]])), repeats(np.array([4, 5, 4]))
+        (False, True)
+    """
+    ordered = np.sort(indices, axis=-1)
+    return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
+
+
 def read_mask(value: Any) -> np.ndarray | None:
     """Read an array of booleans, or of numbers that are 0 or 1.
 

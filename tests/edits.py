@@ -77,6 +77,22 @@ def patch_along(rng, _):
     )
 
 
+def clamp(rng, _):
+    features, values = np.array([[3, 20], [5, -1]]), rng.normal(size=(2, 2)).astype("float32")
+
+    def hook(x, _):
+        x = x.copy()
+        x[0, :, 3], x[0, :, 20], x[1, :, 5] = *values[0], values[1, 0]
+        return x
+
+    return Edit(
+        bs.Clamp("blocks.0.mlp_output"),
+        lambda model: model.blocks[0].at("mlp_output", hook),
+        clamp_features=features,
+        clamp_values=values,
+    )
+
+
 def ablate(rng, _):
     mask = np.array([[[1, 0, 0, 1]], [[0, 1, 0, 0]]], "float32")
     keep = 1 - mask[:, 0, None, :, None]
@@ -256,6 +272,7 @@ EDITS = {
         steer,
         patch,
         patch_along,
+        clamp,
         ablate,
         ablate_pattern,
         skip,

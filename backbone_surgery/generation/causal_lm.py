@@ -206,7 +206,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             strip_prompt: whether to return the new part alone.
             controls: `{name: value}` for the rewrites that declare controls. Changing values
                 compiles nothing; a `Schedule` of more than 64 steps does, once for each doubling,
-                and a `Patch` of another number of positions.
+                and a `Patch` of another number of positions or a `Clamp` of more features.
             seed: an int, the seed of every row, or one for each row. A row's text depends on its
                 seed and prompt alone. Without one, each call and row draws differently.
             batch_size: how many rows to run at once; all by default.

@@ -2,6 +2,7 @@
 
 from backbone_surgery.rewriting.ablate import Ablate
 from backbone_surgery.rewriting.capture import Capture
+from backbone_surgery.rewriting.clamp import Clamp
 from backbone_surgery.rewriting.condition import Condition
 from backbone_surgery.rewriting.control import Control, Schedule
 from backbone_surgery.rewriting.depth import Remove, Reorder, Repeat, Skip
@@ -20,6 +21,7 @@ from backbone_surgery.rewriting.wrap import Wrap
 __all__ = [
     "Ablate",
     "Capture",
+    "Clamp",
     "Condition",
     "Control",
     "Insert",

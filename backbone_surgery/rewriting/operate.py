@@ -20,6 +20,7 @@ from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.rewriting import (
     Ablate,
     Capture,
+    Clamp,
     Knockout,
     LowRank,
     Patch,
@@ -31,7 +32,7 @@ from backbone_surgery.rewriting import (
     Surgery,
 )
 
-_LOCAL = (Ablate, Capture, Knockout, LowRank, Patch, ProjectOut, Reft, Skip, Steer)
+_LOCAL = (Ablate, Capture, Clamp, Knockout, LowRank, Patch, ProjectOut, Reft, Skip, Steer)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, closest, shown
-from backbone_surgery.numbers import read_float32, read_int32
+from backbone_surgery.numbers import read_float32, read_int32, repeats
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.directions import orthonormal_basis
 from backbone_surgery.rewriting.fields import Fields
@@ -73,7 +73,7 @@ class Patch(ControlledRewrite):
         fields.span("directions", optional=True)
         if not isinstance(self.positions, str) or self.positions != "control":
             array = read_int32(self.positions, smallest=0)
-            if array is None or array.ndim != 1 or not array.size or _repeats(array):
+            if array is None or array.ndim != 1 or not array.size or repeats(array):
                 raise fields.refuse(
                     "positions from 0 on, each once, such as (0, 4), or 'control'",
                     self.positions,
@@ -172,7 +172,7 @@ def _read_positions(value: Any, rows: Rows, where: str) -> np.ndarray:
         or array.shape[0] not in (1, batch)
         or array.shape[1] not in (1, sites)
         or not array.size
-        or _repeats(array)
+        or repeats(array)
     ):
         raise SurgeryError(
             f"{where}: expected positions int[n], int[{batch}, n] or int[{batch}, {sites}, n], "
@@ -195,12 +195,6 @@ def _check_within(positions: np.ndarray, lengths: np.ndarray, where: str) -> Non
             f"last one at {lengths[row] - 1}. Received {last[row]}. Pass -1 where a row is not "
             "patched."
         )
-
-
-def _repeats(positions: np.ndarray) -> bool:
-    """Tell whether a position is there twice in a row, which would leave its value open."""
-    ordered = np.sort(positions, axis=-1)
-    return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
 def _check_paths(values: Any, sites: tuple[str, ...], where: str) -> None:

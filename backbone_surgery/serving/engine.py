@@ -200,7 +200,8 @@ class Engine:
     def warm_up(self, captures: bool = False) -> None:
         """Compile every program that requests can need, so that none waits for it.
 
-        What is not covered is a `Patch` of more positions than its default.
+        What is not covered is a `Patch` of more positions, and a `Clamp` of more features, than
+        their defaults.
 
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
