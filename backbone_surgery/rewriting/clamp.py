@@ -70,10 +70,11 @@ class Clamp(ControlledRewrite):
         >>> backbone = keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
         >>> edited = bs.operate(backbone, [bs.Clamp("blocks.0.mlp_hidden", features=(3, 7))])
         >>> lm = bs.CachedCausalLM(edited)
+        >>> prompts = {"token_ids": [[1, 2], [1, 2]], "padding_mask": [[1, 1], [1, 1]]}
         >>> clamp = {"features": [[3], [5]], "values": 2.0, "tokens": "generated"}
-        >>> ids = [[1, 2], [1, 2]]
-        >>> prompts = {"token_ids": ids, "padding_mask": [[1, 1], [1, 1]]}
-        >>> texts = lm.generate(prompts, max_new_tokens=2, controls={"clamp": clamp})
+        >>> options = {"max_new_tokens": 2, "stop_token_ids": None}
+        >>> lm.generate(prompts, controls={"clamp": clamp}, **options)["token_ids"].shape
+        (2, 4)
     """
 
     at: str

@@ -142,6 +142,7 @@ CASES = {
     "patch": lambda name, dtype: [bs.Patch("blocks.1")],
     "patch_along": lambda name, dtype: [bs.Patch("blocks.1", directions=[vector(), vector(1)])],
     "ablate": lambda name, dtype: [bs.Ablate("blocks.1.head_outputs", heads=[1, 3])],
+    "clamp": lambda name, dtype: [bs.Clamp("blocks.1.mlp_output", (3, 5), (1.0, -2.0))],
     "ablate_mean": lambda name, dtype: [ablated("mean", (4, 8))],
     "ablate_resample": lambda name, dtype: [ablated("resample", (3, 4, 8))],
     "insert": lambda name, dtype: [bs.Insert("blocks.*.mlp_output", dense(dtype))],
@@ -170,10 +171,11 @@ CASES = {
 """An edit with each rewrite of the library, and with some of one's own."""
 
 INPUTS = {
-    "patch": {
+    case: {
         "patch_positions": np.array([[[2]], [[4]]]),
         "patch_value_0": np.ones((ROWS, 1, SIZE), "float32"),
     }
+    for case in ("patch", "patch_along")
 }
 
 
