@@ -203,6 +203,8 @@ def _at(name: str, value: Any, strengths: list[float]) -> Any:
     """Return what is passed for the control: strengths, and what else was set of it."""
     if value is None:
         return strengths
+    if isinstance(value, Mapping) and "values" not in value:  # of a `Clamp`
+        return {**value, "values": np.array(strengths, "float32")[:, None]}
     if not isinstance(value, Control) or value.strength is not None:
         raise SurgeryError(
             f"sweep at control '{name}': expected a Control without a strength, since `strengths` "

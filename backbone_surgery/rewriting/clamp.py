@@ -28,8 +28,8 @@ from backbone_surgery.rewriting.steering import in_range
 UNUSED = -1
 """A feature that is none: nothing is set there."""
 
-_LEAST = 4
-"""A row has at least so many features, unused ones included, so that few programs are compiled."""
+_LEAST, _MOST = 4, 256
+"""How many features a row has, unused ones included: few programs are compiled, all are quick."""
 
 _KEYS = ("features", "values", "tokens")
 
@@ -45,8 +45,8 @@ class Clamp(ControlledRewrite):
     Which features, and to what, may differ from row to row in a call: `controls={name: {"features":
     int[n] or int[batch, n], "values": a number, float[n], float[batch, n] or float[batch, 1],
     "tokens": ...}}`. -1 is no feature. What is left out is as in the rewrite; a number alone, or
-    float[batch], is the value of all its features. Up to four features for each row compile nothing
-    new, nor do others; more do, at each doubling.
+    float[batch], is the value of all its features. A row has at most 256. Up to four, or as many as
+    the rewrite names, compile nothing new, nor do others; more do, at each doubling.
 
     The inputs of the graph are `<name>_features` int32[batch, n], `<name>_values`
     float32[batch, n] and `<name>_tokens` int32[batch, 3].
@@ -90,15 +90,17 @@ class Clamp(ControlledRewrite):
         fields.name()
         fields.integer("size", smallest=1, optional=True)
         fields.keep("tokens", read_tokens(self.tokens, fields.where))
-        features = np.zeros(0, "int32") if self.features == () else read_int32(self.features, 0)
-        if features is None or features.ndim != 1 or repeats(features):
-            advice = "Pass `(12, 40)`, say."
-            raise fields.refuse("features from 0 on, each once", self.features, advice)
+        is_empty = isinstance(self.features, tuple | list) and not self.features
+        features = np.zeros(0, "int32") if is_empty else read_int32(self.features, 0)
+        fits = features is not None and features.ndim == 1 and len(features) <= _MOST
+        if features is None or not fits or repeats(features):
+            rule = f"up to {_MOST} features from 0 on, each once"
+            raise fields.refuse(rule, self.features, "Pass `(12, 40)`, say.")
         fields.keep("features", tuple(features.tolist()))
         values = read_finite(self.values)
         if values is None or values.shape not in ((), features.shape):
             raise fields.refuse(
-                f"`values` to be a finite number, or {len(features)}, one for each feature",
+                f"`values` to be a finite number, or one for each feature, [{len(features)}]",
                 self.values,
                 "0 takes a feature out.",
             )
@@ -159,16 +161,17 @@ class Clamp(ControlledRewrite):
             )
         features = self._read_features(control.get("features"), where, rows)
         if value is None or isinstance(value, Mapping):
-            values = self._read_values(control.get("values"), features, where)
+            given = control.get("values")
         else:
-            amounts = bind_amounts(value, where, rows.batch, or_else=", or a dict; see `Clamp`")
-            values = np.broadcast_to(amounts[:, None], features.shape)
-        if not features.shape[1] and control.get("values", value) is not None:
+            given = bind_amounts(value, where, rows.batch, or_else=", or a dict; see `Clamp`")
+            given = given[:, None]
+        if not features.shape[1] and value is not None:
             raise SurgeryError(
-                f"{where}: expected features to set. Received values alone, for a `Clamp` that "
-                "names none. Pass `features` with them."
+                f"{where}: expected features to set, since the `Clamp` names none. Received "
+                f"{shown(value)}. Name `features` in the `Clamp`, or pass them with the values."
             )
-        features, values = self._padded(features, values)
+        values = self._read_values(given, features, where)
+        features, values = self._padded(*_trimmed(features, values, where))
         tokens = self.tokens if control.get("tokens") is None else control["tokens"]
         return {
             f"{self.name}_features": features,
@@ -187,7 +190,8 @@ class Clamp(ControlledRewrite):
             most = "" if self.size is None else f" to {self.size - 1}"
             raise SurgeryError(
                 f"{where}: expected features int[n] or int[{rows.batch}, n], from 0{most}, or -1 "
-                f"for none, each once in a row. Received {shown(value)}. Count from 0."
+                f"for none, each once in a row. Received {shown(value)}. Pass [3, 7], say; fill "
+                "shorter rows up with -1."
             )
         return np.broadcast_to(array, (rows.batch, array.shape[1]))
 
@@ -197,9 +201,9 @@ class Clamp(ControlledRewrite):
         own = np.float32(0 if (features == UNUSED).all() else self.values)
         array = own if value is None else read_finite(value)
         if array is None or np.shape(array) not in ((), (n,), (1, n), (batch, n), (batch, 1)):
+            each = f"[{n}] (one for each feature), [{batch}, {n}]{f' or [{batch}, 1]' * (n > 1)}"
             raise SurgeryError(
-                f"{where}: expected values, a finite number, [{n}] (one for each feature), "
-                f"[{batch}, {n}] or [{batch}, 1]. Received "
+                f"{where}: expected values, a finite number, {each}. Received "
                 f"{shown(self.values if value is None else value)}. Pass one of these."
             )
         return np.broadcast_to(array, features.shape)
@@ -207,8 +211,22 @@ class Clamp(ControlledRewrite):
     def _padded(self, features: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fill up with features that are none: to four, or twice as many as often as needed."""
         count = features.shape[1]
-        missing = (0, 0), (0, max(_LEAST, 1 << max(count - 1, 0).bit_length()) - count)
+        least = max(count, len(self.features), _LEAST)
+        missing = (0, 0), (0, (1 << (least - 1).bit_length()) - count)
         return np.pad(features, missing, constant_values=UNUSED), np.pad(values, missing)
+
+
+def _trimmed(features: np.ndarray, values: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Sort each row, and leave out columns that are no feature in any row."""
+    order = np.argsort(-features, axis=1)
+    features, values = (np.take_along_axis(x, order, axis=1) for x in (features, values))
+    most = int((features != UNUSED).sum(axis=1).max(initial=0))
+    if most > _MOST:
+        raise SurgeryError(
+            f"{where}: expected at most {_MOST} features in a row. Received {most}. Set fewer, or "
+            "`Patch` the whole site."
+        )
+    return features[:, :most], values[:, :most]
 
 
 class Clamping(SiteLayer):

@@ -1,10 +1,12 @@
 """Clamped features equal NumPy, row by row, in every way a model is run."""
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.serving.web.steering import Vectors, read_steering
 from tests.edits import save_autoencoder
 from tests.families import ROWS
@@ -46,8 +48,8 @@ def test_features_of_an_autoencoder_row_by_row(spliced, rng):
     assert relative(cached["after/blocks.1"], got["after/blocks.1"]) <= EXACT
 
 
-def clamped(backbone, **settings):
-    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Clamp("blocks.1.mlp_hidden", **settings)]))
+def clamped(backbone, at="blocks.1.mlp_hidden", **settings):
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Clamp(at, **settings)]))
     lm.compile(sampler="greedy")
     return lm
 
@@ -132,6 +134,42 @@ def test_up_to_four_features_compile_nothing_new(rng):
     assert run([0, 1, 2, 3, 4]) != before
 
 
+def test_a_rewrite_of_more_features_compiles_nothing_new_for_fewer(rng):
+    lm, prompts = clamped(make_gpt2(), features=np.arange(6), values=1.0), ragged(rng, (4, 4), 4)
+
+    def run(clamp):
+        controls = {"clamp": clamp} if clamp else None
+        lm.generate(prompts, controls=controls, max_new_tokens=3, stop_token_ids=None)
+        return dict(lm.programs.compilations)
+
+    assert run(None) == run({"features": [1]}) == run({"features": [*range(8)]})
+
+
+def test_features_that_are_none_take_no_room():
+    lm = clamped(make_gpt2())
+    clamp = {"features": [[-1] * 5000, [-1] * 4999 + [3]], "values": 2.0}
+    bound = bind_controls(lm.opened, {"clamp": clamp}, np.array([3, 3]))
+    assert bound["clamp_features"].tolist() == [[-1] * 4, [3, -1, -1, -1]]
+    many = clamped(keras_hub.models.GPT2Backbone(60, 1, 2, 16, 300), at="blocks.0.mlp_hidden")
+    with pytest.raises(bs.SurgeryError, match="expected at most 256 features in a row"):
+        bind_controls(many.opened, {"clamp": {"features": [*range(257)]}}, np.array([3]))
+
+
+def test_a_sweep_over_values():
+    bundled = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm = bs.CachedCausalLM(
+        bs.operate(bundled.backbone, [bs.Clamp("blocks.1.mlp_hidden")]), bundled.preprocessor
+    )
+    lm.compile(sampler="greedy")
+    prompt, clamp = "Once upon a time", {"features": [3, 4]}
+    options = {"max_new_tokens": 6}
+    swept = bs.sweep(lm, [prompt], "clamp", [0.0, 90.0], controls={"clamp": clamp}, **options)
+    for row in swept.rows:
+        controls = {"clamp": {**clamp, "values": row.strength}}
+        wanted = lm.generate(prompt, controls=controls, strip_prompt=True, **options)
+        assert row.text == wanted
+
+
 def test_the_engine_and_a_prefix_that_features_would_change(rng):
     lm = clamped(make_gpt2())
     prompts = [rng.integers(1, 60, 40).tolist() for _ in range(3)]
@@ -186,10 +224,11 @@ def test_a_recipe_holds_it(tmp_path, rng):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"features": (1, 1)}, "expected features from 0 on, each once"),
-        ({"features": (-1,)}, "expected features from 0 on, each once"),
-        ({"features": 3}, "expected features from 0 on, each once"),
-        ({"features": (1, 2), "values": (1.0,)}, "finite number, or 2, one for each feature"),
+        ({"features": (1, 1)}, "expected up to 256 features from 0 on, each once"),
+        ({"features": (-1,)}, "expected up to 256 features from 0 on, each once"),
+        ({"features": 3}, "expected up to 256 features from 0 on, each once"),
+        ({"features": range(257)}, "expected up to 256 features from 0 on, each once"),
+        ({"features": (1, 2), "values": (1.0,)}, r"or one for each feature, \[2\]"),
         ({"values": float("nan")}, "`values` to be a finite number"),
         ({"features": (64,)}, "expected features from 0 to 63. Received 64"),
     ],
@@ -219,8 +258,11 @@ def test_sites_that_have_no_row_of_numbers(at):
         ({"features": [1, 2], "values": [1.0, 2.0, 3.0]}, r"\[2\] \(one for each feature\)"),
         ({"features": [1], "values": float("inf")}, "expected values, a finite number"),
         ({"features": [1], "tokens": "some"}, "expected tokens"),
-        ({"values": 3.0}, "expected features to set. Received values alone"),
-        (3.0, "expected features to set. Received values alone"),
+        ({"features": [[1, 2], [3]]}, "fill shorter rows up with -1"),
+        ({"features": [1], "values": [1.0, 2.0]}, r"feature\), \[2, 1\]\. Received"),
+        ({"values": 3.0}, "expected features to set, since the `Clamp` names none"),
+        ({}, "expected features to set, since the `Clamp` names none. Received {}"),
+        (3.0, "Name `features` in the `Clamp`, or pass them with the values"),
         ("all", "or a dict; see `Clamp`"),
     ],
 )
