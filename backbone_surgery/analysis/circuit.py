@@ -124,13 +124,15 @@ def _read_circuits(edges: Any, circuits: Any) -> list[np.ndarray]:
     order = edges.order()
     known = {(edges.senders[s], edges.receivers[r]): (s, r) for s, r in order}
     is_list = np.iterable(circuits) and not isinstance(circuits, str)
+    circuits = list(circuits) if is_list else circuits
     listed = [_chosen(circuit, order, known) for circuit in circuits] if is_list else []
     chosen = [circuit for circuit in listed if circuit is not None]
     if not listed or len(chosen) < len(listed):
+        wrong = next((circuits[i] for i, found in enumerate(listed) if found is None), circuits)
         raise SurgeryError(
             f"{_OPERATION} at 'circuits': expected ints from 0 to {len(order)}, as many edges as "
             "there are, or lists of edges, each (sender, receiver) as `edges.top()` names them. "
-            f"Received {shown(circuits)}. Pass [10, 100], say."
+            f"Received {shown(wrong)}. Pass [10, edges.circuit(100)], say."
         )
     kept = np.zeros((len(chosen), *edges.values.shape), bool)
     for one, circuit in zip(kept, chosen, strict=True):
@@ -145,9 +147,10 @@ def _chosen(circuit: Any, order: list[Any], known: Mapping[Any, Any]) -> list[An
         return order[:circuit] if 0 <= circuit <= len(order) else None
     if isinstance(circuit, str) or not np.iterable(circuit):
         return None
-    named = [tuple(edge[:2]) if isinstance(edge, tuple | list) else edge for edge in circuit]
     try:
-        return [known[edge] for edge in named]
+        edges = [tuple(edge) for edge in circuit]
+        named = [edge[:2] for edge in edges if len(edge) in (2, 3)]
+        return [known[edge] for edge in named] if len(named) == len(edges) else None
     except (KeyError, TypeError):
         return None
 

@@ -92,6 +92,9 @@ class Edges:
     def mean(edges: "Sequence[Edges]") -> "Edges":
         """Return the mean of the edges of several pairs of texts in the same model.
 
+        Args:
+            edges: those of each pair, one or more.
+
         Raises:
             SurgeryError: no edges, or edges between others.
         """
@@ -110,7 +113,7 @@ class Edges:
                 )
         return replace(
             first,
-            values=np.mean([one.values for one in listed], axis=0, dtype="float32"),
+            values=np.mean([one.values for one in listed], axis=0, dtype="float64").astype("f4"),
             clean=float(np.mean([one.clean for one in listed])),
             corrupted=float(np.mean([one.corrupted for one in listed])),
             is_exact=all(one.is_exact for one in listed),

@@ -46,16 +46,6 @@ def plain_warnings() -> Iterator[None]:
         warnings.showwarning = before
 
 
-@contextmanager
-def resumable() -> Iterator[None]:
-    """Say, where what runs inside is interrupted, that nothing is lost."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        note("interrupted; the same command goes on where it was.")
-        raise
-
-
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Have a command end with a message and exit code 2 where the input is bad."""
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from backbone_surgery.cli.console import count_files, resumable, write
+from backbone_surgery.cli.console import count_files, write
+from backbone_surgery.cli.interrupt import resumable
 from backbone_surgery.cli.loading import is_vector_file, load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,

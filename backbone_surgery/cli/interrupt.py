@@ -6,6 +6,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -14,6 +16,21 @@ INTERRUPTED = 130
 
 _GRACE = 2.0
 """Seconds for a command to end by itself."""
+
+
+_last_words: list[str] = []
+"""What is said to whom interrupts."""
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Have an interrupt say that nothing is lost of what runs inside.
+
+    After an error it still does: an interrupt is one, and is told of when it got through.
+    """
+    _last_words.append("note: interrupted; the same command goes on where it was.")
+    yield
+    _last_words.clear()
 
 
 def end_when_interrupted() -> None:
@@ -35,7 +52,7 @@ def end_at_once() -> None:
     A compiled program may still run on other threads, and would read what Python has freed.
     """
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(*_last_words, sep="\n", end="\n" * len(_last_words), file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
 
 

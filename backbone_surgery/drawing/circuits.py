@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from backbone_surgery.analysis.edges import Edges
 from backbone_surgery.drawing.canvas import (
     DETAIL,
@@ -22,9 +24,11 @@ from backbone_surgery.drawing.layout import Arrow, Point, numbers, read_arrow, r
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.files import picture_path
+from backbone_surgery.numbers import check_count
 
 _OPERATION = "plot_circuit"
-_UP, _DOWN = "#b2182b", "#2166ac"
+_COLOURS = {1: "#b2182b", -1: "#2166ac", 0: "#8c959f"}
+"""Of an arrow, by the sign of its value."""
 _WIDTHS = (0.8, 4.0)
 """Of an arrow of no value, and of the greatest, in points."""
 
@@ -41,7 +45,8 @@ def plot_circuit(edges: Edges, to_file: str = "circuit.png", count: int = 30, dp
 
     From the embeddings at the top to the logits at the bottom, block by block. An arrow that is red
     raises the metric of the corrupted text, a blue one lowers it, and the wider it is, the more.
-    By head q, k or v says whether it is read as a query, key or value. Edges that do not join the
+    By head q, k or v says whether it is read as a query, key or value; one that several heads share
+    has an arrow to each. Edges that do not join the
     embeddings to the logits are left out, see `Edges.circuit`.
 
     Args:
@@ -79,20 +84,21 @@ def plot_circuit(edges: Edges, to_file: str = "circuit.png", count: int = 30, dp
 
 
 def _links(edges: Edges, count: int) -> list[Link]:
-    """Return what leads from node to node, those of the smallest values first."""
+    """Return what leads from node to node, those of the greatest values first."""
+    check_count(_OPERATION, "count", count, "edges")
     circuit = edges.circuit(count)
     if not circuit:
         raise SurgeryError(
             f"{_OPERATION} at 'count': expected edges that join the embeddings to the logits. "
-            f"Received none among the {count} of the greatest values. Pass a greater count."
+            f"Received {len(edges.top(count))} edges of which none do. Pass a greater count."
         )
     senders = {sender for sender, _, _ in circuit}
     links = []
-    for sender, receiver, value in reversed(circuit):
+    for sender, receiver, value in circuit:
         fed = edges.feeds[edges.receivers.index(receiver)]
         nodes = [name for name, is_fed in zip(edges.senders, fed, strict=True) if is_fed]
         read = _READ.fullmatch(receiver)
-        for node in [name for name in nodes if name in senders] or [receiver]:
+        for node in [name for name in nodes if name in senders] or [receiver]:  # the logits
             links.append((sender, node, read[1] if read else "", value))
     return links
 
@@ -148,26 +154,27 @@ def _place(name: str) -> tuple[int, int, int]:
 
 
 def _draw_links(ax: Any, links: list[Link], arrows: list[Arrow]) -> None:
-    most = max(abs(value) for *_, value in links)
-    for (_, _, read, value), arrow in zip(links, arrows, strict=True):
+    """Draw arrows, and the letters of those between the same two side by side."""
+    most = max(abs(value) for *_, value in links) or 1.0
+    for (_, _, _, value), arrow in zip(links, arrows, strict=True):
         width = _WIDTHS[0] + (_WIDTHS[1] - _WIDTHS[0]) * abs(value) / most
-        colour = _UP if value > 0 else _DOWN
-        draw_arrow(ax, arrow, colour, width)
+        draw_arrow(ax, Arrow(arrow.curve, None, False), "white", width + 1.5)
+        draw_arrow(ax, arrow, _COLOURS[int(np.sign(value))], width)
+    between = [link[:2] for link in links]
+    for i, ((_, _, read, value), arrow) in enumerate(zip(links, arrows, strict=True)):
+        place = (1 + between[:i].count(between[i])) / (1 + between.count(between[i]))
+        style = {"ha": "center", "va": "center", "color": _COLOURS[int(np.sign(value))], **DETAIL}
+        patch = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
         if read:
-            style = {"ha": "center", "va": "center", "color": colour, **DETAIL}
-            patch = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
-            ax.text(*_middle(arrow.curve), read, bbox=patch, **style)
+            ax.text(*_along(arrow.curve, place), read, bbox=patch, zorder=1, **style)
 
 
-def _middle(curve: list[Point]) -> Point:
-    """Return a point amid a chain of cubic Bézier curves: in the middle one, or where two meet."""
+def _along(curve: list[Point], share: float) -> Point:
+    """Return the point of a chain of cubic Bézier curves after a share of them."""
     parts = len(curve) // 3
-    start = 3 * (parts // 2)
-    if parts % 2 == 0:
-        return curve[start]
-    weights = (1 / 8, 3 / 8, 3 / 8, 1 / 8)
-    x, y = (
-        sum(w * point[axis] for w, point in zip(weights, curve[start : start + 4], strict=True))
-        for axis in (0, 1)
-    )
+    start = min(int(share * parts), parts - 1)
+    t = share * parts - start
+    weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3
+    points = curve[3 * start : 3 * start + 4]
+    x, y = (sum(w * p[axis] for w, p in zip(weights, points, strict=True)) for axis in (0, 1))
     return x, y

@@ -1,6 +1,7 @@
 """Training: which variables of an edited model learn, decided without touching shared layers."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -54,15 +55,18 @@ class TrainsOwnLayers:
 
     def make_train_function(self, force: bool = False) -> Any:
         """As upstream; made anew where LoRA was set to something else since."""
-        return super().make_train_function(force or self._is_old("train"))  # type: ignore[misc]
+        renewed = self._renew("train")
+        return super().make_train_function(force or renewed)  # type: ignore[misc]
 
     def make_test_function(self, force: bool = False) -> Any:
         """As `make_train_function`."""
-        return super().make_test_function(force or self._is_old("test"))  # type: ignore[misc]
+        renewed = self._renew("test")
+        return super().make_test_function(force or renewed)  # type: ignore[misc]
 
     def make_predict_function(self, force: bool = False) -> Any:
         """As `make_train_function`."""
-        return super().make_predict_function(force or self._is_old("predict"))  # type: ignore[misc]
+        renewed = self._renew("predict")
+        return super().make_predict_function(force or renewed)  # type: ignore[misc]
 
     @property
     def trainable_variables(self) -> list[Any]:
@@ -84,12 +88,20 @@ class TrainsOwnLayers:
         """As `non_trainable_variables`, without the states of seeds and metrics."""
         return self._split(super().trainable_weights, super().non_trainable_weights)[1]  # type: ignore[misc]
 
-    def _is_old(self, kind: str) -> bool:
-        """Tell whether a function that Keras keeps was made under other settings of LoRA."""
+    def _renew(self, kind: str) -> bool:
+        """Tell whether a function that Keras keeps was made under other settings of LoRA.
+
+        If so, its step becomes a new callable: JAX goes by that, as long as somebody keeps the old
+        function, such as the traceback of an error.
+        """
         made_under, settings = made_once(self, "made under", dict), lora_settings(self)
         before = made_under.get(kind, settings)
         made_under[kind] = settings
-        return before != settings
+        is_old = before != settings
+        if is_old and kind != "predict":  # of that Keras makes a new one itself
+            step = f"{kind}_step"
+            object.__setattr__(self, step, functools.partial(getattr(type(self), step), self))
+        return is_old
 
     def _split(self, trainable: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
         own = {id(v) for layer in self.trained_layers for v in layer.trainable_variables}

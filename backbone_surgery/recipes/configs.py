@@ -26,6 +26,9 @@ _MODULES = {f"keras.{name}": getattr(keras, name) for name in _BUILT_IN.split()}
 _ARRAYS = ("__numpy__", "__tensor__")
 """What Keras calls arrays in configs, such as the scale of `Rescaling`."""
 
+_DTYPES = ("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "bool")
+"""Those of arrays that a config may hold."""
+
 REFUSED = (
     *(keras.layers.Lambda, keras.layers.TFSMLayer, keras.layers.TorchModuleWrapper),
     *(keras.layers.JaxLayer, keras.layers.FlaxLayer),
@@ -80,7 +83,9 @@ def check_config(config: Any, where: str) -> None:
 def _allowed(config: dict[str, Any]) -> bool:
     if config["class_name"] in _ARRAYS and {*config} == {"class_name", "config"}:
         inner = config["config"]
-        return isinstance(inner, dict) and {*inner} == {"value", "dtype"}
+        if not isinstance(inner, dict) or {*inner} != {"value", "dtype"}:
+            return False
+        return isinstance(inner["value"], list) and inner["dtype"] in _DTYPES
     keys = ("class_name", "registered_name", "module")
     name, registered, module = (config.get(key) for key in keys)
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):

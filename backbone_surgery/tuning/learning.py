@@ -186,7 +186,7 @@ def fit(
     model.compile(optimizer=keras.optimizers.Adam(rate), loss=loss)
     size = len(y) // steps
     if hosts.span(model):
-        hosts.agree(model, "learning", {"texts": x, "tokens that count": y})
+        hosts.agree(model, model.name, {"texts and settings": x, "targets": y})
         import tensorflow as tf  # a dataset of it is what Keras shares among processes
 
         data = tf.data.Dataset.from_tensor_slices((dict(x), y)).batch(size, drop_remainder=True)

@@ -94,6 +94,13 @@ def test_bad_input_is_refused():
     for circuits in ([], [-1], [1.5], "12", 3, [7], *([edge] for edge in unknown)):
         with pytest.raises(bs.SurgeryError, match=r"at 'circuits': expected ints from 0 to 6"):
             bs.faithfulness(*asked, edges, circuits)
+    with pytest.raises(bs.SurgeryError, match=r"Received 7\. Pass \[10, edges\.circuit\(100\)\]"):
+        bs.faithfulness(*asked, edges, [1, 7])
+    four = [(*edges.top(1)[0], 1.0)]
+    with pytest.raises(bs.SurgeryError, match="at 'circuits'"):
+        bs.faithfulness(*asked, edges, [four])
+    pairs = np.array([edge[:2] for edge in edges.top(2)])
+    assert len(set(bs.faithfulness(*asked, edges, [pairs, 2]).values.tolist())) == 1
     with pytest.raises(bs.SurgeryError, match="at 'edges': expected `Edges`"):
         bs.faithfulness(*asked, edges.values, [1])
     some = bs.edge_patching(*asked, receivers="logits")

@@ -3,6 +3,10 @@
 import inspect
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -42,16 +46,30 @@ def test_batch_writes_the_texts_of_steered_rows_and_goes_on(run, lines, tmp_path
     assert [row["length"] for row in rows] == [len(row["generated"]) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["batch", "harvest"])
-def test_an_interrupt_tells_that_nothing_is_lost(run, lines, tmp_path, monkeypatch, command):
-    def interrupt(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bs, {"batch": "generate_dataset"}.get(command, command), interrupt)
-    words = [lines, tmp_path / "out", *(["--site", "blocks.1"] if command == "harvest" else [])]
-    result = run(command, *words)
-    assert result.exit_code == 130
-    assert "note: interrupted; the same command goes on where it was." in result.output
+def test_an_interrupt_tells_that_nothing_is_lost(lines, tmp_path, command):
+    """Also while a compiled program runs, of which Python would hear only when that is done."""
+    words = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import jax, numpy, sys; from backbone_surgery import cli; import backbone_surgery as bs\n"
+        "count = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 1, lambda x: -x, x))\n"
+        "def wait(*args, **options): print('begun', flush=True); numpy.asarray(count(0))\n"
+        "bs.generate_dataset = bs.harvest = wait; cli.main()"
+    )
+    site = ["--site", "blocks.1"] if command == "harvest" else []
+    asked = [sys.executable, "-c", words, command, str(lines), str(tmp_path / "out"), *site]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(asked, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "note: interrupted; the same command goes on where it was." in errors
 
 
 @pytest.mark.slow

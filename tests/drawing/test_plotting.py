@@ -1,5 +1,6 @@
 """Pictures are files in every format, on a machine that has nothing but what pip brings."""
 
+import dataclasses
 import re
 import sys
 
@@ -195,6 +196,9 @@ def test_a_picture_of_a_circuit_has_an_arrow_for_each_edge(edges, tmp_path):
     assert svg.count("stroke: #b2182b") == raised
     assert svg.count("stroke: #2166ac") == len(circuit) - raised
     assert 0 < raised < len(circuit)
+    zero = dataclasses.replace(edges, values=0 * edges.values)
+    bs.plot_circuit(zero, str(path), count=200)
+    assert path.read_text().count("stroke: #8c959f") == len(zero.order())
 
 
 @pytest.mark.usefixtures("graphviz")
@@ -220,8 +224,10 @@ def test_what_is_no_circuit_is_not_drawn(edges, tmp_path):
     path = str(tmp_path / "circuit.png")
     with pytest.raises(bs.SurgeryError, match="plot_circuit: expected `Edges`"):
         bs.plot_circuit(edges.values, path)
-    with pytest.raises(bs.SurgeryError, match="Received none among the 1 of the greatest values"):
+    with pytest.raises(bs.SurgeryError, match="Received 1 edges of which none do"):
         bs.plot_circuit(edges, path, count=1)
+    with pytest.raises(bs.SurgeryError, match="plot_circuit at 'count'"):
+        bs.plot_circuit(edges, path, count=0)
     with pytest.raises(bs.SurgeryError, match="plot_circuit: expected dpi"):
         bs.plot_circuit(edges, path, dpi=0)
     with pytest.raises(bs.SurgeryError, match=r"plot_circuit at '.*': expected a file that ends"):
