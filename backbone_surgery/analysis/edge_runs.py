@@ -115,11 +115,10 @@ class EdgeRuns:
         table, rows, columns = self.table()
         feeds = np.zeros(table.shape[::-1], bool)
         for reader in self.receivers:
-            for path, names in self.senders.items():
-                if self.streams.feeds(reader, path):
-                    groups = np.eye(len(reader.names), dtype=bool)
-                    part = np.repeat(groups, len(names) // len(groups), axis=1)
-                    feeds[columns[reader.path], rows[path]] = part
+            for path in self.streams.fed(reader):
+                groups = np.eye(len(reader.names), dtype=bool)
+                part = np.repeat(groups, len(self.senders[path]) // len(groups), axis=1)
+                feeds[columns[reader.path], rows[path]] = part
         return feeds
 
     def sent(self, path: str) -> np.ndarray:

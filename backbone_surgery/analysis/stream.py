@@ -205,16 +205,16 @@ class Streams:
         numbers = {path: self._cuts[path][1] for path in self.written}
         return {path: known[n] for path, n in numbers.items() if n in known}
 
-    def feeds(self, reader: Reader, path: str) -> bool:
-        """Tell whether what a reader makes is written at a path, or read by the heads there."""
-        if not self.has_heads(path):
-            return reader.number == self.number(path)
-        known = {reader.number}
+    def fed(self, reader: Reader) -> list[str]:
+        """Return the paths at which what a reader makes is written, or read by the heads there."""
+        if reader.heads is None:
+            same = (p for p in self.written if self.number(p) == reader.number)
+            return [path for path in same if not self.has_heads(path)]
         reached: set[int] = set()
-        for stage in self._stages.stages:
-            reached.update(stage.reached(known))
-            known |= reached - self._held
-        return reader.heads is not None and self.number(heads_of(path)) in reached
+        for stage in self._stages.stages[self._stages.maker(reader.number) :]:
+            reached.update(stage.reached({reader.number} | (reached - self._held)))
+        paths = filter(self.has_heads, self.written)
+        return [path for path in paths if self.number(heads_of(path)) in reached]
 
     def has_heads(self, path: str) -> bool:
         """Tell whether what is written at a path is taken head by head."""

@@ -46,8 +46,8 @@ def plot_circuit(edges: Edges, to_file: str = "circuit.png", count: int = 30, dp
     From the embeddings at the top to the logits at the bottom, block by block. An arrow that is red
     raises the metric of the corrupted text, a blue one lowers it, and the wider it is, the more.
     By head q, k or v says whether it is read as a query, key or value; one that several heads share
-    has an arrow to each. Edges that do not join the
-    embeddings to the logits are left out, see `Edges.circuit`.
+    has an arrow to each. Edges that do not join the embeddings to the logits are left out, see
+    `Edges.circuit`.
 
     Args:
         edges: what `edge_attribution` or `edge_patching` returned, of all receivers.
