@@ -72,6 +72,7 @@ from backbone_surgery.rewriting import (
     Skip,
     SparseAutoencoder,
     Steer,
+    Transcoder,
     Wrap,
 )
 from backbone_surgery.rewriting.nested import rewrite_nested
@@ -145,6 +146,7 @@ __all__ = [
     "SurgeryError",
     "Sweep",
     "TokenLogprobs",
+    "Transcoder",
     "TransferReport",
     "Trial",
     "Tuning",

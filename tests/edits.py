@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 import backbone_surgery as bs
 from backbone_surgery.opening.site import places
 from tests.numpy_models import weights_of
+from tests.transcoders import arrays, decode, encode, save_gemma_scope_2
 
 TIME, SIZE = 6, 32
 
@@ -266,6 +267,19 @@ def sparse_autoencoder(rng, _, folder=None):
     )
 
 
+def transcoder(rng, _, folder=None):
+    w, read = arrays(rng), []
+    path = save_gemma_scope_2(folder / "transcoder", w)
+
+    def in_numpy(model):
+        model.blocks[1].at("mlp_norm", lambda s, _: read.append(s) or s)
+        model.blocks[1].at(
+            "mlp_output", lambda *_: decode(read[-1], encode(read[-1], w, "jumprelu"), w)
+        )
+
+    return Edit(bs.Transcoder("blocks.1.mlp_output", path), in_numpy)
+
+
 EDITS = {
     f.__name__: f
     for f in (
@@ -278,6 +292,7 @@ EDITS = {
         skip,
         insert,
         replace,
+        transcoder,
         low_rank,
         reft,
         project_out,

@@ -41,7 +41,7 @@ def backbone(family):
 
 def make(names, backbone, rng, folder):
     """Make the edits of these names, the edited model, and the same in NumPy."""
-    extra = {"sparse_autoencoder": {"folder": folder}}
+    extra = {key: {"folder": folder} for key in ("sparse_autoencoder", "transcoder")}
     edits = [EDITS[name](rng, backbone, **extra.get(name, {})) for name in names]
     rewrites = [edit.rewrite for edit in edits]
     edited = bs.operate(backbone, [*rewrites, bs.Capture("blocks.*", "blocks.*.*")])

@@ -280,7 +280,7 @@ def test_every_rewrite(name, rng, tmp_path):
         del edits["replace"]
         with pytest.raises(bs.SelectorError, match="matches nothing among"):
             bs.operate(backbone, [bs.Ablate("blocks.0.mlp_hidden")])
-    extra = {"sparse_autoencoder": {"folder": tmp_path}}
+    extra = {key: {"folder": tmp_path} for key in ("sparse_autoencoder", "transcoder")}
     made = [edit(rng, backbone, **extra.get(key, {})) for key, edit in edits.items()]
     model = bs.operate(backbone, [edit.rewrite for edit in made])
     controls = {k: v for edit in made for k, v in edit.inputs.items()}

@@ -16,6 +16,7 @@ from backbone_surgery.rewriting.reft import Reft
 from backbone_surgery.rewriting.rewrite import Rewrite, Rows, SiteRewrite, Surgery
 from backbone_surgery.rewriting.sparse_autoencoder import SparseAutoencoder
 from backbone_surgery.rewriting.steer import Steer
+from backbone_surgery.rewriting.transcoder import Transcoder
 from backbone_surgery.rewriting.wrap import Wrap
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "SparseAutoencoder",
     "Steer",
     "Surgery",
+    "Transcoder",
     "Wrap",
 ]

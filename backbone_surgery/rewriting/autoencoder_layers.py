@@ -27,11 +27,15 @@ def encoder_of(autoencoder: Autoencoder, name: str) -> "Encoder":
     return layer.filled(**values)
 
 
-def decoder_of(autoencoder: Autoencoder, name: str) -> "Decoder":
-    """Return the decoder of an autoencoder."""
+def decoder_of(autoencoder: Autoencoder, name: str, skip: np.ndarray | None = None) -> "Decoder":
+    """Return the decoder of an autoencoder, or of a transcoder with a skip [source size, size]."""
     latents, size = autoencoder.decoder.shape
-    layer = Decoder(latents, size, autoencoder.normalize, name=name)
-    return layer.filled(weight=autoencoder.decoder, bias=autoencoder.shift)
+    values = {"weight": autoencoder.decoder, "bias": autoencoder.shift}
+    if skip is not None:
+        values["skip"] = skip
+    source_size = None if skip is None else len(skip)
+    layer = Decoder(latents, size, autoencoder.normalize, source_size, name=name)
+    return layer.filled(**values)
 
 
 class _Fixed(keras.layers.Layer):
@@ -153,28 +157,47 @@ def largest(features, k: int):
 
 @keras.saving.register_keras_serializable("backbone_surgery")
 class Decoder(_Fixed):
-    """Decode features, and mix the reconstruction with what was encoded."""
+    """Decode features, and mix the reconstruction with what stands there.
 
-    def __init__(self, latents: int, size: int, normalize: str = "none", **kwargs: Any) -> None:
+    Args:
+        latents: number of features.
+        size: of a token.
+        normalize: what was done to tokens before they were encoded, see `Autoencoder`.
+        source_size: of what a transcoder with a skip connection reads.
+    """
+
+    def __init__(
+        self,
+        latents: int,
+        size: int,
+        normalize: str = "none",
+        source_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         shapes = {"weight": (latents, size), "bias": (size,)}
+        if source_size is not None:
+            shapes["skip"] = (source_size, size)
         settings = {"latents": latents, "size": size, "normalize": normalize}
-        super().__init__(settings, shapes, **kwargs)
+        super().__init__({**settings, "source_size": source_size}, shapes, **kwargs)
 
-    def call(self, x, features, amount, encoded=None):
+    def call(self, x, features, amount, encoded=None, source=None):
         """Go from x to its reconstruction by an amount, float32[batch].
 
         With `encoded`, the features before any edit, the error of the reconstruction is kept: x
-        changes by what the edit of the features changes.
+        changes by what the edit of the features changes. With `source`, what a transcoder reads,
+        the skip connection adds to the reconstruction.
         """
         flat = self.flat(x)
         shift, scale = _normalizer(flat, self.settings["normalize"])
         if encoded is None:
             made = (ops.matmul(features, self.weight) + self.bias) * scale + shift
+            if source is not None:
+                made = made + ops.matmul(ops.cast(source, "float32"), self.skip)
         else:
             made = flat + ops.matmul(features - encoded, self.weight) * scale
         return interpolate(x, ops.reshape(made, ops.shape(x)), amount)
 
-    def compute_output_spec(self, x, features, amount, encoded=None):
+    def compute_output_spec(self, x, features, amount, encoded=None, source=None):
         """Keep the shape and dtype of `x`."""
         return keras.KerasTensor(x.shape, x.dtype)
 

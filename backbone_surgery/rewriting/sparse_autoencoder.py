@@ -1,18 +1,13 @@
 """SparseAutoencoder: splice a trained sparse autoencoder into the stream, or steer by a feature."""
 
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
-import numpy as np
 
-from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.opening.site import Place, Site
-from backbone_surgery.rewriting.amounts import bind_amounts
+from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.autoencoder_files import read_autoencoder
 from backbone_surgery.rewriting.autoencoder_layers import (
     Decoder,
@@ -21,13 +16,13 @@ from backbone_surgery.rewriting.autoencoder_layers import (
     decoder_of,
     encoder_of,
 )
-from backbone_surgery.rewriting.fields import Fields
-from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
+from backbone_surgery.rewriting.coder import Coder
+from backbone_surgery.rewriting.rewrite import Surgery
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
 @dataclass(frozen=True)
-class SparseAutoencoder(ControlledRewrite):
+class SparseAutoencoder(Coder):
     """Splice a sparse autoencoder into one site, or steer by one of its features.
 
     Reads three kinds of folders, told apart by their files:
@@ -86,33 +81,13 @@ class SparseAutoencoder(ControlledRewrite):
     error: bool = False
     layers: tuple[keras.layers.Layer, ...] = ()
 
-    files: ClassVar[tuple[str, ...]] = ("path",)
-
     def __post_init__(self) -> None:
-        fields = Fields(self)
-        fields.selector()
-        fields.name()
-        fields.number("amount")
+        fields = self.check_fields()
         fields.integer("feature", smallest=0, optional=True)
-        fields.flag("error")
         if self.error and self.feature is not None:
             raise fields.refuse(
                 "`error` for a splice alone", self, "Leave `feature` or `error` out."
             )
-        fields.instance("path", str | os.PathLike, "the path of a folder")  # type: ignore[arg-type]
-        fields.instance("layers", list | tuple, "`layers` as a tuple")  # type: ignore[arg-type]
-        fields.keep("layers", tuple(self.layers))
-
-    def visitor(self, surgery: Surgery) -> graph.CloneFn:
-        """Declare the control, then visit the site."""
-        places = self.choose(surgery)
-        if len(places) != 1:
-            raise SurgeryError(
-                f"SparseAutoencoder at '{self.at}': expected one site, the one that it was trained "
-                f"on. Received {', '.join(p.path for p in places)}. Use one for each."
-            )
-        surgery.control(f"{self.name}_amount", np.float32(self.amount))
-        return super().visitor(surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put the layers at the site."""
@@ -129,15 +104,8 @@ class SparseAutoencoder(ControlledRewrite):
         amount = surgery.inputs[f"{self.name}_amount"]
         if self.feature is not None:
             return layers[0](x, amount)
-        latents = "sae_latents" if place.block is None else f"blocks.{place.block}.sae_latents"
-        if latents in [p.path for p in surgery.places]:
-            raise SurgeryError(
-                f"SparseAutoencoder at '{place.path}': expected a block without another spliced "
-                f"autoencoder, so that '{latents}' is one site. Received a second one. Splice one "
-                "of them into another block."
-            )
         encoded = layers[0](x)
-        features = Site("sae_latents", name=f"{self.name}_latents")(encoded)
+        features = self.site_of(encoded, "sae_latents", place, surgery)
         return layers[1](x, features, amount, *([encoded] if self.error else []))
 
     def _check_layers(self, where: str, layers: tuple[Any, ...]) -> None:
@@ -171,10 +139,3 @@ class SparseAutoencoder(ControlledRewrite):
     def applied(self, surgery: Surgery) -> "SparseAutoencoder":
         """Return the rewrite with its layers, and no path."""
         return replace(self, path="", layers=surgery.once("layers", tuple))
-
-    def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind an amount: a number, or one for each row."""
-        value = self.amount if value is None else value
-        return {
-            f"{self.name}_amount": bind_amounts(value, f"controls at '{self.name}'", rows.batch)
-        }

@@ -15,6 +15,7 @@ from backbone_surgery.recipes.store import read_recipe, write_recipe
 from backbone_surgery.rewriting.low_rank import Adapter
 from backbone_surgery.weights.paths import variable_paths
 from tests.helpers import FAMILIES
+from tests.transcoders import arrays, save_gemma_scope
 
 ROWS, SIZE, LATENTS = 2, 32, 12
 TOKENS = {
@@ -131,6 +132,14 @@ def read_from_files(feature, *others, **fields):
     return make
 
 
+def read_transcoder(name, dtype):
+    """Make a rewrite of files that are gone when the recipe is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_gemma_scope(Path(folder), arrays(np.random.default_rng(2)))
+        rewrite = bs.Transcoder("blocks.1.mlp_output", path)
+        return bs.operate(FAMILIES[name](dtype=dtype, num_layers=3), [rewrite]).rewrites
+
+
 CASES = {
     "steering": steering,
     "layered": layered,
@@ -167,6 +176,7 @@ CASES = {
     "autoencoder": read_from_files(None),
     "autoencoder_error": read_from_files(None, bs.Ablate("blocks.1.sae_latents"), error=True),
     "feature": read_from_files(4),
+    "transcoder": read_transcoder,
 }
 """An edit with each rewrite of the library, and with some of one's own."""
 
@@ -186,7 +196,7 @@ def make(name, case, dtype="float32", backbone=None):
     edited = bs.operate(backbone, CASES[case](name, dtype))
     if case == "lora":
         backbone.enable_lora(2)
-    if "autoencoder" not in case and case != "feature":
+    if not any(kind in case for kind in ("autoencoder", "transcoder", "feature")):
         fill(edited)
     return edited
 

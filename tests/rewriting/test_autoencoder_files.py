@@ -172,7 +172,7 @@ def test_top_k_keeps_k_where_features_are_equal(k):
 @pytest.mark.parametrize(
     ("architecture", "config", "words"),
     [
-        ("standard", {"architecture": "transcoder"}, "Received 'transcoder of relu'"),
+        ("standard", {"architecture": "transcoder"}, "no transcoder.*Use `bs.Transcoder`"),
         ("standard", {"architecture": "batchtopk"}, "by `save_inference_model`"),
         ("standard", {"activation_fn_str": "tanh-relu"}, "Received 'standard of tanh-relu'"),
         ("gated", {"activation_fn_str": "topk", "k": 3}, "Received 'gated of topk'"),

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 import backbone_surgery as bs
 from backbone_surgery.generation.controls import bind_controls
 from tests.rubbish import RUBBISH, complaints, with_rubbish
+from tests.transcoders import arrays, save_gemma_scope_2
 
 ONES = np.ones(8, "float32")
 IDS = np.ones((2, 3), "int32")
@@ -41,6 +42,12 @@ def autoencoder(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def transcoder(tmp_path_factory):
+    weights = arrays(np.random.default_rng(0), 8, 6, 8)
+    return save_gemma_scope_2(tmp_path_factory.mktemp("transcoder"), weights)
+
+
 GOOD = {
     bs.Ablate: {"at": lambda: "blocks.0.head_outputs", "heads": lambda: [0]},
     bs.Capture: {},
@@ -64,16 +71,19 @@ GOOD = {
     bs.Skip: {"at": lambda: "blocks.0"},
     bs.SparseAutoencoder: {"at": lambda: "blocks.0"},
     bs.Steer: {"name": lambda: "mood", "vector": lambda: {1: ONES}},
+    bs.Transcoder: {"at": lambda: "blocks.0.mlp_output", "source": lambda: "blocks.0.mlp_norm"},
     bs.Wrap: {"at": lambda: "blocks.0", "make_layer": lambda: Scaled},
 }
 
 
-def fields_of(cls, autoencoder):
+def fields_of(cls, autoencoder, transcoder):
     good = dict(GOOD[cls])
     if cls is bs.Capture:
         return {"at": lambda: ("blocks.0",), "name": lambda: "early"}
     if cls is bs.SparseAutoencoder:
         good["path"] = lambda: autoencoder
+    if cls is bs.Transcoder:
+        good["path"] = lambda: transcoder
     defaults = {f.name: f for f in dataclasses.fields(cls) if f.name not in good}
     for name, field in defaults.items():
         make = field.default_factory
@@ -83,9 +93,9 @@ def fields_of(cls, autoencoder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", GOOD, ids=lambda cls: cls.__name__)
-def test_every_argument_of_every_rewrite(backbone, autoencoder, cls):
+def test_every_argument_of_every_rewrite(backbone, autoencoder, transcoder, cls):
     """Built, applied, its control bound to its default, and run."""
-    fields = fields_of(cls, autoencoder)
+    fields = fields_of(cls, autoencoder, transcoder)
 
     def use(**kwargs):
         run(bs.operate(backbone, [cls(**kwargs)]))

@@ -266,12 +266,12 @@ def test_errors(sae, tmp_path, rng):
         with pytest.raises(bs.SurgeryError, match=f"'{second}': expected a block without another"):
             bs.operate(backbone, pair)
     refused("Received one with none of them. Pass the folder", where=str(tmp_path / "nowhere"))
-    neither = "expected a top-k autoencoder, neither signed nor a transcoder. Received "
+    plain = "expected a top-k autoencoder, not signed. Received "
     number = "expected `k` from 1 to 24, the number of latents. Received "
     changes = [
-        ({"signed": True}, f"{neither}{{'signed': True}}"),
-        ({"transcode": True}, neither),
-        ({"activation": "groupmax"}, f"{neither}'groupmax'"),
+        ({"signed": True}, f"{plain}{{'signed': True}}"),
+        ({"transcode": True}, "expected an autoencoder, no transcoder. Received "),
+        ({"activation": "groupmax"}, f"{plain}'groupmax'"),
         ({"k": 0}, f"{number}0"),
         ({"k": LATENTS + 1}, f"{number}25"),
     ]
