@@ -9,6 +9,7 @@ import backbone_surgery.startup
 # isort: split
 import backbone_surgery.families  # noqa: F401 - they register themselves
 from backbone_surgery.analysis.attribution import Attribution, attribution
+from backbone_surgery.analysis.attribution_graph import AttributionGraph, attribution_graph
 from backbone_surgery.analysis.circuit import Faithfulness, faithfulness
 from backbone_surgery.analysis.direct import DirectLogitAttribution, direct_logit_attribution
 from backbone_surgery.analysis.edges import Edges, edge_attribution, edge_patching
@@ -20,6 +21,7 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.rewire import rewire
 from backbone_surgery.datasets.generating import generate_dataset
 from backbone_surgery.datasets.harvesting import harvest
+from backbone_surgery.drawing.attribution_graphs import plot_attribution_graph
 from backbone_surgery.drawing.circuits import plot_circuit
 from backbone_surgery.drawing.figures import plot_attention, plot_grid, plot_lens
 from backbone_surgery.drawing.mermaid import to_mermaid
@@ -95,6 +97,7 @@ from backbone_surgery.weights.tree import weight_tree, weights_digest
 __all__ = [
     "Ablate",
     "Attribution",
+    "AttributionGraph",
     "BackboneWithCache",
     "CacheMismatchError",
     "CachedCausalLM",
@@ -155,6 +158,7 @@ __all__ = [
     "Wrap",
     "__version__",
     "attribution",
+    "attribution_graph",
     "check",
     "clone_layer_graph",
     "collect",
@@ -178,6 +182,7 @@ __all__ = [
     "patch_grid",
     "plan",
     "plot_attention",
+    "plot_attribution_graph",
     "plot_circuit",
     "plot_grid",
     "plot_lens",

@@ -123,7 +123,9 @@ def direct_logit_attribution(
         count_heads(_OPERATION, shapes_at(lm, heads))
     frozen = (FreezeNorms(),)
     ids = measure.ids
-    got = take_gradients(lm, _OPERATION, question, bound, at, _read, ids, frozen, alone=True)
+    got = take_gradients(
+        lm, _OPERATION, question, bound, at, read_uncapped, ids, frozen, alone=True
+    )
     if np.isnan(got.value):
         _refuse_nan(lm, {**question.inputs(), **bound})
     products = {
@@ -161,7 +163,7 @@ def _leaves(paths: list[str], by_head: bool) -> tuple[tuple[str, ...], set[str]]
     return tuple(chosen), heads
 
 
-def _read(model: EditedBackbone, last: Any, tokens: Any) -> Any:
+def read_uncapped(model: EditedBackbone, last: Any, tokens: Any) -> Any:
     """Return the logit of a token, or the difference of two, without the soft cap."""
     import jax
 

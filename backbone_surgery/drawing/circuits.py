@@ -27,7 +27,7 @@ from backbone_surgery.files import picture_path
 from backbone_surgery.numbers import check_count
 
 _OPERATION = "plot_circuit"
-_COLOURS = {1: "#b2182b", -1: "#2166ac", 0: "#8c959f"}
+BY_SIGN = {1: "#b2182b", -1: "#2166ac", 0: "#8c959f"}
 """Of an arrow, by the sign of its value."""
 _WIDTHS = (0.8, 4.0)
 """Of an arrow of no value, and of the greatest, in points."""
@@ -157,16 +157,21 @@ def _draw_links(ax: Any, links: list[Link], arrows: list[Arrow]) -> None:
     """Draw arrows, and the letters of those between the same two side by side."""
     most = max(abs(value) for *_, value in links) or 1.0
     for (_, _, _, value), arrow in zip(links, arrows, strict=True):
-        width = _WIDTHS[0] + (_WIDTHS[1] - _WIDTHS[0]) * abs(value) / most
+        width = width_of(value, most)
         draw_arrow(ax, Arrow(arrow.curve, None, False), "white", width + 1.5)
-        draw_arrow(ax, arrow, _COLOURS[int(np.sign(value))], width)
+        draw_arrow(ax, arrow, BY_SIGN[int(np.sign(value))], width)
     between = [link[:2] for link in links]
     for i, ((_, _, read, value), arrow) in enumerate(zip(links, arrows, strict=True)):
         place = (1 + between[:i].count(between[i])) / (1 + between.count(between[i]))
-        style = {"ha": "center", "va": "center", "color": _COLOURS[int(np.sign(value))], **DETAIL}
+        style = {"ha": "center", "va": "center", "color": BY_SIGN[int(np.sign(value))], **DETAIL}
         patch = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
         if read:
             ax.text(*_along(arrow.curve, place), read, bbox=patch, zorder=1, **style)
+
+
+def width_of(value: float, most: float) -> float:
+    """Return the width of an arrow of a value, where the greatest is `most`."""
+    return _WIDTHS[0] + (_WIDTHS[1] - _WIDTHS[0]) * abs(value) / most
 
 
 def _along(curve: list[Point], share: float) -> Point:

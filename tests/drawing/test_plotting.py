@@ -17,6 +17,7 @@ from backbone_surgery.drawing.picture import make_picture
 from backbone_surgery.drawing.plotting import _draw, _label
 from tests.families import ROWS
 from tests.helpers import make_deep_gpt2, make_gpt2
+from tests.transcoders import arrays, save_gemma_scope_2
 
 SIGNATURES = {
     ".PNG": b"\x89PNG",
@@ -218,6 +219,51 @@ def test_a_key_of_several_heads_leads_to_each_of_them(tmp_path):
     drawn = re.findall(r">([qkv])</text>", path.read_text())
     assert drawn.count("q") == sum(kind.endswith("query") for kind in kinds)
     assert drawn.count("v") > sum(kind.endswith("value") for kind in kinds)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("transcoders")
+    paths = [save_gemma_scope_2(folder / str(i), arrays(rng)) for i in range(2)]
+    rewrites = [
+        bs.Transcoder(f"blocks.{i}.mlp_output", path, name=f"mlp_{i}", error=True)
+        for i, path in enumerate(paths)
+    ]
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(num_layers=2), rewrites))
+    return bs.attribution_graph(lm, [1, 2, 3], (5, 6))
+
+
+def test_a_picture_of_an_attribution_graph_has_an_arrow_for_each_edge(graph, tmp_path):
+    """That leads to the logits, from and to nodes over their tokens."""
+    path = tmp_path / "graph.svg"
+    assert bs.plot_attribution_graph(graph, str(path), count=40) is None
+    svg, edges = path.read_text(), graph.top(40)
+    reached = {"logits"}
+    for _ in range(3):
+        reached |= {sender for sender, receiver, _ in edges if receiver in reached}
+    drawn = [edge for edge in edges if edge[1] in reached]
+    assert len(drawn) > 10
+    raised = sum(value > 0 for *_, value in drawn)
+    assert svg.count("stroke: #b2182b") == raised
+    assert svg.count("stroke: #2166ac") == len(drawn) - raised
+    written = re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+    numbers = re.findall(r"\[(\d+)\]", " ".join(reached))
+    tokens = {int(name.rpartition(" ")[2]) for name in reached - {"logits"}} | {2}
+    known = {"logits", "error", "embeddings", "block 0", "block 1"}
+    others = [text for text in written if text not in known]
+    assert sorted(others) == sorted([*numbers, *(graph.tokens[token] for token in tokens)])
+    assert written.count("error") == sum(".mlp_output" in name for name in reached)
+
+
+def test_what_is_no_attribution_graph_is_not_drawn(graph, tmp_path):
+    path = str(tmp_path / "graph.png")
+    with pytest.raises(bs.SurgeryError, match="expected an `AttributionGraph`"):
+        bs.plot_attribution_graph(graph.values, path)
+    with pytest.raises(bs.SurgeryError, match="plot_attribution_graph at 'count'"):
+        bs.plot_attribution_graph(graph, path, count=0)
+    with pytest.raises(bs.SurgeryError, match="plot_attribution_graph: expected dpi"):
+        bs.plot_attribution_graph(graph, path, dpi=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_circuit_is_not_drawn(edges, tmp_path):

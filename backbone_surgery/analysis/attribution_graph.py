@@ -1,0 +1,226 @@
+"""Attribution graph: which features of transcoders act on which later ones, and on the logits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from backbone_surgery.analysis.feature_runs import FeatureRuns
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.request import check_backend
+from backbone_surgery.numbers import check_count, read_number
+
+LOGITS = "logits"
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionGraph:
+    """What `attribution_graph` returns.
+
+    Attributes:
+        values: float32[senders, receivers], by how much the receiver is greater because of the
+            sender, by ways that lead through no other feature.
+        senders: what adds to the residual stream at a token: features as
+            `blocks.3.transcoder_latents[7] @ 5`, at token 5; the error of a transcoder, or all that
+            an MLP without one makes, as `blocks.3.mlp_output @ 5`; and `embeddings @ 5`.
+        receivers: the features, in the same order, before they are cut off at a threshold; and
+            `logits`.
+        features: int32[features, 3], the block, the token and the number of each feature.
+        activations: float32[features].
+        rest: float32[receivers], what receivers have of nothing that is a sender: biases, and
+            features that were left out, see `attribution_graph`.
+        metric: the metric of the text.
+        tokens: labels of the text's tokens.
+    """
+
+    values: np.ndarray
+    senders: list[str]
+    receivers: list[str]
+    features: np.ndarray
+    activations: np.ndarray
+    rest: np.ndarray
+    metric: float
+    tokens: list[str]
+
+    def __repr__(self) -> str:
+        kinds = f"{len(self.features)} features, {len(self.senders) - len(self.features)} others"
+        return (
+            f"AttributionGraph({kinds}; metric {self.metric:.4g}, explained {self.explained:.2f})"
+        )
+
+    @cached_property
+    def influence(self) -> np.ndarray:
+        """float64[senders], the share of each sender in the metric, directly and through features.
+
+        What goes into a receiver is divided up by its magnitude, so that the shares of embeddings
+        and of what no feature explains add up to 1.
+        """
+        return influence_of(self.values, len(self.features))
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """float64[senders, receivers], the influence of each edge.
+
+        It is the share of what goes into the receiver, times the influence of the receiver.
+        """
+        return shares_of(self.values) * np.append(self.influence[: len(self.features)], 1.0)
+
+    @property
+    def explained(self) -> float:
+        """The share of the metric that begins at the embeddings, and not at what is unexplained.
+
+        It is the replacement score of Ameisen et al.
+        """
+        is_embedding = [name.startswith("embeddings") for name in self.senders]
+        return float(self.influence[is_embedding].sum())
+
+    def top(self, count: int = 10) -> list[tuple[str, str, float]]:
+        """Return the edges of the greatest influence, with their values.
+
+        Args:
+            count: how many, at most.
+
+        Raises:
+            SurgeryError: `count` is no positive int.
+        """
+        check_count("AttributionGraph.top", "count", count, "edges")
+        order = np.argsort(-self.shares, axis=None, kind="stable")[: int(count)]
+        cells = [divmod(int(i), len(self.receivers)) for i in order if self.shares.flat[i] > 0]
+        return [(self.senders[s], self.receivers[r], float(self.values[s, r])) for s, r in cells]
+
+    def pruned(self, share: float = 0.8) -> "AttributionGraph":
+        """Return the graph of the features that have most of the influence of all.
+
+        Args:
+            share: of the influence of all features, over 0 and at most 1.
+
+        Raises:
+            SurgeryError: `share` is no such number.
+        """
+        number = read_number(share)
+        if number is None or not 0 < number <= 1:
+            raise SurgeryError(
+                f"AttributionGraph.pruned at 'share': expected a number over 0, at most 1. "
+                f"Received {share!r}. Pass 0.8, say."
+            )
+        count = len(self.features)
+        influence = self.influence[:count].astype("float64")
+        order = np.argsort(-influence, kind="stable")
+        before = np.cumsum(influence[order]) - influence[order]
+        kept = np.sort(order[before < number * influence.sum()])
+        senders = np.concatenate([kept, np.arange(count, len(self.senders))])
+        receivers = np.append(kept, count)
+        lost = np.delete(self.values, senders, axis=0).sum(axis=0)
+        return AttributionGraph(
+            self.values[np.ix_(senders, receivers)],
+            [self.senders[i] for i in senders],
+            [self.receivers[i] for i in receivers],
+            self.features[kept],
+            self.activations[kept],
+            (self.rest + lost)[receivers],
+            self.metric,
+            self.tokens,
+        )
+
+
+def shares_of(values: np.ndarray) -> np.ndarray:
+    """Return magnitudes of float[senders, receivers] such that those of each receiver add to 1."""
+    sizes = np.abs(values).astype("float64")
+    return sizes / np.maximum(sizes.sum(axis=0), 1e-30)
+
+
+def influence_of(values: np.ndarray, features: int) -> np.ndarray:
+    """Return the influence of each sender on the last receiver, float64[senders].
+
+    Args:
+        values: float[senders, receivers], the features first, in both.
+        features: how many of the senders are features.
+    """
+    shares = shares_of(values)
+    total = last = shares[:, -1]
+    while last.any():  # no feature acts on its own block: the ways end
+        last = shares[:, :-1] @ last[:features]
+        total = total + last
+    return total
+
+
+def attribution_graph(
+    lm: CachedCausalLM,
+    text: Any,
+    target: Any,
+    max_features: int = 1024,
+    controls: Mapping[str, Any] | None = None,
+    prompt_length: int | None = None,
+) -> AttributionGraph:
+    """Trace a prediction back through the features of transcoders to the tokens of a text.
+
+    Where attention patterns and the scales of norms are held fast, the residual stream is a sum of
+    embeddings and of what features write; and a feature of a later block, before it is cut off at
+    its threshold, is a sum of what it reads of that. Each summand is an edge.
+
+    The model has a `Transcoder` in some of its blocks, in all of them best: with `error=True` the
+    graph is of the model itself, and otherwise of the model of transcoders. An MLP without one is
+    unexplained altogether.
+
+    Of a long text there are more active features than can be traced. Those of the greatest
+    influence are taken, step by step from the logits backwards.
+
+    Source: Ameisen et al. 2025, "Circuit Tracing: Revealing Computational Graphs in Language
+    Models", https://transformer-circuits.pub/2025/attribution-graphs/methods.html.
+
+    Args:
+        lm: the model. Needs the JAX backend of Keras.
+        text: a string (without a preprocessor, token ids).
+        target: a token, for its logit, or a pair of tokens (right, wrong), for the difference;
+            before any soft cap.
+        max_features: how many features are traced, at most.
+        controls: for the controls of `lm`'s own rewrites.
+        prompt_length: how many tokens of the text are its prompt, for edits of generated tokens;
+            all by default.
+
+    Returns:
+        An `AttributionGraph`.
+
+    Raises:
+        SurgeryError: bad input, another backend, a model without transcoders, or NaN or Inf.
+    """
+    check_backend("attribution_graph")
+    check_count("attribution_graph", "max_features", max_features, "features")
+    runs = FeatureRuns(lm, text, target, controls, prompt_length)
+    chosen = np.zeros(0, "int64")
+    rows = runs.edges_into_logits()[None]
+    while len(chosen) < min(int(max_features), runs.count):
+        known = np.concatenate([rows[1:], rows[:1]]).T  # the logits last
+        ordered = np.concatenate([chosen, np.delete(np.arange(known.shape[0]), chosen)])
+        influence = np.empty(len(ordered))
+        influence[ordered] = influence_of(known[ordered], len(chosen))
+        influence[chosen] = -1.0
+        room = min(int(max_features), runs.count) - len(chosen)
+        best = np.argsort(-influence[: runs.count], kind="stable")[: min(runs.at_once, room)]
+        rows = np.concatenate([rows, runs.edges_into(best)])
+        chosen = np.concatenate([chosen, best])
+    return _graph(runs, chosen, rows)
+
+
+def _graph(runs: FeatureRuns, chosen: np.ndarray, rows: np.ndarray) -> AttributionGraph:
+    """Put the graph of the chosen features together; those left out go into the rest."""
+    order = np.argsort(chosen, kind="stable")
+    kept = chosen[order]
+    values = np.concatenate([rows[1:][order], rows[:1]]).T
+    senders = np.concatenate([kept, np.arange(runs.count, values.shape[0])])
+    names = runs.names()
+    totals = np.append(runs.scores[kept], runs.metric)
+    values = values[senders]
+    return AttributionGraph(
+        values.astype("float32"),
+        [names[i] for i in senders],
+        [*(names[i] for i in kept), LOGITS],
+        runs.features[kept],
+        runs.activations[kept],
+        (totals - values.sum(axis=0, dtype="float64")).astype("float32"),
+        runs.metric,
+        runs.question.labels,
+    )
