@@ -7,6 +7,7 @@ runs code of another framework. No module is imported that a config names.
 
 import copy
 import json
+import math
 from typing import Any
 
 import keras
@@ -45,7 +46,8 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
     expected, advice = "a layer that its config describes", "Give the class a `get_config`."
     with reading(where, "save_recipe", expected, advice=advice):
         config = _plain(keras.saving.serialize_keras_object(layer))
-        config = json.loads(json.dumps(config, allow_nan=False))
+        _check_finite(config, where)
+        config = json.loads(json.dumps(config))
         make_layer(config, where)
     tuned = (x for x in graph.layers_within(layer) if getattr(x, "lora_enabled", False))
     if any(x.lora_alpha != x.lora_rank for x in tuned):
@@ -54,6 +56,18 @@ def layer_config(layer: keras.layers.Layer, where: str) -> dict[str, Any]:
             f"of Keras forget any other. Received '{layer.name}'. Use `LowRank`."
         )
     return config
+
+
+def _check_finite(config: Any, where: str) -> None:
+    """Refuse numbers that JSON does not have."""
+    inner = config.values() if isinstance(config, dict) else config
+    for item in inner if isinstance(config, dict | list | tuple) else ():
+        _check_finite(item, where)
+    if isinstance(config, float) and not math.isfinite(config):
+        raise SurgeryError(
+            f"save_recipe at '{where}': expected a layer whose config holds finite numbers. "
+            f"Received {config}. Give the layer others, or a class of its own that makes them."
+        )
 
 
 def make_layer(config: Any, where: str) -> keras.layers.Layer:

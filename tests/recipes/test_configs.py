@@ -101,6 +101,7 @@ def tuned():
             "that its config describes.* Give the class a `get_config`",
         ),
         (tuned, "expected LoRA whose alpha is its rank"),
+        (lambda: keras.layers.Rescaling(np.array([1.0, np.inf])), "holds finite numbers.* inf"),
         (lambda: keras.layers.Lambda(lambda x: x), "functions and Lambda layers are never saved"),
         (lambda: keras.layers.Dense(3, activation=np.sin), "functions and Lambda|config describes"),
     ],

@@ -224,6 +224,13 @@ def test_inputs_belong_to_one_control():
         assert set(control["inputs"]) == {f"{control['name']}_{part}" for part in parts}
 
 
+def test_the_default_of_a_clamp_is_listed():
+    plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    edited = bs.operate(plain.backbone, [bs.Clamp("blocks.1", features=(3, 7), values=2.0)])
+    (control,) = describe_controls(bs.CachedCausalLM(edited))
+    assert control["default"] == {"features": [3, 7], "values": 2.0}
+
+
 def test_an_input_put_in_by_hand_is_a_control():
     plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
     nudge = keras.Input((plain.backbone.hidden_dim,), name="nudge")

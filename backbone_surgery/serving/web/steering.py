@@ -11,7 +11,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
-from backbone_surgery.rewriting import Condition, Control, ProjectOut, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting import Clamp, Condition, Control, ProjectOut, Rewrite, Schedule, Steer
 from backbone_surgery.rewriting.control import read_tokens
 from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import by_control
@@ -111,6 +111,13 @@ class Vectors:
         ]
 
 
+def _default(rewrite: Rewrite) -> Any:
+    """Return what the control of a rewrite is where a request does not say."""
+    if isinstance(rewrite, Clamp):
+        return {"features": [*rewrite.features], "values": rewrite.values}
+    return next((getattr(rewrite, name) for name in _DEFAULTS if hasattr(rewrite, name)), None)
+
+
 def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
     """Return for each control its name, what it is, where it acts, and its inputs.
 
@@ -132,9 +139,7 @@ def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
                 "name": name,
                 "kind": type(rewrite).__name__,
                 "sites": list(fired.sites),
-                "default": next(
-                    (getattr(rewrite, n) for n in _DEFAULTS if hasattr(rewrite, n)), None
-                ),
+                "default": _default(rewrite),
                 "tokens": getattr(rewrite, "tokens", None),
                 "inputs": {
                     k: {"shape": list(x.shape), "dtype": x.dtype.name} for k, x in inputs.items()
