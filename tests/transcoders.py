@@ -6,7 +6,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 SIZE, LATENTS, K = 32, 24, 5
-HOOKS = {"hook_name": "blocks.1.hook_mlp_in", "hook_name_out": "blocks.1.hook_mlp_out"}
 V6 = {
     "d_in": SIZE,
     "d_sae": LATENTS,
@@ -16,13 +15,11 @@ V6 = {
     "apply_b_dec_to_input": False,
     "normalize_activations": "none",
     "reshape_activations": "none",
-    "metadata": HOOKS,
+    "metadata": {"hook_name": "blocks.1.hook_mlp_in", "hook_name_out": "blocks.1.hook_mlp_out"},
 }
 """What SAELens 6 writes of every transcoder."""
 
 SCOPE_2 = {
-    "hf_hook_point_in": "model.layers.1.pre_feedforward_layernorm.output",
-    "hf_hook_point_out": "model.layers.1.post_feedforward_layernorm.output",
     "width": LATENTS,
     "architecture": "jump_relu",
     "affine_connection": True,
@@ -97,14 +94,14 @@ def save_sparsify(folder, w, skip=True, **config):
     return str(folder)
 
 
-def save_gemma_scope(folder, w):
-    """Save a folder as Gemma Scope has it."""
+def save_gemma_scope(folder, w, layer=1):
+    """Save a folder as Gemma Scope has it, which does not say the layer."""
     folder.mkdir(exist_ok=True)
     np.savez(folder / "params.npz", **_pick(w, ["W_enc", "b_enc", "threshold", "W_dec", "b_dec"]))
     return str(folder)
 
 
-def save_gemma_scope_2(folder, w, skip=True, **config):
+def save_gemma_scope_2(folder, w, layer=1, skip=True, **config):
     """Save a folder as Gemma Scope 2 has it."""
     folder.mkdir(exist_ok=True)
     names = {"W_enc": "w_enc", "W_dec": "w_dec"}
@@ -112,18 +109,23 @@ def save_gemma_scope_2(folder, w, skip=True, **config):
     if skip:
         tensors["affine_skip_connection"] = w["W_skip"]
     save_file(tensors, folder / "params.safetensors")
-    document = {**SCOPE_2, "affine_connection": skip, **config}
+    hooks = {
+        f"hf_hook_point_{way}": f"model.layers.{layer}.{name}_feedforward_layernorm.output"
+        for way, name in (("in", "pre"), ("out", "post"))
+    }
+    document = {**SCOPE_2, **hooks, "affine_connection": skip, **config}
     (folder / "config.json").write_text(json.dumps(document))
     return str(folder)
 
 
-def save_circuit_tracer(folder, w, skip=True):
-    """Save a file as circuit-tracer has it."""
+def save_circuit_tracer(folder, w, skip=True, **others):
+    """Save a file as circuit-tracer has it, with other arrays beside its own."""
     folder.mkdir(exist_ok=True)
     tensors = {
         "W_enc": np.ascontiguousarray(w["W_enc"].T),
         **_pick(w, ["b_enc", "W_dec", "b_dec"]),
         **({"W_skip": np.ascontiguousarray(w["W_skip"].T)} if skip else {}),
+        **others,
     }
     save_file(tensors, folder / "layer_1.safetensors")
     return str(folder / "layer_1.safetensors")

@@ -78,10 +78,10 @@ def check(
     Products of float32 are whole here, whatever they are when tokens are generated, so that a GPU
     and a TPU are held to what a CPU is.
 
-    In half precision the experts of a mixture, and the features that a `SparseAutoencoder` keeps,
-    are chosen as in the uncached pass, since rounding alone may choose others. The logits of the
-    routers, and the features before some are kept, must agree as the hidden states must. Where
-    layers quantise their inputs, as in int8, it is as in half precision.
+    In half precision the experts of a mixture, and the features that a `SparseAutoencoder` or a
+    `Transcoder` keeps, are chosen as in the uncached pass, since rounding alone may choose others.
+    The logits of the routers, and the features before some are kept, must agree as the hidden
+    states must. Where layers quantise their inputs, as in int8, it is as in half precision.
 
     Args:
         backbone: whatever `rewire` takes.

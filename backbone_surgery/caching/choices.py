@@ -1,10 +1,10 @@
 """Choices taken from another run, for comparing two runs of a model that chooses.
 
 Which experts a token is given is a step function of the logits of the router, and which features of
-a sparse autoencoder are kept is one of their values. In half precision two runs round differently,
-so that here and there another one is chosen, and what follows differs by far more than by rounding.
-So the second run is given the scores of the first to choose by, and its own scores are compared by
-themselves.
+a sparse autoencoder or a transcoder are kept is one of their values. In half precision two runs
+round differently, so that here and there another one is chosen, and what follows differs by far
+more than by rounding. So the second run is given the scores of the first to choose by, and its own
+scores are compared by themselves.
 """
 
 from typing import Any

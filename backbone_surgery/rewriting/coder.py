@@ -39,7 +39,7 @@ class Coder(ControlledRewrite):
         fields.name()
         fields.number("amount")
         fields.flag("error")
-        fields.instance("path", str | os.PathLike, "the path of a folder")  # type: ignore[arg-type]
+        fields.instance("path", str | os.PathLike, "the path of a folder or a file")  # type: ignore[arg-type]
         fields.instance("layers", list | tuple, "`layers` as a tuple")  # type: ignore[arg-type]
         fields.keep("layers", tuple(self.layers))
         return fields

@@ -113,18 +113,22 @@ def read_coder(
     """
     if not path:
         raise SurgeryError(
-            f"{operation}: expected the path of a folder, or `layers`. Received neither. Pass "
-            "the folder of one layer."
+            f"{operation}: expected the path of a folder or file, or `layers`. Received neither. "
+            "Pass that of one layer."
         )
     folder = as_path(path, operation)
     found = [(folder / name, read) for name, read in readers.items() if (folder / name).is_file()]
-    if folder.suffix in others and folder.is_file():
-        found = [(folder, others[folder.suffix])]
+    own = readers.get(folder.name) or others.get(folder.suffix)
+    if own is not None and folder.is_file():
+        found = [(folder, own)]
     if len(found) != 1:
-        names = " and ".join(file.name for file, _ in found) or "none of them"
+        names = " and ".join(file.name for file, _ in found)
+        there = f"a folder with {names or 'none of them'}" if folder.is_dir() else "another file"
+        received = there if folder.exists() else "a path where nothing is"
         raise SurgeryError(
-            f"{operation} at '{path}': expected a folder with one of {', '.join(readers)}. "
-            f"Received one with {names}. Pass the folder of {kind} of one layer."
+            f"{operation} at '{path}': expected a folder with one of {', '.join(readers)}, or a "
+            f"file that ends with {' or '.join(others)}. Received {received}. Pass the folder or "
+            f"file of {kind} of one layer."
         )
     file, read = found[0]
     with reading(folder, operation, f"{kind} with its settings beside it"):

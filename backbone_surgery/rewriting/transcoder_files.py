@@ -6,8 +6,9 @@ Sources: the code of `sparsify` (https://github.com/EleutherAI/sparsify), of SAE
 page 18), and of Gemma Scope 2 the tutorial.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ _AXES = {
     "W_dec": ("latents", "size"),
     "b_dec": ("size",),
 }
+
+_OPTIONAL = ("threshold", "W_skip")
+"""Arrays that circuit-tracer saves of some transcoders."""
 
 _SAELENS = {
     "transcoder": (),
@@ -46,12 +50,17 @@ class TranscoderFiles:
         skip: [source size, size], what is added of the source itself; or `None`.
         source: role of the site of the same block that it reads; `None` where no file says so.
         norm: what is done to the source first, see `Transcoder`.
+        layer: the number of the layer that it was trained on, where a file says so.
+        of_module: whether it makes the output of the MLP's module itself, before a norm that may
+            follow.
     """
 
     coder: Autoencoder
     skip: np.ndarray | None
     source: str | None
     norm: str | None = None
+    layer: int | None = None
+    of_module: bool = False
 
 
 def read_transcoder(path: Any) -> TranscoderFiles:
@@ -91,8 +100,11 @@ def _read_sparsify(file: CoderFile) -> TranscoderFiles:
     w = file.checked(file.stored(), {**axes, **skip})
     file.check_sizes(config, {"d_in": len(w["encoder.weight"].T)})
     k = file.count(config.get("k"), len(w["W_dec"]))
-    source = MLP_INPUT if file.path.parent.name.split(".")[-1] == "mlp" else None
-    return _made(w, w["encoder.weight"].T, w["encoder.bias"], _transposed(w), source, k=k)
+    module = file.path.parent.name
+    is_mlp = module.split(".")[-1] == "mlp"
+    made = _made(w, w["encoder.weight"].T, w["encoder.bias"], _transposed(w), k=k)
+    source = MLP_INPUT if is_mlp else None
+    return replace(made, source=source, layer=_number_in(module), of_module=is_mlp)
 
 
 def _read_saelens(file: CoderFile) -> TranscoderFiles:
@@ -107,7 +119,6 @@ def _read_saelens(file: CoderFile) -> TranscoderFiles:
         "activation_fn_str": "relu",
         "normalize_activations": "none",
         "reshape_activations": "none",
-        "apply_b_dec_to_input": False,
     }.items():
         if config.get(name) not in (None, right):
             raise file.refused(f"`{name}` {right}, as for a transcoder", config[name])
@@ -116,7 +127,19 @@ def _read_saelens(file: CoderFile) -> TranscoderFiles:
     w = file.checked(file.stored(), {name: axes[name] for name in names})
     latents, size = w["W_dec"].shape
     file.check_sizes(config, {"d_sae": latents, "d_in": len(w["W_enc"]), "d_out": size})
-    return _made(w, w["W_enc"], w["b_enc"], _transposed(w), _source_of(hooks_of(config)))
+    hooks = hooks_of(config)
+    return replace(
+        _made(w, w["W_enc"], w["b_enc"], _transposed(w)),
+        source=_source_of(hooks),
+        layer=_number_in(hooks.get("hook_name")),
+        of_module=str(hooks.get("hook_name_out")).endswith(".mlp.hook_out"),
+    )
+
+
+def _number_in(name: Any) -> int | None:
+    """Return the number of the layer in the name of a hook, a module or a file."""
+    found = re.search(r"(?:^|\.)(?:blocks|layers|h)\.(\d+)\.|^layer_(\d+)$", str(name))
+    return int(found[1] or found[2]) if found else None
 
 
 def _source_of(hooks: Mapping[str, Any]) -> str | None:
@@ -136,7 +159,7 @@ def _read_gemma_scope(file: CoderFile) -> TranscoderFiles:
     """Read arrays without settings: JumpReLU of the MLP's input before the norm's gain."""
     names = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
     w = file.checked(file.stored(), {name: _AXES[name] for name in names})
-    return _made(w, w["W_enc"], w["b_enc"], None, RESIDUAL, norm="rms")
+    return replace(_made(w, w["W_enc"], w["b_enc"]), source=RESIDUAL, norm="rms")
 
 
 def _read_gemma_scope_2(file: CoderFile) -> TranscoderFiles:
@@ -146,25 +169,25 @@ def _read_gemma_scope_2(file: CoderFile) -> TranscoderFiles:
     if hook is not None and hook == config.get("hf_hook_point_out"):
         raise _is_autoencoder(file, config)
     stored = {n.replace("affine_skip_connection", "W_skip"): a for n, a in file.stored().items()}
-    axes = {**_AXES, "W_skip": ("source size", "size")}
-    if "W_skip" not in stored:
-        del axes["W_skip"]
-    w = file.checked(upper(stored), axes)
+    skip = {"W_skip": ("source size", "size")} if "W_skip" in stored else {}
+    w = file.checked(upper(stored), {**_AXES, **skip})
     if file.flag(config, "affine_connection", "W_skip" in w) != ("W_skip" in w):
         raise file.refused("`affine_connection` as the arrays have it", config)
-    source = _source_of({"hf_hook_name": hook})
-    return _made(w, w["W_enc"], w["b_enc"], w.get("W_skip"), source)
+    made = _made(w, w["W_enc"], w["b_enc"], w.get("W_skip"))
+    return replace(made, source=_source_of({"hf_hook_name": hook}), layer=_number_in(hook))
 
 
 def _read_circuit_tracer(file: CoderFile) -> TranscoderFiles:
-    """Read arrays without settings, of relu; the encoder is transposed."""
-    stored = file.stored()
+    """Read arrays without settings: JumpReLU, or ReLU; the encoder is transposed."""
+    stored = {n.removeprefix("activation_function."): a for n, a in file.stored().items()}
+    if "k" in stored:
+        raise file.refused("a transcoder of ReLU or JumpReLU", "one of top k that keeps signs")
     axes = {**_AXES, "W_enc": ("latents", "source size"), "W_skip": ("size", "source size")}
-    del axes["threshold"]
-    if "W_skip" not in stored:
-        del axes["W_skip"]
+    axes = {name: own for name, own in axes.items() if name in stored or name not in _OPTIONAL}
     w = file.checked(stored, axes)
-    return _made(w, w["W_enc"].T, w["b_enc"], _transposed(w), None)
+    return replace(
+        _made(w, w["W_enc"].T, w["b_enc"], _transposed(w)), layer=_number_in(file.path.stem)
+    )
 
 
 def _transposed(w: Mapping[str, np.ndarray]) -> np.ndarray | None:
@@ -176,16 +199,14 @@ def _made(
     w: Mapping[str, np.ndarray],
     encoder: np.ndarray,
     bias: np.ndarray,
-    skip: np.ndarray | None,
-    source: str | None,
-    norm: str | None = None,
+    skip: np.ndarray | None = None,
     k: int | None = None,
 ) -> TranscoderFiles:
     """Put arrays together; without `k`, features over a threshold, or over zero, are kept."""
     threshold = w.get("threshold", np.zeros_like(bias)) if k is None else None
     center = np.zeros(len(encoder), "float32")
     coder = Autoencoder(encoder, bias, center, w["W_dec"], w["b_dec"], threshold, k)
-    return TranscoderFiles(coder, skip, source, norm)
+    return TranscoderFiles(coder, skip, None)
 
 
 def _is_autoencoder(file: CoderFile, config: Mapping[str, Any]) -> SurgeryError:

@@ -8,7 +8,13 @@ from tests import numpy_models
 from tests.compilations import counted
 from tests.families import ROWS
 from tests.helpers import make_gpt2, relative
-from tests.transcoders import arrays, encode, save_gemma_scope, save_gemma_scope_2
+from tests.transcoders import (
+    arrays,
+    encode,
+    save_circuit_tracer,
+    save_gemma_scope,
+    save_gemma_scope_2,
+)
 
 IDS = np.array([5, 9, 2, 30, 4, 17])
 PAIR = (3, 21)
@@ -44,6 +50,7 @@ class InNumpy:
         self.weights, self.roles, self.error = weights, roles, error
         self.held = Held(monkeypatch)
         self.model = numpy_models.Model(backbone)
+        self.epsilon = backbone.layer_norm.epsilon
         self.kept, self.without, self.scores = {}, None, {}
         for i, block in enumerate(self.model.blocks):
             block.at("attention_pattern", lambda x, _, i=i: self.keep(f"pattern {i}", x))
@@ -56,10 +63,10 @@ class InNumpy:
         return self.kept.setdefault(name, x)
 
     def read(self, i, x):
-        self.read_now = s = rms(x) if self.roles[i] == "residual_mid" else x
+        self.read_now = s = rms(x, self.epsilon) if self.roles[i] == "residual_mid" else x
         if self.roles[i] == "residual_mid":  # held fast as other norms are
             mean = np.square(x).mean(-1, keepdims=True)
-            self.read_now = s = x * self.keep(f"scale {i}", (mean + 1e-6) ** -0.5)
+            self.read_now = s = x * self.keep(f"scale {i}", (mean + self.epsilon) ** -0.5)
         w = self.weights[i]
         self.scores[i] = s @ w["W_enc"].astype("float64") + w["b_enc"]
         self.keep(f"features {i}", encode(s, w, "jumprelu"))
@@ -96,8 +103,8 @@ class InNumpy:
         return {**self.scores, "logits": states[0, -1] @ self.direction}
 
 
-def rms(x):
-    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6)
+def rms(x, epsilon):
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + epsilon)
 
 
 def sender(name):
@@ -120,7 +127,7 @@ def make(
             w["b_dec"] *= 0
     rewrites = [
         bs.Transcoder(
-            f"blocks.{i}.mlp_output", save(tmp_path / str(i), w), name=f"mlp_{i}", error=error
+            f"blocks.{i}.mlp_output", save(tmp_path / str(i), w, i), name=f"mlp_{i}", error=error
         )
         for i, w in weights.items()
     ]
@@ -230,9 +237,8 @@ def test_what_is_refused(tmp_path, rng):
             bs.attribution_graph(lm, IDS, **{"target": PAIR, **arguments})
     with pytest.raises(bs.SurgeryError, match="expected a model with transcoders"):
         bs.attribution_graph(bs.CachedCausalLM(make_gpt2()), IDS, PAIR)
-    path = save_gemma_scope_2(tmp_path / "elsewhere", arrays(rng))
-    elsewhere = [bs.Transcoder("blocks.0.mlp_output", path, source="blocks.0.mlp_norm")]
-    elsewhere.append(bs.Transcoder("blocks.1", path, source="blocks.1.mlp_norm", name="other"))
+    path = save_circuit_tracer(tmp_path / "elsewhere", arrays(rng))
+    elsewhere = [bs.Transcoder("blocks.1.attention_output", path, source="blocks.1.attention_norm")]
     with pytest.raises(bs.SurgeryError, match=r"'blocks.1.transcoder_latents': expected transc"):
         bs.attribution_graph(bs.CachedCausalLM(bs.operate(make_gpt2(), elsewhere)), IDS, PAIR)
     graph = bs.attribution_graph(lm, IDS, PAIR)

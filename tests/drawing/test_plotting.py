@@ -224,7 +224,7 @@ def test_a_key_of_several_heads_leads_to_each_of_them(tmp_path):
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("transcoders")
-    paths = [save_gemma_scope_2(folder / str(i), arrays(rng)) for i in range(2)]
+    paths = [save_gemma_scope_2(folder / str(i), arrays(rng), i) for i in range(2)]
     rewrites = [
         bs.Transcoder(f"blocks.{i}.mlp_output", path, name=f"mlp_{i}", error=True)
         for i, path in enumerate(paths)

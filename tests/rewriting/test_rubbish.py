@@ -45,7 +45,7 @@ def autoencoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def transcoder(tmp_path_factory):
     weights = arrays(np.random.default_rng(0), 8, 6, 8)
-    return save_gemma_scope_2(tmp_path_factory.mktemp("transcoder"), weights)
+    return save_gemma_scope_2(tmp_path_factory.mktemp("transcoder"), weights, layer=0)
 
 
 GOOD = {

@@ -260,12 +260,12 @@ def test_errors(sae, tmp_path, rng):
     refused("expected a feature from 0 to 23", feature=24)
     refused("expected `error` for a splice alone", feature=3, error=True)
     refused("expected `error` to be True or False", error=1)
-    refused("expected the path of a folder, or `layers`", where="")
+    refused("expected the path of a folder or file, or `layers`", where="")
     for first, second in (("blocks.1.mlp_output", "blocks.1"), ("final_norm", "embeddings")):
         pair = [bs.SparseAutoencoder(first, path), bs.SparseAutoencoder(second, path, name="b")]
         with pytest.raises(bs.SurgeryError, match=f"'{second}': expected a block without another"):
             bs.operate(backbone, pair)
-    refused("Received one with none of them. Pass the folder", where=str(tmp_path / "nowhere"))
+    refused("Received a path where nothing is. Pass the folder", where=str(tmp_path / "nowhere"))
     plain = "expected a top-k autoencoder, not signed. Received "
     number = "expected `k` from 1 to 24, the number of latents. Received "
     changes = [

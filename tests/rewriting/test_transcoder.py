@@ -1,5 +1,7 @@
 """A transcoder in place of an MLP equals NumPy, whoever saved it; its features are a site."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,7 @@ FORMATS = {
 
 
 def rms(x):
-    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6)
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-5)  # that of GPT-2's norm
 
 
 def layer(x):
@@ -109,6 +111,7 @@ def test_the_input_of_the_block_may_be_read(tmp_path, rng):
     path = save_circuit_tracer(tmp_path, w)
     for block, source in enumerate(["embeddings", "blocks.0"]):
         at = f"blocks.{block}.mlp_output"
+        path = Path(path).rename(tmp_path / f"layer_{block}.safetensors")
         rewrites = [bs.Transcoder(at, path, source=source), bs.Capture(source, at)]
         got = bs.operate(make_gpt2(), rewrites).predict_on_batch(tokens(rng))["captures"]
         s = np.asarray(got[source])
@@ -155,7 +158,7 @@ def test_all_mlps_at_once(name, tmp_path, rng):
     rewrites = []
     for block in range(backbone.num_layers):
         w = arrays(rng, size, source=size)
-        folder = save_gemma_scope_2(tmp_path / str(block), w)
+        folder = save_gemma_scope_2(tmp_path / str(block), w, layer=block)
         rewrites.append(bs.Transcoder(f"blocks.{block}.mlp_output", folder, name=f"mlp_{block}"))
     edited = bs.operate(backbone, rewrites)
     lm = bs.CachedCausalLM(edited)
@@ -172,8 +175,8 @@ def test_all_mlps_at_once(name, tmp_path, rng):
 def test_features_have_gradients(tmp_path, rng):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     w = arrays(rng, 128, source=128)
-    path = save_gemma_scope_2(tmp_path, w)
-    last = f"blocks.{lm.backbone.num_layers - 1}"
+    number = lm.backbone.num_layers - 1
+    path, last = save_gemma_scope_2(tmp_path, w, layer=number), f"blocks.{number}"
     edited = bs.operate(lm.backbone, [bs.Transcoder(f"{last}.mlp_output", path, error=True)])
     lm = bs.CachedCausalLM(edited, lm.preprocessor)
     got = bs.attribution(lm, "Lily was", target=(" happy", " sad"), at=f"{last}.transcoder_latents")
@@ -207,7 +210,6 @@ def test_autoencoders_are_told_from_transcoders(tmp_path, rng):
     ("config", "words"),
     [
         ({"architecture": "crosscoder"}, "expected `architecture` transcoder, skip_transcoder"),
-        ({"apply_b_dec_to_input": True}, "expected `apply_b_dec_to_input` False"),
         ({"normalize_activations": "layer_norm"}, "expected `normalize_activations` none"),
         ({"activation_fn": "topk"}, "expected `activation_fn` relu"),
         ({"d_out": 5}, f"expected `d_out` {SIZE}, the size of the arrays"),
@@ -223,7 +225,7 @@ def test_other_files_that_are_refused(tmp_path, rng):
     w = arrays(rng)
     with pytest.raises(bs.SurgeryError, match="a folder with one of sae"):
         make(str(tmp_path))
-    with pytest.raises(bs.SurgeryError, match="expected the path of a folder, or `layers`"):
+    with pytest.raises(bs.SurgeryError, match="expected the path of a folder or file, or `layers`"):
         make("")
     path = save_gemma_scope_2(tmp_path, w, affine_connection=False)
     with pytest.raises(bs.SurgeryError, match="expected `affine_connection` as the arrays have it"):
@@ -245,11 +247,18 @@ def test_other_files_that_are_refused(tmp_path, rng):
 def test_places_that_are_refused(tmp_path, rng):
     path = save_gemma_scope_2(tmp_path, arrays(rng))
     for fields, words in (
-        ({"at": "embeddings"}, "expected a site in a block"),
-        ({"at": AT, "source": "blocks.1"}, "expected `source` to be one site of block 1"),
-        ({"at": AT, "source": "blocks.0.mlp_norm"}, "expected `source` to be one site of block 1"),
-        ({"at": AT, "source": "blocks.*.mlp_norm"}, "expected `source` to be one site of block 1"),
-        ({"at": "blocks.1.attention_output"}, "expected `source` to be one site of block 1"),
+        ({"at": "embeddings"}, "expected a site of a block that is added to the"),
+        ({"at": "blocks.1"}, "expected a site of a block that is added to the"),
+        ({"at": AT, "source": "blocks.1"}, "what the files say, to be one site of block 1"),
+        (
+            {"at": AT, "source": "blocks.0.mlp_norm"},
+            "what the files say, to be one site of block 1",
+        ),
+        (
+            {"at": AT, "source": "blocks.*.mlp_norm"},
+            "what the files say, to be one site of block 1",
+        ),
+        ({"at": "blocks.1.attention_output"}, "what the files say, to be one site of block 1"),
         ({"at": AT, "source": "blocks.1.query"}, rf"expected one for \[4, 8\] at .*\[{SIZE}\]"),
         ({"at": AT, "source": "blocks.1.mlp_hidden"}, rf"expected one for \[64\] at .*\[{SIZE}\]"),
         ({"at": "blocks.*.mlp_output"}, "expected one site, the one that it was trained on"),
@@ -259,12 +268,91 @@ def test_places_that_are_refused(tmp_path, rng):
     twice = [bs.Transcoder(AT, path), bs.Transcoder(AT, path, name="second")]
     with pytest.raises(bs.SurgeryError, match="expected a block without another spliced one"):
         bs.operate(make_gpt2(), twice)
-    with pytest.raises(bs.SurgeryError, match="norm 'rms' or 'layer'"):
+    with pytest.raises(bs.SurgeryError, match="norm 'none' or 'rms' or 'layer'"):
         bs.Transcoder(AT, path, norm="batch")
     with pytest.raises(bs.SurgeryError, match="expected `source` to be the selector"):
         bs.Transcoder(AT, path, source=3)
     with pytest.raises(bs.SurgeryError, match="expected `layers` and `source`"):
         bs.operate(make_gpt2(), [bs.Transcoder(AT, "", layers=(1,))])
+
+
+def test_a_source_beside_files_that_name_a_norm(tmp_path, rng):
+    """That which the files name keeps their norm; beside another one a norm must be said."""
+    path = save_gemma_scope(tmp_path, arrays(rng))
+    inputs = tokens(rng)
+    outputs = [
+        make(path, backbone=backbone, **options).predict_on_batch(inputs)["hidden_states"]
+        for backbone in [make_gpt2()]
+        for options in ({}, {"source": STREAM}, {"source": STREAM, "norm": "rms"})
+    ]
+    assert all(np.array_equal(one, outputs[0]) for one in outputs)
+    with pytest.raises(bs.SurgeryError, match=r"'blocks.1.residual_mid' with norm='rms'. Received"):
+        make(path, source=NORMED)
+    make(path, source=NORMED, norm="none")
+
+
+def test_files_of_another_layer_are_told_of(tmp_path, rng):
+    w = arrays(rng)
+    paths = [
+        save_gemma_scope_2(tmp_path / "a", w, layer=13),
+        save_saelens(
+            tmp_path / "b", w, "transcoder", metadata={"hook_name": "blocks.13.hook_mlp_in"}
+        ),
+    ]
+    for path in paths:
+        with pytest.warns(UserWarning, match="' is of layer 13"):
+            make(path)
+
+
+def test_outputs_of_modules_have_no_site_behind_a_norm(tmp_path, rng):
+    hooks = {"hook_name": "blocks.1.mlp.hook_in", "hook_name_out": "blocks.1.mlp.hook_out"}
+    w = arrays(rng)
+    paths = [save_sparsify(tmp_path, w)]
+    paths.append(save_saelens(tmp_path / "saelens", w, "transcoder", metadata=hooks))
+    for path in paths:
+        make(path)
+        make(path, backbone=ROWS["gemma"].make())
+        with pytest.raises(bs.SurgeryError, match="behind the norm that follows the MLP"):
+            make(path, backbone=ROWS["gemma2"].make())
+
+
+def test_files_of_circuit_tracer_with_more_arrays(tmp_path, rng):
+    w = arrays(rng)
+    threshold = {"activation_function.threshold": w["threshold"]}
+    path = save_circuit_tracer(tmp_path, w, **threshold)
+    got = make(path, source=NORMED).predict_on_batch(tokens(rng))["captures"]
+    s = np.asarray(got[f"raw/{NORMED}"])
+    assert relative(got[AT], decode(s, encode(s, w, "jumprelu"), w)) <= EXACT
+    with pytest.raises(bs.SurgeryError, match="expected a transcoder of ReLU or JumpReLU"):
+        make(save_circuit_tracer(tmp_path, w, k=np.array(3)), source=NORMED)
+
+
+def test_a_file_may_be_named_itself(tmp_path, rng):
+    """By the names that the programs give, whatever they end with."""
+    w = arrays(rng, latents=SIZE)
+    inputs, backbone = tokens(rng), make_gpt2()
+    for save, name, options in (
+        (save_saelens, "sae_weights.safetensors", {"architecture": "transcoder"}),
+        (save_gemma_scope_2, "params.safetensors", {}),
+        (save_gemma_scope, "params.npz", {}),
+    ):
+        folder = Path(save(tmp_path / name, w, **options))
+        outputs = [
+            make(path, backbone=backbone).predict_on_batch(inputs)["hidden_states"]
+            for path in (folder, folder / name)
+        ]
+        assert np.array_equal(*outputs)
+    with pytest.raises(bs.SurgeryError, match="Received a path where nothing is"):
+        make(tmp_path / "layer_3.safetensors")
+
+
+def test_a_site_that_the_files_name_and_the_model_has_not(tmp_path, rng):
+    path = save_gemma_scope(tmp_path, arrays(rng))
+    backbone = ROWS["gpt_neo_x"].make()
+    with pytest.raises(
+        bs.SurgeryError, match=r"or what the files say.*Received 'blocks.1.residual"
+    ):
+        bs.operate(backbone, [bs.Transcoder(AT, path)])
 
 
 def test_the_files_are_read_once(tmp_path, rng):

@@ -11,7 +11,15 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import is_int, read_finite, read_number
-from backbone_surgery.rewriting import Clamp, Condition, Control, ProjectOut, Rewrite, Schedule, Steer
+from backbone_surgery.rewriting import (
+    Clamp,
+    Condition,
+    Control,
+    ProjectOut,
+    Rewrite,
+    Schedule,
+    Steer,
+)
 from backbone_surgery.rewriting.control import read_tokens
 from backbone_surgery.rewriting.ranged import RangedRewrite
 from backbone_surgery.rewriting.rewrite import by_control
