@@ -58,7 +58,9 @@ class AttributionGraph:
         What goes into a receiver is divided up by its magnitude, so that the shares of embeddings
         and of what no feature explains add up to 1.
         """
-        return influence_of(self.values, len(self.features))
+        shares = _shares(self.values.astype("float64")).T
+        order = np.roll(np.arange(len(shares)), 1)  # the metric first
+        return _influence(shares[order], np.arange(len(self.features)))
 
     @cached_property
     def shares(self) -> np.ndarray:
@@ -66,7 +68,9 @@ class AttributionGraph:
 
         It is the share of what goes into the receiver, times the influence of the receiver.
         """
-        return shares_of(self.values) * np.append(self.influence[: len(self.features)], 1.0)
+        return _shares(self.values.astype("float64")) * np.append(
+            self.influence[: len(self.features)], 1.0
+        )
 
     @property
     def explained(self) -> float:
@@ -126,25 +130,26 @@ class AttributionGraph:
         )
 
 
-def shares_of(values: np.ndarray) -> np.ndarray:
+def _shares(values: np.ndarray) -> np.ndarray:
     """Return magnitudes of float[senders, receivers] such that those of each receiver add to 1."""
-    sizes = np.abs(values).astype("float64")
+    sizes = np.abs(values)
     return sizes / np.maximum(sizes.sum(axis=0), 1e-30)
 
 
-def influence_of(values: np.ndarray, features: int) -> np.ndarray:
-    """Return the influence of each sender on the last receiver, float64[senders].
+def _influence(shares: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Return the influence of each sender on the metric, float[senders].
 
     Args:
-        values: float[senders, receivers], the features first, in both.
-        features: how many of the senders are features.
+        shares: float[receivers, senders], of what goes into the metric, and into features.
+        features: int[receivers - 1], which senders these features are.
     """
-    shares = shares_of(values)
-    total = last = shares[:, -1]
+    direct, into = shares[0], shares[1:]
+    between = into[:, features]
+    last = own = direct[features]
     while last.any():  # no feature acts on its own block: the ways end
-        last = shares[:, :-1] @ last[:features]
-        total = total + last
-    return total
+        last = last @ between
+        own = own + last
+    return direct + own @ into
 
 
 def attribution_graph(
@@ -190,19 +195,18 @@ def attribution_graph(
     check_backend("attribution_graph")
     check_count("attribution_graph", "max_features", max_features, "features")
     runs = FeatureRuns(lm, text, target, controls, prompt_length)
-    chosen = np.zeros(0, "int64")
-    rows = runs.edges_into_logits()[None]
-    while len(chosen) < min(int(max_features), runs.count):
-        known = np.concatenate([rows[1:], rows[:1]]).T  # the logits last
-        ordered = np.concatenate([chosen, np.delete(np.arange(known.shape[0]), chosen)])
-        influence = np.empty(len(ordered))
-        influence[ordered] = influence_of(known[ordered], len(chosen))
+    most = min(int(max_features), runs.count)
+    chosen, rows, shares = np.zeros(0, "int64"), [runs.edges_into_logits()[None]], []
+    while True:
+        shares.append(_shares(rows[-1].T).T)
+        if len(chosen) == most:
+            return _graph(runs, chosen, np.concatenate(rows))
+        influence = _influence(np.concatenate(shares), chosen)
         influence[chosen] = -1.0
-        room = min(int(max_features), runs.count) - len(chosen)
-        best = np.argsort(-influence[: runs.count], kind="stable")[: min(runs.at_once, room)]
-        rows = np.concatenate([rows, runs.edges_into(best)])
+        order = np.argsort(-influence[: runs.count], kind="stable")
+        best = order[: min(runs.at_once, most - len(chosen))]
+        rows.append(runs.edges_into(best))
         chosen = np.concatenate([chosen, best])
-    return _graph(runs, chosen, rows)
 
 
 def _graph(runs: FeatureRuns, chosen: np.ndarray, rows: np.ndarray) -> AttributionGraph:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -113,9 +114,10 @@ class FeatureRuns:
         self._left = {path: np.array(x, "float32") for path, x in sums.items()}
         self._written = [self._take_out(coded, states) for coded in self.coded]
 
-    def _of(self, coded: Coded) -> np.ndarray:
-        """Return the numbers of the features of a transcoder."""
-        return np.flatnonzero(self.features[:, 0] == coded.block)
+    def _of(self, coded: Coded) -> slice:
+        """Return where the features of a transcoder are, which are in the order of tokens."""
+        start, end = np.searchsorted(self.features[:, 0], [coded.block, coded.block + 1])
+        return slice(int(start), int(end))
 
     def _take_out(self, coded: Coded, states: Mapping[str, np.ndarray]) -> np.ndarray:
         """Take what a transcoder makes out of what its MLP does, so that the error is left.
@@ -151,7 +153,9 @@ class FeatureRuns:
         edges = np.zeros((count, self.count), "float32")
         for coded, written in zip(self.coded, self._written, strict=True):
             mine, gradient = self._of(coded), by_path[f"blocks.{coded.block}.mlp_output"]
-            edges[:, mine] = np.einsum("nfd,fd->nf", gradient[:, self.features[mine, 1]], written)
+            ends = np.searchsorted(self.features[mine, 1], np.arange(length + 1))
+            for token, (a, b) in enumerate(pairwise(ends)):
+                edges[:, mine][:, a:b] = gradient[:, token] @ written[a:b].T
         left = [np.einsum("ntd,td->nt", by_path[path], self._left[path]) for path in self.summands]
         return np.concatenate([edges, *left], axis=1)
 
