@@ -1,13 +1,13 @@
 """Attribution graph: which features of transcoders act on which later ones, and on the logits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from backbone_surgery.analysis.feature_runs import FeatureRuns
+from backbone_surgery.analysis.feature_runs import AT_ONCE, FeatureRuns, error_of
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_backend
@@ -22,18 +22,21 @@ class AttributionGraph:
 
     Attributes:
         values: float32[senders, receivers], by how much the receiver is greater because of the
-            sender, by ways that lead through no other feature.
+            sender, by ways that lead through no other feature. Zero for a receiver that a rewrite
+            set, such as a `Clamp`.
         senders: what adds to the residual stream at a token: features as
-            `blocks.3.transcoder_latents[7] @ 5`, at token 5; the error of a transcoder, or all that
-            an MLP without one makes, as `blocks.3.mlp_output @ 5`; and `embeddings @ 5`.
+            `blocks.3.transcoder_latents[7] @ 5`, at token 5; `embeddings @ 5`;
+            `blocks.3.transcoder_error @ 5`, what an MLP makes and its transcoder does not, with the
+            features that were left out; and `blocks.3.mlp_output @ 5` of a block without a
+            transcoder, or `per_layer_output` of Gemma 4.
         receivers: the features, in the same order, before they are cut off at a threshold; and
             `logits`.
         features: int32[features, 3], the block, the token and the number of each feature.
         activations: float32[features].
-        rest: float32[receivers], what receivers have of nothing that is a sender: biases, and
-            features that were left out, see `attribution_graph`.
+        rest: float32[receivers], what receivers have of no sender: biases.
         metric: the metric of the text.
         tokens: labels of the text's tokens.
+        active: how many features are active in the text.
     """
 
     values: np.ndarray
@@ -44,19 +47,18 @@ class AttributionGraph:
     rest: np.ndarray
     metric: float
     tokens: list[str]
+    active: int
 
     def __repr__(self) -> str:
-        kinds = f"{len(self.features)} features, {len(self.senders) - len(self.features)} others"
-        return (
-            f"AttributionGraph({kinds}; metric {self.metric:.4g}, explained {self.explained:.2f})"
-        )
+        size = f"{len(self.features):,} of {self.active:,} active features"
+        return f"AttributionGraph({size}; metric {self.metric:.4g}, explained {self.explained:.2f})"
 
     @cached_property
     def influence(self) -> np.ndarray:
         """float64[senders], the share of each sender in the metric, directly and through features.
 
-        What goes into a receiver is divided up by its magnitude, so that the shares of embeddings
-        and of what no feature explains add up to 1.
+        What senders give a receiver is divided up by magnitude, so that the shares of those that
+        receive nothing, such as embeddings and errors, add up to 1.
         """
         shares = _shares(self.values.astype("float64")).T
         order = np.roll(np.arange(len(shares)), 1)  # the metric first
@@ -74,9 +76,10 @@ class AttributionGraph:
 
     @property
     def explained(self) -> float:
-        """The share of the metric that begins at the embeddings, and not at what is unexplained.
+        """The influence of the embeddings; the others are errors, or set by a rewrite.
 
-        It is the replacement score of Ameisen et al.
+        It is the replacement score of Ameisen et al. Features that were left out count as errors,
+        so it grows with the number of those that are traced.
         """
         is_embedding = [name.startswith("embeddings") for name in self.senders]
         return float(self.influence[is_embedding].sum())
@@ -98,6 +101,8 @@ class AttributionGraph:
     def pruned(self, share: float = 0.8) -> "AttributionGraph":
         """Return the graph of the features that have most of the influence of all.
 
+        The others become a part of the error of their transcoder.
+
         Args:
             share: of the influence of all features, over 0 and at most 1.
 
@@ -111,23 +116,37 @@ class AttributionGraph:
                 f"Received {share!r}. Pass 0.8, say."
             )
         count = len(self.features)
-        influence = self.influence[:count].astype("float64")
+        influence = self.influence[:count]
         order = np.argsort(-influence, kind="stable")
         before = np.cumsum(influence[order]) - influence[order]
         kept = np.sort(order[before < number * influence.sum()])
         senders = np.concatenate([kept, np.arange(count, len(self.senders))])
         receivers = np.append(kept, count)
-        lost = np.delete(self.values, senders, axis=0).sum(axis=0)
-        return AttributionGraph(
-            self.values[np.ix_(senders, receivers)],
-            [self.senders[i] for i in senders],
-            [self.receivers[i] for i in receivers],
-            self.features[kept],
-            self.activations[kept],
-            (self.rest + lost)[receivers],
-            self.metric,
-            self.tokens,
+        numbers = {name: i for i, name in enumerate(self.senders)}
+        homes = np.array([numbers[f"{error_of(b)} @ {t}"] for b, t, _ in self.features])
+        return replace(
+            self,
+            values=_left_out(self.values[:, receivers], homes, kept),
+            senders=[self.senders[i] for i in senders],
+            receivers=[self.receivers[i] for i in receivers],
+            features=self.features[kept],
+            activations=self.activations[kept],
+            rest=self.rest[receivers],
         )
+
+
+def _left_out(values: np.ndarray, homes: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Return the edges of fewer features: those of the others go into errors.
+
+    Args:
+        values: float[senders, receivers], the features first.
+        homes: int[features], the number of the sender that each feature goes into.
+        kept: int[n], the features that stay.
+    """
+    lost = np.delete(np.arange(len(homes)), kept)
+    whole = values[len(homes) :].astype("float32")
+    np.add.at(whole, homes[lost] - len(homes), values[lost])
+    return np.concatenate([values[kept], whole])
 
 
 def _shares(values: np.ndarray) -> np.ndarray:
@@ -168,7 +187,9 @@ def attribution_graph(
 
     The model has a `Transcoder` in some of its blocks, in all of them best: with `error=True` the
     graph is of the model itself, and otherwise of the model of transcoders. An MLP without one is
-    unexplained altogether.
+    unexplained altogether. A block has one transcoder, which writes there alone. Other edits of the
+    stream that are not linear, such as a `SparseAutoencoder` without `error`, are taken to first
+    order.
 
     Of a long text there are more active features than can be traced. Those of the greatest
     influence are taken, step by step from the logits backwards.
@@ -180,7 +201,7 @@ def attribution_graph(
         lm: the model. Needs the JAX backend of Keras.
         text: a string (without a preprocessor, token ids).
         target: a token, for its logit, or a pair of tokens (right, wrong), for the difference;
-            before any soft cap.
+            before any soft cap. In a pair what raises all logits does not count.
         max_features: how many features are traced, at most.
         controls: for the controls of `lm`'s own rewrites.
         prompt_length: how many tokens of the text are its prompt, for edits of generated tokens;
@@ -204,22 +225,22 @@ def attribution_graph(
         influence = _influence(np.concatenate(shares), chosen)
         influence[chosen] = -1.0
         order = np.argsort(-influence[: runs.count], kind="stable")
-        best = order[: min(runs.at_once, most - len(chosen))]
+        best = order[: min(max(most // 8, 1), AT_ONCE, most - len(chosen))]
         rows.append(runs.edges_into(best))
         chosen = np.concatenate([chosen, best])
 
 
 def _graph(runs: FeatureRuns, chosen: np.ndarray, rows: np.ndarray) -> AttributionGraph:
-    """Put the graph of the chosen features together; those left out go into the rest."""
+    """Put the graph of the chosen features together."""
     order = np.argsort(chosen, kind="stable")
     kept = chosen[order]
     values = np.concatenate([rows[1:][order], rows[:1]]).T
     senders = np.concatenate([kept, np.arange(runs.count, values.shape[0])])
     names = runs.names()
     totals = np.append(runs.scores[kept], runs.metric)
-    values = values[senders]
+    values = _left_out(values, runs.homes, kept)
     return AttributionGraph(
-        values.astype("float32"),
+        values,
         [names[i] for i in senders],
         [*(names[i] for i in kept), LOGITS],
         runs.features[kept],
@@ -227,4 +248,5 @@ def _graph(runs: FeatureRuns, chosen: np.ndarray, rows: np.ndarray) -> Attributi
         (totals - values.sum(axis=0, dtype="float64")).astype("float32"),
         runs.metric,
         runs.question.labels,
+        runs.count,
     )

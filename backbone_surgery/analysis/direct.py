@@ -111,23 +111,17 @@ def direct_logit_attribution(
     """
     question = read_text(lm, text, _OPERATION)
     check_flag(_OPERATION, "by_head", by_head)
-    measure = make_metric(lm, target, f"{_OPERATION} at 'target'")
-    if not isinstance(measure, TokenLogits):
-        raise SurgeryError(
-            f"{_OPERATION} at 'target': expected a token or a pair of tokens (right, wrong). "
-            f"Received {shown(target)}. Of other functions of logits take `attribution`."
-        )
+    ids = read_target(lm, target, _OPERATION)
     bound = bind_row(lm, controls, question, _OPERATION, prompt_length)
     at, heads = _leaves(list(sites(lm.opened)), by_head)
     if by_head:
         count_heads(_OPERATION, shapes_at(lm, heads))
     frozen = (FreezeNorms(),)
-    ids = measure.ids
     got = take_gradients(
         lm, _OPERATION, question, bound, at, read_uncapped, ids, frozen, alone=True
     )
     if np.isnan(got.value):
-        _refuse_nan(lm, {**question.inputs(), **bound})
+        refuse_nan(lm, {**question.inputs(), **bound}, _OPERATION)
     products = {
         site: g[-1] * x[-1]
         for site, g, x in zip(got.sites, got.gradients, got.activations, strict=True)
@@ -140,12 +134,23 @@ def direct_logit_attribution(
     return DirectLogitAttribution(values, rest, got.value, [*wanted], bool(by_head))
 
 
-def _refuse_nan(lm: CachedCausalLM, inputs: dict[str, Any]) -> None:
+def read_target(lm: CachedCausalLM, target: Any, operation: str) -> Any:
+    """Return the ids of a token, or of a pair of tokens (right, wrong)."""
+    measure = make_metric(lm, target, f"{operation} at 'target'")
+    if not isinstance(measure, TokenLogits):
+        raise SurgeryError(
+            f"{operation} at 'target': expected a token or a pair of tokens (right, wrong). "
+            f"Received {shown(target)}. Of other functions of logits take `attribution`."
+        )
+    return measure.ids
+
+
+def refuse_nan(lm: CachedCausalLM, inputs: dict[str, Any], operation: str) -> None:
     """Say why there is no number: the model gives none, or a `FrozenNorm` refuses its norm."""
     outputs = predict(lm.opened, lm.opened.with_defaults(inputs))
-    check_finite(lm.opened.hidden_states(outputs), lm, _OPERATION)
+    check_finite(lm.opened.hidden_states(outputs), lm, operation)
     raise SurgeryError(
-        f"{_OPERATION}: expected norms that scale a vector to one length, and nothing else. "
+        f"{operation}: expected norms that scale a vector to one length, and nothing else. "
         "Received a model with another kind of norm. Take `attribution`, or `patch_grid`."
     )
 
@@ -177,7 +182,13 @@ def read_uncapped(model: EditedBackbone, last: Any, tokens: Any) -> Any:
 
 @dataclass(frozen=True)
 class FreezeNorms(Rewrite):
-    """Give the norms of hidden states gradients as if they scaled by a constant."""
+    """Give the norms of hidden states gradients as if they scaled by a constant.
+
+    Attributes:
+        of_heads: whether norms of what heads have are held fast, too.
+    """
+
+    of_heads: bool = False
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Replace each norm of hidden states by a `FrozenNorm`."""
@@ -185,7 +196,8 @@ class FreezeNorms(Rewrite):
         def visit(layer: Any, *args: Any, **kwargs: Any) -> Any:
             is_layer = isinstance(layer, keras.layers.Layer)
             is_norm = is_layer and "norm" in type(layer).__name__.lower()
-            if not is_norm or len(args) != 1 or len(args[0].shape) != 3:
+            ranks = (3, 4) if self.of_heads else (3,)
+            if not is_norm or len(args) != 1 or len(args[0].shape) not in ranks:
                 return graph.KEEP
             surgery.fired.append(layer.name)
             frozen = surgery.once(

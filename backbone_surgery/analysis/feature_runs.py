@@ -9,18 +9,20 @@ import keras
 import numpy as np
 
 from backbone_surgery import hosts
-from backbone_surgery.analysis.direct import FreezeNorms, read_uncapped
+from backbone_surgery.analysis.direct import (
+    FreezeNorms,
+    read_target,
+    read_uncapped,
+    refuse_nan,
+)
 from backbone_surgery.analysis.linear import Coded, Linearize, transcoders_of
 from backbone_surgery.analysis.question import (
-    TokenLogits,
     bind_row,
     check_finite,
     derived,
     last_of,
-    make_metric,
     read_text,
 )
-from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.opening.model import EditedBackbone, arrays_in_place
 from backbone_surgery.opening.once import lora_settings, made_once
@@ -28,10 +30,12 @@ from backbone_surgery.opening.site import places
 
 _OPERATION = "attribution_graph"
 _NAME = "linear"
-LOGITS = -1
+_METRIC = -1
 """Stands for the number of a transcoder where the metric is meant."""
-_AT_ONCE = 32
+AT_ONCE = 32
 """How many receivers are traced backwards in one run."""
+_OFF = 0.01
+"""From which share on a feature is another than its transcoder makes, and not rounded."""
 
 
 class FeatureRuns:
@@ -42,11 +46,11 @@ class FeatureRuns:
         features: int32[features, 3], the block, the token and the number of each active feature.
         activations: float32[features].
         scores: float32[features], the same before they are cut off at a threshold.
+        is_set: bool[features], whether a rewrite made the feature what it is.
+        homes: int[features], the number of the sender that holds what its transcoder makes and no
+            other sender does.
         metric: the metric of the text.
-        at_once: how many features `edges_into` takes best.
     """
-
-    at_once = _AT_ONCE
 
     def __init__(
         self,
@@ -57,19 +61,13 @@ class FeatureRuns:
         prompt_length: int | None,
     ) -> None:
         self.question = read_text(lm, text, _OPERATION)
-        measure = make_metric(lm, target, f"{_OPERATION} at 'target'")
-        if not isinstance(measure, TokenLogits):
-            raise SurgeryError(
-                f"{_OPERATION} at 'target': expected a token or a pair of tokens (right, wrong). "
-                f"Received {shown(target)}. Of other functions of logits take `attribution`."
-            )
+        self.lm, self.ids = lm, read_target(lm, target, _OPERATION)
         self.coded = transcoders_of(places(lm.opened), _OPERATION)
         bound = bind_row(lm, controls, self.question, _OPERATION, prompt_length)
-        self.ids = measure.ids
-        self.model = derived(lm, FreezeNorms(), Linearize(_NAME))
+        self.model = derived(lm, FreezeNorms(of_heads=True), Linearize(_NAME))
         self.summands = list(self.model.report[-1].sites)
         self.inputs = {**self.question.inputs(), **bound}
-        self._run(lm)
+        self._run()
 
     @property
     def count(self) -> int:
@@ -79,37 +77,48 @@ class FeatureRuns:
     def names(self) -> list[str]:
         """Return the names of all senders."""
         names = [f"blocks.{b}.transcoder_latents[{f}] @ {t}" for b, t, f in self.features]
+        coded = {f"blocks.{c.block}.mlp_output": error_of(c.block) for c in self.coded}
+        paths = [coded.get(path, path) for path in self.summands]
         length = len(self.question.token_ids)
-        return [*names, *(f"{path} @ {t}" for path in self.summands for t in range(length))]
+        return [*names, *(f"{path} @ {t}" for path in paths for t in range(length))]
 
     def edges_into(self, features: np.ndarray) -> np.ndarray:
-        """Return the edges into `at_once` features at most, float32[n, senders]."""
+        """Return the edges into `AT_ONCE` features at most, float32[n, senders].
+
+        What a rewrite set is made by no sender.
+        """
         index = {coded.block: i for i, coded in enumerate(self.coded)}
-        return self._edges(np.array([(index[b], t, f) for b, t, f in self.features[features]]))
+        ends = np.array([(index[b], t, f) for b, t, f in self.features[features]])
+        return np.where(self.is_set[features, None], 0.0, self._edges(ends))
 
     def edges_into_logits(self) -> np.ndarray:
         """Return the edges into the metric, float32[senders]."""
-        return self._edges(np.array([[LOGITS, 0, 0]]))[0]
+        return self._edges(np.array([[_METRIC, 0, 0]]))[0]
 
-    def _run(self, lm: CachedCausalLM) -> None:
+    def _run(self) -> None:
         """Run the text forward, and keep what stands in it."""
         length = len(self.question.token_ids)
         if hosts.span(self.model):
             hosts.agree(self.model, _OPERATION, {"text": self.inputs})
         metric, scores, outputs = self._step("forward")(*self._arguments())
         self.metric = float(metric)
-        check_finite([self.metric], lm, _OPERATION)
+        if not np.isfinite(self.metric):
+            refuse_nan(self.lm, self.inputs, _OPERATION)
         states = {name: hosts.to_numpy(x)[0] for name, x in outputs.items()}
-        found, activations, kept = [], [], []
-        for coded, score in zip(self.coded, scores, strict=True):
+        found, numbers = [], []
+        for coded, (score, own) in zip(self.coded, scores, strict=True):
             features = states[f"features/{coded.block}"][:length]
-            tokens, numbers = np.nonzero(features)
-            found.append(np.stack([np.full(len(tokens), coded.block), tokens, numbers], axis=1))
-            activations.append(features[tokens, numbers])
-            kept.append(hosts.to_numpy(score)[0][tokens, numbers])
+            at = np.nonzero(features)
+            found.append(np.stack([np.full(len(at[0]), coded.block), *at], axis=1))
+            numbers.append([features[at], *(hosts.to_numpy(x)[0][at] for x in (score, own))])
         self.features = np.concatenate(found).astype("int32")
-        self.activations = np.concatenate(activations)
-        self.scores = np.concatenate(kept)
+        self.activations, self.scores, own = np.concatenate(numbers, axis=1)
+        far = np.abs(self.activations - own)
+        self.is_set = far > _OFF * (np.abs(self.activations) + np.abs(own))
+        starts = {path: self.count + i * length for i, path in enumerate(self.summands)}
+        blocks, tokens = self.features[:, :2].T
+        first = np.array([starts.get(f"blocks.{block}.mlp_output", 0) for block in blocks])
+        self.homes = first + tokens
         sums = {path: states[f"summand/{path}"][:length] for path in self.summands}
         self._left = {path: np.array(x, "float32") for path, x in sums.items()}
         self._written = [self._take_out(coded, states) for coded in self.coded]
@@ -137,14 +146,14 @@ class FeatureRuns:
         return written
 
     def _edges(self, ends: np.ndarray) -> np.ndarray:
-        """Return the edges into some features, `_AT_ONCE` at most, or into the metric.
+        """Return the edges into some features, `AT_ONCE` at most, or into the metric.
 
         Args:
-            ends: int[n, 3], the number of the transcoder, or `LOGITS` for the metric; the token;
+            ends: int[n, 3], the number of the transcoder, or `_METRIC`; the token;
                 the number of the feature.
         """
         count, length = len(ends), len(self.question.token_ids)
-        padded = np.pad(ends, [(0, _AT_ONCE - count), (0, 0)]).astype("int32")
+        padded = np.pad(ends, [(0, AT_ONCE - count), (0, 0)]).astype("int32")
         gradients = self._step("backward")(*self._arguments(), padded)
         by_path = {
             path: np.asarray(hosts.to_numpy(gradient)[:count, 0, :length], "float32")
@@ -157,7 +166,9 @@ class FeatureRuns:
             for token, (a, b) in enumerate(pairwise(ends)):
                 edges[:, mine][:, a:b] = gradient[:, token] @ written[a:b].T
         left = [np.einsum("ntd,td->nt", by_path[path], self._left[path]) for path in self.summands]
-        return np.concatenate([edges, *left], axis=1)
+        whole = np.concatenate([edges, *left], axis=1)
+        check_finite(whole, self.lm, _OPERATION)
+        return whole
 
     def _arguments(self) -> tuple[Any, ...]:
         return arrays_in_place(self.model.variables), self.inputs, self.ids
@@ -183,6 +194,7 @@ def _compiled(model: EditedBackbone, coded: list[Coded], summands: list[str], na
             states = {k.partition("/")[2]: x for k, x in outputs["captures"].items() if _is_own(k)}
             sources = [states[f"source/{c.block}"] for c in coded]
             scores = [c.encoder.score(x) for c, x in zip(coded, sources, strict=True)]
+            scores = [(x, c.encoder.keep(x)) for c, x in zip(coded, scores, strict=True)]
             weights = [keras.ops.convert_to_tensor(c.encoder.weight) for c in coded]
         return (metric, sources), (scores, states, weights)
 
@@ -204,15 +216,24 @@ def _compiled(model: EditedBackbone, coded: list[Coded], summands: list[str], na
         def one(end: Any) -> Any:
             which, token, feature = end
             columns = [jnp.where(which == i, w[:, feature], 0) for i, w in enumerate(weights)]
+            # Of length 1, so that narrow floats hold what goes backward.
+            size = jnp.sqrt(sum(jnp.sum(jnp.square(column)) for column in columns))
+            size = jnp.where(size == 0, 1.0, size)
             at = [
-                jnp.zeros_like(x).at[0, token].set(column.astype(x.dtype))
+                jnp.zeros_like(x).at[0, token].set((column / size).astype(x.dtype))
                 for x, column in zip(sources, columns, strict=True)
             ]
-            return pull(((which == LOGITS).astype(metric.dtype), at))[0]
+            nudges = pull(((which == _METRIC).astype(metric.dtype), at))[0]
+            return [size * nudge for nudge in nudges]
 
         return jax.vmap(one)(ends)
 
     return jax.jit(forward if name == "forward" else backward)
+
+
+def error_of(block: int) -> str:
+    """Return the name of what an MLP makes, and its transcoder does not."""
+    return f"blocks.{block}.transcoder_error"
 
 
 def _is_own(name: str) -> bool:

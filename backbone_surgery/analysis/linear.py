@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import graph
+from backbone_surgery.caching.stand_in import StandIn
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.graph.emission import emit
 from backbone_surgery.opening.site import Place, Site, is_written
@@ -20,6 +21,8 @@ from backbone_surgery.rewriting.autoencoder_layers import Decoder, Encoder
 FEATURES = "transcoder_latents"
 _HELD = ("query", "key", "decay", "write_strength", "output_gate")
 """Roles of sites that are held fast, so that attention is a sum of values."""
+_GATED = "convolution_activation"
+"""Name of the activation behind the convolution of linear attention."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,10 @@ def _reads(decoder: Any, features: Any) -> bool:
 class Linearize(Rewrite):
     """Make the model a sum: of what stands at the embeddings, and of what each MLP makes.
 
-    Attention patterns are held fast, and so is what each MLP makes, but for the skip connections of
-    transcoders. Norms are for `FreezeNorms`. To each summand an input is added, zero by default, to
-    take gradients with respect to. What is summed, and what transcoders read and make of it,
-    becomes an output.
+    Queries and keys are held fast, so that attention is a sum of values, and gates; so is what each
+    MLP makes, but for the skip connections of transcoders. Norms are for `FreezeNorms`. To each
+    summand an input is added, zero by default, to take gradients with respect to. What is summed,
+    and what transcoders read and make of it, becomes an output.
 
     Attributes:
         name: what the inputs and outputs begin with.
@@ -110,6 +113,8 @@ class Linearize(Rewrite):
                 emit(f"{self.name}/source/{encoders[node].block}", args[0])
             if node in decoders:
                 return self._decoded(decoders[node], sources, surgery, *args, **kwargs)
+            if getattr(layer, "name", "") == _GATED:
+                return Gate(layer, name=f"{_GATED}_held")(*args)
             place = sites.get(node)
             if place is None or not isinstance(layer, Site):
                 return graph.KEEP
@@ -151,6 +156,20 @@ class Linearize(Rewrite):
         zeros = np.zeros((1, *shape), "float32")
         nudge = surgery.control(f"{self.name}_{surgery.index}", zeros, (None, *shape))
         return ops.add(x, ops.cast(nudge, x.dtype))
+
+
+class Gate(StandIn):
+    """Compute what an activation computes, with the gradient of a product with a constant.
+
+    Args:
+        layer: the activation, of which 0 makes 0.
+    """
+
+    def call(self, x):
+        """Multiply x by what the activation makes of it, divided by it."""
+        made = self.layer(x)
+        slope = ops.where(ops.equal(x, 0), 0.0, made / ops.where(ops.equal(x, 0), 1.0, x))
+        return ops.stop_gradient(made) + ops.stop_gradient(slope) * (x - ops.stop_gradient(x))
 
 
 class Skip(keras.layers.Layer):

@@ -29,13 +29,21 @@ from backbone_surgery.numbers import check_count
 
 _OPERATION = "plot_attribution_graph"
 _NAME = re.compile(r"(?:blocks\.(\d+)\.)?(\w+)(?:\[(\d+)\])? @ (\d+)")
+_TEXTS = {"transcoder_error": "error", "mlp_output": "MLP", "per_layer_output": "per layer"}
 _ROW, _GAP, _TIP = 56.0, 12.0, 6.0
 """In points: from one row to the next, between nodes, and the length of the head of an arrow."""
 
 
+Edge = tuple[str, str, float]
+"""The names of the sender and the receiver, and the value."""
+
+
 @dataclass(frozen=True)
 class _Node:
-    """A node: its row, 0 for embeddings and -1 for logits; its token; its text and colour."""
+    """A node: its row, 0 for embeddings and -1 for logits; its token; its text and colour.
+
+    One without a colour is a text alone.
+    """
 
     row: int
     token: int
@@ -49,9 +57,9 @@ def plot_attribution_graph(
     """Draw the edges of the greatest influence into a file.
 
     Tokens stand side by side, at the bottom, and blocks above each other, up to the logits.
-    Features have their numbers; an error is what an MLP makes and its transcoder does not. An arrow
-    that is red raises what it leads to, a blue one lowers it, and the wider it is, the more
-    influence it has. Edges that do not lead to the logits are left out.
+    Features have their numbers; an error is what an MLP makes and the features of the graph do not.
+    An arrow that is red raises what it leads to, a blue one lowers it, and the wider it is, the
+    more influence it has. Edges that do not lead to the logits are left out.
 
     Args:
         graph: what `attribution_graph` returned, pruned or not.
@@ -76,32 +84,36 @@ def plot_attribution_graph(
     check_count(_OPERATION, "count", count, "edges")
     import_extra(_OPERATION, "matplotlib")
     edges = _leading(graph.top(count))
-    names = {name for edge in edges for name in edge[:2]} | {LOGITS}
-    nodes = {name: _node(name, graph) for name in names}
-    rows = sorted({0, *(node.row for node in nodes.values())}, key=lambda row: (row < 0, row))
-    heights = {row: i * _ROW for i, row in enumerate(rows)}
+    nodes = _nodes(edges, graph)
+    rows = sorted({node.row for node in nodes.values()}, key=lambda row: (row < 0, row))
+    heights = {row: i * _ROW + _GAP for i, row in enumerate(rows)}
     left = max(text_width(_title(row), DETAIL) for row in rows) + 2 * _GAP
     places, width = _places(nodes, left)
     ax = new_page((width, (len(rows) - 1) * _ROW + 2 * _GAP))
-    centers = {name: (x, heights[nodes[name].row] + _GAP) for name, x in places.items()}
-    for token in {node.token for node in nodes.values()} - {
-        n.token for n in nodes.values() if not n.row
-    }:
-        middle = np.mean([places[name] for name, node in nodes.items() if node.token == token])
-        style = {"ha": "center", "va": "center", "color": COLOURS["layer"], "parse_math": False}
-        ax.text(middle, _GAP, graph.tokens[token], **style, **DETAIL)
     for row, height in heights.items():
-        ax.text(0, height + _GAP, _title(row), va="center", color=COLOURS["layer"], **DETAIL)
-    shares = [graph.shares[graph.senders.index(s), graph.receivers.index(r)] for s, r, _ in edges]
-    for (sender, receiver, value), share in reversed(list(zip(edges, shares, strict=True))):
-        arrow = _arrow(centers[sender], centers[receiver], size_of(_label(nodes[sender]))[1])
-        draw_arrow(ax, arrow, BY_SIGN[int(np.sign(value))], width_of(share, max(shares)))
+        ax.text(0, height, _title(row), va="center", color=COLOURS["layer"], **DETAIL)
+    centers = {name: (x, heights[nodes[name].row]) for name, x in places.items()}
+    _draw_edges(ax, edges, graph, centers)
     for name, node in nodes.items():
-        draw_node(ax, node.colour, _label(node), centers[name], size_of(_label(node)))
+        if node.colour:
+            draw_node(ax, node.colour, _label(node), centers[name], size_of(_label(node)))
+        else:
+            style = {"ha": "center", "va": "center", "color": COLOURS["layer"], **DETAIL}
+            ax.text(*centers[name], node.text, parse_math=False, **style)
     return save_page(ax, path, _OPERATION, dpi)
 
 
-def _leading(edges: list[tuple[str, str, float]]) -> list[tuple[str, str, float]]:
+def _draw_edges(
+    ax: Any, edges: list[Edge], graph: AttributionGraph, centers: dict[str, Point]
+) -> None:
+    """Draw the arrows, those of the greatest influence over the others."""
+    shares = [graph.shares[graph.senders.index(s), graph.receivers.index(r)] for s, r, _ in edges]
+    for (sender, receiver, value), share in reversed(list(zip(edges, shares, strict=True))):
+        arrow = _arrow(centers[sender], centers[receiver])
+        draw_arrow(ax, arrow, BY_SIGN[int(np.sign(value))], width_of(share, max(shares)))
+
+
+def _leading(edges: list[Edge]) -> list[Edge]:
     """Return the edges that lead to the logits."""
     reached, before = {LOGITS}, -1
     while len(reached) > before:
@@ -110,15 +122,25 @@ def _leading(edges: list[tuple[str, str, float]]) -> list[tuple[str, str, float]
     return [edge for edge in edges if edge[1] in reached]
 
 
+def _nodes(edges: list[Edge], graph: AttributionGraph) -> dict[str, _Node]:
+    """Return the nodes by name, and a text at the bottom for each token of others."""
+    names = {name for edge in edges for name in edge[:2]} | {LOGITS}
+    nodes = {name: _node(name, graph) for name in names}
+    written = {node.token for node in nodes.values() if node.row == 0}
+    for token in {node.token for node in nodes.values()} - written:
+        nodes[f"token {token}"] = _Node(0, token, graph.tokens[token], "")
+    return nodes
+
+
 def _node(name: str, graph: AttributionGraph) -> _Node:
     found = _NAME.fullmatch(name)
     if found is None:
         return _Node(-1, len(graph.tokens) - 1, LOGITS, COLOURS["output"])
-    block, _, feature, token = found.groups()
+    block, role, feature, token = found.groups()
     if block is None:
         return _Node(0, int(token), graph.tokens[int(token)], COLOURS["input"])
-    text, colour = (feature, "inserted") if feature else ("error", "stateful")
-    return _Node(1 + int(block), int(token), text, COLOURS[colour])
+    colour = "inserted" if feature else "stateful"
+    return _Node(1 + int(block), int(token), feature or _TEXTS[role], COLOURS[colour])
 
 
 def _label(node: _Node) -> list[Any]:
@@ -150,8 +172,9 @@ def _places(nodes: dict[str, _Node], left: float) -> tuple[dict[str, float], flo
     return places, left
 
 
-def _arrow(start: Point, end: Point, height: float) -> Arrow:
+def _arrow(start: Point, end: Point) -> Arrow:
     """Return an arrow from the top of one node to the bottom of another."""
+    height = size_of([("0", NAME)])[1]
     (x, y), (to_x, to_y) = (start[0], start[1] + height / 2), (end[0], end[1] - height / 2)
     bend = max(0.5 * (to_y - y), 0.3 * _ROW)
     base = to_y - _TIP

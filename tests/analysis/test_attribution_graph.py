@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery import graph as graph_of
+from backbone_surgery.rewriting.autoencoder_layers import Encoder
 from tests import numpy_models
 from tests.compilations import counted
 from tests.families import ROWS
@@ -81,7 +83,7 @@ class InNumpy:
         own, features = self.kept[f"own {i}"].copy(), features.copy()
         if self.without is not None and self.without[0] == f"blocks.{i}.transcoder_latents":
             features[0, self.without[2], self.without[1]] = 0
-        if self.without is not None and self.without[0] == f"blocks.{i}.mlp_output":
+        if self.without is not None and self.without[0] == f"blocks.{i}.transcoder_error":
             own[0, self.without[2]] = 0
         return own + features @ w["W_dec"] + w["b_dec"] + s @ w["W_skip"]
 
@@ -174,23 +176,76 @@ def test_edges_into_logits_are_direct_attributions(name, tmp_path, rng):
     direct = bs.direct_logit_attribution(lm, IDS, PAIR)
     last = f"blocks.{BLOCKS - 1}.mlp_output"
     into = graph.values[:, -1]
-    mine = [n.startswith((last, last.replace("mlp_output", "transcoder"))) for n in graph.senders]
+    mine = [name.startswith(f"blocks.{BLOCKS - 1}.transcoder") for name in graph.senders]
     assert sum(mine) > len(IDS)
     wanted = direct.values[direct.sites.index(last)]
     assert abs(into[mine].sum() - wanted) <= 1e-4 * max(abs(wanted), np.abs(into[mine]).max())
     assert np.isclose(graph.metric, direct.metric, rtol=1e-4)
 
 
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("name", list(ROWS))
+def test_without_biases_nothing_is_left(name, tmp_path, rng):
+    """What features and logits are is a sum of the edges into them, and nothing more."""
+    if "blocks.0.mlp_norm" not in bs.sites(ROWS[name].make(num_layers=BLOCKS)):
+        pytest.skip("no site of the MLP's input")
+    lm, _ = make(name, tmp_path, rng, plain=True)
+    for variable in lm.backbone.owner.variables:
+        if variable.path.rpartition("/")[2] in ("bias", "beta"):
+            variable.assign(0 * variable)
+    for layer in {n.operation for n in graph_of.all_nodes(lm.opened)}:
+        if isinstance(layer, Encoder):
+            layer.bias.assign(0 * layer.bias)
+    graph = bs.attribution_graph(lm, IDS, PAIR)
+    assert len(graph.features) > 5
+    total = graph.values.sum(axis=0) + graph.rest
+    assert np.abs(graph.rest).max() <= 1e-4 * np.abs(total).max()
+
+
+def test_features_that_a_rewrite_sets_come_of_nothing(tmp_path, rng):
+    lm, _ = make("gpt2", tmp_path, rng)
+    clamp = bs.Clamp("blocks.1.transcoder_latents", features=(3,), values=50.0)
+    clamped = bs.CachedCausalLM(bs.operate(lm.backbone, [clamp]))
+    graph = bs.attribution_graph(clamped, IDS, PAIR)
+    is_set = (graph.features[:, 0] == 1) & (graph.features[:, 2] == 3)
+    assert is_set.sum() == len(IDS)
+    assert (graph.activations[is_set] == 50).all()
+    assert not graph.values[:, :-1][:, is_set].any()
+    assert graph.values[:, :-1][:, ~is_set].any()
+    assert graph.values[: len(graph.features)][is_set].any()
+    roots = graph.influence[: len(is_set)][is_set].sum()
+    assert roots > 0.01
+    assert np.isclose(graph.influence[len(is_set) :].sum() + roots, 1)
+
+
+def test_numbers_past_a_dtype_are_refused(tmp_path, rng):
+    backbone = ROWS["gpt2"].make(num_layers=1, dtype="float16")
+    w = arrays(rng)
+    w["W_dec"] *= 1e5
+    path = save_gemma_scope_2(tmp_path, w, 0)
+    lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Transcoder("blocks.0.mlp_output", path)]))
+    with pytest.raises(bs.SurgeryError, match="attribution_graph: expected finite numbers"):
+        bs.attribution_graph(lm, IDS, PAIR)
+
+
 def test_fewer_features_are_those_of_the_greatest_influence(tmp_path, rng):
     lm, _ = make("gpt2", tmp_path, rng)
     whole = bs.attribution_graph(lm, IDS, PAIR)
     few = bs.attribution_graph(lm, IDS, PAIR, max_features=8)
+    assert (few.active, len(few.features)) == (len(whole.features), 8)
+    assert repr(few).startswith(f"AttributionGraph(8 of {few.active} active features; metric ")
     names = {n: i for i, n in enumerate(whole.senders)}
-    rows = [names[n] for n in few.senders]
     columns = [*(names[n] for n in few.receivers[:-1]), -1]
-    np.testing.assert_allclose(few.values, whole.values[np.ix_(rows, columns)], atol=1e-5)
-    totals = whole.values.sum(axis=0) + whole.rest
-    np.testing.assert_allclose(few.values.sum(axis=0) + few.rest, totals[columns], atol=1e-4)
+    features = [names[n] for n in few.senders[:8]]
+    np.testing.assert_allclose(few.values[:8], whole.values[np.ix_(features, columns)], atol=1e-5)
+    np.testing.assert_allclose(few.rest, whole.rest[columns], atol=1e-4)
+    for row, name in enumerate(few.senders[8:], 8):
+        place, _, token = name.partition(" @ ")
+        same = [place.replace("error", f"latents[{f}] @ {token}") for f in range(LATENTS)]
+        summed = [names[name], *(names[n] for n in same if n in names and n not in few.senders)]
+        wanted = whole.values[summed if place.startswith("blocks") else [names[name]]]
+        np.testing.assert_allclose(few.values[row], wanted.sum(axis=0)[columns], atol=1e-4)
+    assert few.explained < whole.explained
     best = np.argsort(-np.abs(whole.values[: len(whole.features), -1]))[0]
     assert whole.senders[best] in few.senders
 
@@ -213,8 +268,10 @@ def test_influence_and_pruning(tmp_path, rng):
     kept = [graph.senders.index(name) for name in half.receivers[:-1]]
     assert graph.influence[kept].sum() >= 0.5 * graph.influence[:count].sum()
     assert len(kept) < count / 2
-    total = graph.values.sum(axis=0) + graph.rest
-    np.testing.assert_allclose(half.values.sum(axis=0) + half.rest, total[[*kept, -1]], atol=1e-4)
+    np.testing.assert_allclose(half.rest, graph.rest[[*kept, -1]], atol=1e-4)
+    total = graph.values.sum(axis=0)[[*kept, -1]]
+    np.testing.assert_allclose(half.values.sum(axis=0), total, atol=1e-4)
+    assert half.explained < graph.explained
     sent, received, value = graph.top(1)[0]
     assert value == graph.values[graph.senders.index(sent), graph.receivers.index(received)]
 

@@ -252,7 +252,7 @@ def test_a_picture_of_an_attribution_graph_has_an_arrow_for_each_edge(graph, tmp
     known = {"logits", "error", "embeddings", "block 0", "block 1"}
     others = [text for text in written if text not in known]
     assert sorted(others) == sorted([*numbers, *(graph.tokens[token] for token in tokens)])
-    assert written.count("error") == sum(".mlp_output" in name for name in reached)
+    assert written.count("error") == sum("transcoder_error" in name for name in reached)
 
 
 def test_what_is_no_attribution_graph_is_not_drawn(graph, tmp_path):
