@@ -187,9 +187,8 @@ def attribution_graph(
 
     The model has a `Transcoder` in some of its blocks, in all of them best: with `error=True` the
     graph is of the model itself, and otherwise of the model of transcoders. An MLP without one is
-    unexplained altogether. A block has one transcoder, which writes there alone. Other edits of the
-    stream that are not linear, such as a `SparseAutoencoder` without `error`, are taken to first
-    order.
+    unexplained altogether. A transcoder writes into its own block alone. Other edits of the stream
+    that are not linear, such as a `SparseAutoencoder` without `error`, are taken to first order.
 
     Of a long text there are more active features than can be traced. Those of the greatest
     influence are taken, step by step from the logits backwards.
