@@ -136,11 +136,12 @@ def make(
     return bs.CachedCausalLM(bs.operate(backbone, rewrites)), weights
 
 
-@pytest.mark.by_default(2)
-@pytest.mark.parametrize("error", [True, False])
-@pytest.mark.parametrize("save", [save_gemma_scope_2, save_gemma_scope])
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("error", [True, False], ids=["error", "alone"])
+@pytest.mark.parametrize("kind", ["skip", "rms"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma", "gemma2"])
-def test_edges_equal_numpy(name, save, error, tmp_path, rng, monkeypatch):
+def test_edges_equal_numpy(name, kind, error, tmp_path, rng, monkeypatch):
+    save = {"skip": save_gemma_scope_2, "rms": save_gemma_scope}[kind]
     lm, weights = make(name, tmp_path, rng, error, save=save)
     if save is save_gemma_scope:
         weights = {i: {**w, "W_skip": 0 * w["W_skip"]} for i, w in weights.items()}
@@ -165,7 +166,7 @@ def test_edges_equal_numpy(name, save, error, tmp_path, rng, monkeypatch):
     assert relative(total, np.append(scores, whole["logits"])) <= 1e-4
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ROWS))
 def test_edges_into_logits_are_direct_attributions(name, tmp_path, rng):
     """Of the last block, which acts on the logits by no other way; one MLP has no transcoder."""

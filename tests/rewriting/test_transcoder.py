@@ -36,9 +36,9 @@ FORMATS = {
     ),
     "sparsify": (save_sparsify, {"skip": False}, "topk", False, NORMED),
     "sparsify_skip": (save_sparsify, {}, "topk", True, NORMED),
-    "gemma_scope": (save_gemma_scope, {}, "jumprelu", False, "rms"),
-    "gemma_scope_2": (save_gemma_scope_2, {"skip": False}, "jumprelu", False, NORMED),
-    "gemma_scope_2_skip": (save_gemma_scope_2, {}, "jumprelu", True, NORMED),
+    "scope": (save_gemma_scope, {}, "jumprelu", False, "rms"),
+    "scope_2": (save_gemma_scope_2, {"skip": False}, "jumprelu", False, NORMED),
+    "scope_2_skip": (save_gemma_scope_2, {}, "jumprelu", True, NORMED),
 }
 """By format: how it is saved, which features are kept, whether it has a skip, what it reads."""
 
@@ -172,6 +172,7 @@ def test_all_mlps_at_once(name, tmp_path, rng):
         assert np.array_equal(logits[0, length - 1 : -1].argmax(-1), ids[0, length:])
 
 
+@pytest.mark.slow
 def test_features_have_gradients(tmp_path, rng):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     w = arrays(rng, 128, source=128)
