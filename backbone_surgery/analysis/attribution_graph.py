@@ -216,17 +216,22 @@ def attribution_graph(
     check_count("attribution_graph", "max_features", max_features, "features")
     runs = FeatureRuns(lm, text, target, controls, prompt_length)
     most = min(int(max_features), runs.count)
-    chosen, rows, shares = np.zeros(0, "int64"), [runs.edges_into_logits()[None]], []
-    while True:
-        shares.append(_shares(rows[-1].T).T)
-        if len(chosen) == most:
-            return _graph(runs, chosen, np.concatenate(rows))
-        influence = _influence(np.concatenate(shares), chosen)
+    first = runs.edges_into_logits()
+    rows = np.empty((1 + most, len(first)), "float32")
+    shares = np.empty_like(rows)
+    rows[0], shares[0] = first, _shares(first)
+    chosen = np.zeros(0, "int64")
+    while len(chosen) < most:
+        done = 1 + len(chosen)
+        influence = _influence(shares[:done], chosen)
         influence[chosen] = -1.0
         order = np.argsort(-influence[: runs.count], kind="stable")
         best = order[: min(max(most // 8, 1), AT_ONCE, most - len(chosen))]
-        rows.append(runs.edges_into(best))
+        new = slice(done, done + len(best))
+        rows[new] = runs.edges_into(best)
+        shares[new] = _shares(rows[new].T).T
         chosen = np.concatenate([chosen, best])
+    return _graph(runs, chosen, rows)
 
 
 def _graph(runs: FeatureRuns, chosen: np.ndarray, rows: np.ndarray) -> AttributionGraph:

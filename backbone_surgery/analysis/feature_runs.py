@@ -15,12 +15,12 @@ from backbone_surgery.analysis.direct import (
     read_uncapped,
     refuse_nan,
 )
+from backbone_surgery.analysis.gradients import run_nudged
 from backbone_surgery.analysis.linear import Coded, Linearize, transcoders_of
 from backbone_surgery.analysis.question import (
     bind_row,
     check_finite,
     derived,
-    last_of,
     read_text,
 )
 from backbone_surgery.generation.causal_lm import CachedCausalLM
@@ -115,10 +115,10 @@ class FeatureRuns:
         self.activations, self.scores, own = np.concatenate(numbers, axis=1)
         far = np.abs(self.activations - own)
         self.is_set = far > _OFF * (np.abs(self.activations) + np.abs(own))
-        starts = {path: self.count + i * length for i, path in enumerate(self.summands)}
-        blocks, tokens = self.features[:, :2].T
-        first = np.array([starts.get(f"blocks.{block}.mlp_output", 0) for block in blocks])
-        self.homes = first + tokens
+        self.homes = self.count + self.features[:, 1]
+        for coded in self.coded:
+            number = self.summands.index(f"blocks.{coded.block}.mlp_output")
+            self.homes[self._of(coded)] += number * length
         sums = {path: states[f"summand/{path}"][:length] for path in self.summands}
         self._left = {path: np.array(x, "float32") for path, x in sums.items()}
         self._written = [self._take_out(coded, states) for coded in self.coded]
@@ -185,18 +185,16 @@ def _compiled(model: EditedBackbone, coded: list[Coded], summands: list[str], na
     import jax.numpy as jnp
 
     def run(nudges: list[Any], values: list[Any], inputs: Any, ids: Any) -> Any:
-        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
-        mapping = list(zip(model.variables, values, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            outputs = model(nudged)
-            last = last_of(outputs["hidden_states"], inputs["padding_mask"])
+        def read(captures: dict[str, Any], last: Any) -> Any:
             metric = read_uncapped(model, last, ids)
-            states = {k.partition("/")[2]: x for k, x in outputs["captures"].items() if _is_own(k)}
+            states = {k.partition("/")[2]: x for k, x in captures.items() if _is_own(k)}
             sources = [states[f"source/{c.block}"] for c in coded]
             scores = [c.encoder.score(x) for c, x in zip(coded, sources, strict=True)]
             scores = [(x, c.encoder.keep(x)) for c, x in zip(coded, scores, strict=True)]
             weights = [keras.ops.convert_to_tensor(c.encoder.weight) for c in coded]
-        return (metric, sources), (scores, states, weights)
+            return (metric, sources), (scores, states, weights)
+
+        return run_nudged(model, _NAME, nudges, values, inputs, read)
 
     def zeros(inputs: Any) -> list[Any]:
         shapes = {t.name: tuple(t.shape[2:]) for t in model.inputs}

@@ -148,15 +148,38 @@ def _step(model: EditedBackbone, sites: list[str], read: Read) -> Any:
     import jax
 
     def run(nudges: list[Any], values: list[Any], inputs: Any, tokens: Any) -> Any:
-        nudged = {**inputs, **{f"{_NAME}_{i}": nudge for i, nudge in enumerate(nudges)}}
-        mapping = list(zip(model.variables, values, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            outputs = model(nudged)
-            last = last_of(outputs["hidden_states"], inputs["padding_mask"])
-            value = read(model, last, tokens)
-        return value, [outputs["captures"][f"{_NAME}/{site}"] for site in sites]
+        def take(captures: dict[str, Any], last: Any) -> Any:
+            return read(model, last, tokens), [captures[f"{_NAME}/{site}"] for site in sites]
+
+        return run_nudged(model, _NAME, nudges, values, inputs, take)
 
     return jax.jit(jax.value_and_grad(run, has_aux=True))
+
+
+def run_nudged(
+    model: EditedBackbone,
+    name: str,
+    nudges: list[Any],
+    values: list[Any],
+    inputs: Any,
+    read: Callable[[dict[str, Any], Any], Any],
+) -> Any:
+    """Run a model as a function of what is added at some sites, and read what it gives.
+
+    Args:
+        model: with inputs `name_0`, ..., one for each of `nudges`, and with captures.
+        name: what these inputs begin with.
+        nudges: what is added.
+        values: those of the model's variables.
+        inputs: the others.
+        read: maps captures by name, and the last token's hidden states, to what is returned.
+    """
+    nudged = {**inputs, **{f"{name}_{i}": nudge for i, nudge in enumerate(nudges)}}
+    mapping = list(zip(model.variables, values, strict=True))
+    with keras.StatelessScope(state_mapping=mapping):
+        outputs = model(nudged)
+        last = last_of(outputs["hidden_states"], inputs["padding_mask"])
+        return read(outputs["captures"], last)
 
 
 @dataclass(frozen=True)
