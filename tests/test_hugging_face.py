@@ -176,6 +176,7 @@ def test_gpt_oss_without_settings_of_positions(copy):
     assert (config["rope_scaling_factor"], config["rope_max_wavelength"]) == (32.0, 150_000)
 
 
+@pytest.mark.slow
 def test_heads_of_gemma_4_as_transformers_5_saves_them(copy):
     """By block, as published for all of those that attend to all tokens, or none for none."""
     whole = load(FAMILIES / "gemma4_text")
@@ -279,6 +280,7 @@ def test_a_folder_that_a_converter_stops_at(copy):
         load(folder)
 
 
+@pytest.mark.slow
 def test_windows_of_gpt_oss_on_the_other_blocks(copy):
     """As all published ones have them; also in a copy, a preset and a recipe."""
     folder = copy(FAMILIES / "gpt_oss", layer_types=None)

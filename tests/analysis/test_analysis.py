@@ -198,6 +198,7 @@ def test_another_text_and_token_compile_nothing(lm, ask):
         assert compiled
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("length", [16, 17, 18])
 def test_texts_as_long_as_the_positions_of_a_model(length):
     """Padding does not go past them, and nothing is read from it."""

@@ -111,7 +111,7 @@ def test_edges_by_head_are_those_of_rewrites(family):
 
 
 @pytest.mark.by_default(1)
-@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("make", [make_deep_gpt2, ROWS["gemma2"].make, ROWS["gemma4"].make])
 def test_mlps_hand_on_what_reaches_them_where_they_are_not_held(make, by_head):
     lm = bs.CachedCausalLM(make())

@@ -43,7 +43,7 @@ def best_by_force(lm, v, start=0, stop=None, at="blocks.{}"):
 
 
 @pytest.mark.by_default(1)
-@pytest.mark.parametrize(("tokens", "start"), [("prompt", 0), ((1, None), 1), ("last", -1)])
+@pytest.mark.parametrize(("tokens", "start"), [("last", -1), ("prompt", 0), ((1, None), 1)])
 def test_the_best_of_all_by_force(tokens, start):
     lm, v = bs.CachedCausalLM(make_deep_gpt2()), vector()
     found = bs.find_condition(lm, v, POSITIVES, NEGATIVES, tokens=tokens, batch_size=4)
