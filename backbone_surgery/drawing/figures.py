@@ -44,7 +44,15 @@ def plot_grid(
     if isinstance(grid, PatchGrid):
         values, label = grid.recovered, "share of the metric recovered"
     elif isinstance(grid, Attribution):
-        values, label = grid.values, "gradient times activation"
+        if grid.by_feature:
+            raise SurgeryError(
+                "plot_grid: expected a grid of sites by tokens or heads. Received one by feature, "
+                "of too many columns to draw. List the greatest by its `top`."
+            )
+        label = "gradient times activation"
+        values = grid.values
+        if grid.corrupted is not None:
+            label = "change of the metric, to first order"
     elif isinstance(grid, DirectLogitAttribution):
         values, label = grid.values.reshape(len(grid.sites), -1), "added to the logit"
     elif isinstance(grid, Edges):
