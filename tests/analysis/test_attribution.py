@@ -130,7 +130,7 @@ def test_what_is_refused(lm, options, words):
 
 def test_features_are_listed_and_not_drawn(lm):
     got = bs.attribution(lm, CLEAN, 7, "blocks.*.mlp_hidden", by_feature=True)
-    with pytest.raises(bs.SurgeryError, match="too many columns to draw. List"):
+    with pytest.raises(bs.SurgeryError, match=r"too many columns to draw\. List"):
         bs.plot_grid(got)
     with pytest.raises(bs.SurgeryError, match=r"Attribution.top at 'count'"):
         got.top(0)
