@@ -36,6 +36,7 @@ from backbone_surgery.errors import (
 )
 from backbone_surgery.generation.captures import GeneratedActivations
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.penalties import Penalties
 from backbone_surgery.generation.sweep import Sweep, sweep
 from backbone_surgery.graph.emission import collect, emit
 from backbone_surgery.graph.replay import clone_layer_graph
@@ -126,6 +127,7 @@ __all__ = [
     "LowRank",
     "Patch",
     "PatchGrid",
+    "Penalties",
     "Plan",
     "ProjectOut",
     "QueueFullError",

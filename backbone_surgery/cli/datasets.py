@@ -18,6 +18,7 @@ from backbone_surgery.cli.options import (
     Mesh,
     Model,
     NewTokens,
+    RepetitionPenalty,
     Sampler,
     SamplerName,
     Vectors,
@@ -86,6 +87,7 @@ def batch(
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows for a file of output.")] = 4096,
     mesh: Mesh = None,
     ray: Ray = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
 ) -> None:
     """Generate from every row of a data set, and go on where a job was killed."""
     import backbone_surgery as bs
@@ -117,6 +119,7 @@ def batch(
             batch_size=batch_size,
             shard_rows=shard_rows,
             ray=ray,
+            penalties=bs.Penalties(repetition_penalty),
         )
     write(f"{count_files(written)} in {output}")
 

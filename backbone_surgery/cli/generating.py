@@ -11,6 +11,7 @@ from backbone_surgery.cli.options import (
     Mesh,
     Model,
     NewTokens,
+    RepetitionPenalty,
     Sampler,
     SamplerName,
     Seed,
@@ -48,8 +49,11 @@ def generate(
             "or --vector names a file for it, the vector NAME that comes with the model is loaded.",
         ),
     ] = [],  # noqa: B006
+    repetition_penalty: RepetitionPenalty = 1.0,
 ) -> None:
     """Generate text from prompts, steered by control vectors and adapters if you name any."""
+    import backbone_surgery as bs
+
     controls, vectors = parse_controls(control), parse_vectors(vector)
     adapters = parse_adapters(adapter)
     check_strengths("--control", vectors, controls)
@@ -60,6 +64,7 @@ def generate(
         "seed": seed,
         "controls": controls,
         "lookup": lookup,
+        "penalties": bs.Penalties(repetition_penalty),
     }
     if stream:
         for prompt in prompts:

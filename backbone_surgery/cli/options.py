@@ -59,6 +59,12 @@ Strengths = Annotated[str, typer.Option(help="Strengths, separated by commas.")]
 NewTokens = Annotated[int, typer.Option(min=0, help="How many tokens to add at most.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampler, for each prompt.")]
 Sampler = Annotated[SamplerName, typer.Option(help="How to choose each token.")]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        min=0.01, max=100, help="Against repetition: 1 is none, 1.1 usual, as of Hugging Face."
+    ),
+]
 _BATCH_SIZE = typer.Option(min=1, help="How many texts to run at once.")
 BatchSize = Annotated[int, _BATCH_SIZE]
 Mesh = Annotated[

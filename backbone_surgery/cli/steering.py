@@ -17,6 +17,7 @@ from backbone_surgery.cli.options import (
     Mesh,
     Model,
     NewTokens,
+    RepetitionPenalty,
     Sampler,
     SamplerName,
     Seed,
@@ -38,13 +39,22 @@ def steer(
     sampler: Sampler = SamplerName.greedy,
     seed: Seed = 0,
     mesh: Mesh = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
 ) -> None:
     """Show what a control vector does: one text for each strength, all in one batch."""
     import backbone_surgery as bs
 
     values = parse_strengths(strengths)
     lm, name = _load(vector, control, model, sampler, mesh)
-    result = bs.sweep(lm, prompt, name, values, max_new_tokens=max_new_tokens, seed=seed)
+    result = bs.sweep(
+        lm,
+        prompt,
+        name,
+        values,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        penalties=bs.Penalties(repetition_penalty),
+    )
     typer.secho(prompt, bold=True)
     table = Table(show_lines=True)
     table.add_column(f"{result.control} at", justify="right")
@@ -73,6 +83,7 @@ def sweep(
     seed: Seed = 0,
     batch_size: AnyBatchSize = None,
     mesh: Mesh = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
 ) -> None:
     """Generate from many prompts at several strengths, and count words in the texts."""
     import backbone_surgery as bs
@@ -98,6 +109,7 @@ def sweep(
         seed=seed,
         batch_size=batch_size,
         verbose=1,
+        penalties=bs.Penalties(repetition_penalty),
     )
     write_table(result.table())
     if plot is not None:

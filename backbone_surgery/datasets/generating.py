@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, ends_count
+from backbone_surgery.generation.penalties import Penalties, read_penalties
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request
 from backbone_surgery.generation.text_scores import Score, read_scores, score_text
@@ -58,6 +59,7 @@ def generate_dataset(
     shard_rows: int = 4096,
     ray: str | None = None,
     verbose: int = 1,
+    penalties: Penalties | None = None,
 ) -> list[Path]:
     r"""Generate from every row of Parquet files or files of JSON lines.
 
@@ -90,6 +92,7 @@ def generate_dataset(
         ray: address of a Ray cluster to work on, such as `"auto"`. `lm` must then be a function,
             and the folders must be the same on every node.
         verbose: 1 shows a progress bar, with the time left.
+        penalties: see `generate`.
 
     Returns:
         The files of output, in the order of the rows.
@@ -135,7 +138,7 @@ def generate_dataset(
     _check_names(columns)
     vectors = {} if vectors is None else vectors
     digests = vectors_digest(vectors, by_column)
-    work = _Work(columns, fixed, by_column, vectors, options, scores, seed, batch_size)
+    work = _Work(columns, fixed, by_column, vectors, options, scores, seed, batch_size, penalties)
 
     def facts(model: CachedCausalLM) -> dict[str, Any]:
         return {**work.facts(model, job.shards), "vectors": digests}
@@ -181,6 +184,7 @@ class _Work:
     scores: Mapping[str, Score]
     seed: int
     batch_size: int
+    penalties: Penalties | None
 
     @property
     def output_column(self) -> str:
@@ -192,13 +196,17 @@ class _Work:
         self._check_settings(lm, shards)
         controls = defaults(lm, self.fixed, self.by_column)
         scores = {name: score_facts(_OPERATION, name, f) for name, f in self.scores.items()}
+        options = dict(self.options)
+        if self.penalties is not None and not self.penalties.change_nothing:
+            bias = {str(token): number for token, number in self.penalties.bias.items()}
+            options["penalties"] = {**asdict(self.penalties), "bias": bias}
         return {
             "sampler": sampler_facts(lm.sampler),
             "controls": {
                 "values": controls_digest(_OPERATION, lm, controls),
                 "columns": self.by_column,
             },
-            "options": {**self.options, "seed": self.seed, "batch_size": self.batch_size},
+            "options": {**options, "seed": self.seed, "batch_size": self.batch_size},
             "columns": self.columns,
             "scores": scores,
         }
@@ -211,6 +219,7 @@ class _Work:
                 f"{_OPERATION} at 'max_new_tokens': expected a number of tokens. Received None. "
                 "Pass one."
             )
+        read_penalties(self.penalties, lm.programs.head.input_dim, _OPERATION)
         controls = defaults(lm, self.fixed, self.by_column)
         shortest = pack_right([np.zeros(1, np.int32)], 1, 0)
         with setting({ends_count: False}):
@@ -291,6 +300,7 @@ class _Work:
                     seed=[asked.seeds[i] for i in index],
                     controls=self._controls(lm, asked.controls, index),
                     strip_prompt=True,
+                    penalties=self.penalties,
                     **self.options,
                 )
         except SurgeryError as error:

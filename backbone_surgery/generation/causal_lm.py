@@ -17,6 +17,7 @@ from backbone_surgery.generation.captures import pack
 from backbone_surgery.generation.chat_task import ChatTask
 from backbone_surgery.generation.controls import check_by_hand
 from backbone_surgery.generation.lookup import look_up
+from backbone_surgery.generation.penalties import Penalized, Penalties, read_penalties
 from backbone_surgery.generation.presets import Presets
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import Prompts, check_preprocessor, text_alone
@@ -189,6 +190,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
         verbose: int = 0,
         return_captures: bool = False,
         lookup: int | None = None,
+        penalties: Penalties | None = None,
     ) -> Any:
         """Generate from prompts, by the sampler that the model was compiled with.
 
@@ -216,7 +218,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
                 the text. One pass checks them, so texts that repeat themselves come faster. The
                 text stays the same, but for what rounds otherwise in a pass of several tokens. 4
                 is good for most texts, and 8 where the prompt comes back nearly as it is, as in an
-                edit. One prompt at a time; no beams.
+                edit. One prompt at a time; no beams, and no penalties.
+            penalties: against repetition, and for or against tokens; see `Penalties`. No beams.
 
         Returns:
             With a preprocessor text: a string for a string, else a list with one for each row, for
@@ -245,7 +248,8 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
                 bool(return_captures),
             )
         prompts, batch = asked.prompts.rows, asked.batch
-        strategy = self._strategy(lookup, min(len(prompts), batch_size or len(prompts)), "generate")
+        at_once = min(len(prompts), batch_size or len(prompts))
+        strategy = self._strategy(lookup, at_once, penalties, "generate")
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
@@ -260,9 +264,14 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
         run = [np.append(p, row.new[:-1]) for p, row in zip(prompts, rows, strict=True)]
         return result, pack(run, [row.captures for row in rows])
 
-    def _strategy(self, lookup: int | None, rows: int, operation: str) -> Strategy:
+    def _strategy(
+        self, lookup: int | None, rows: int, penalties: Penalties | None, operation: str
+    ) -> Strategy:
         """Return how tokens are chosen for some rows at once."""
         strategy = make_strategy(self.sampler)
+        penalties = read_penalties(penalties, self.programs.head.input_dim, operation)
+        if penalties is not None:
+            strategy = Penalized(strategy, penalties, operation)
         return look_up(strategy, lookup, rows, self.backbone_with_cache.states, operation)
 
     def stream(
@@ -277,6 +286,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
         seed: Any = None,
         chunk_size: int = 8,
         lookup: int | None = None,
+        penalties: Penalties | None = None,
     ) -> Iterator[Any]:
         """Generate, and yield text as it comes: the pieces join to what `generate` returns.
 
@@ -291,6 +301,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             seed: see `generate`.
             chunk_size: tokens between two pieces, after a first piece of one token.
             lookup: see `generate`.
+            penalties: see `generate`.
 
         Yields:
             The next piece of text. The first holds the prompt, unless it is stripped, and comes as
@@ -320,7 +331,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
                 seed,
                 operation="stream",
             )
-        strategy = self._strategy(lookup, len(prompts.rows), "stream")
+        strategy = self._strategy(lookup, len(prompts.rows), penalties, "stream")
         return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
 
     def _stream(

@@ -17,6 +17,7 @@ import numpy as np
 
 from backbone_surgery import target
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.penalties import Penalized
 from backbone_surgery.generation.samplers import Arrays, Strategy
 from backbone_surgery.kernels import calls
 from backbone_surgery.numbers import is_int
@@ -74,6 +75,12 @@ def look_up(
         raise SurgeryError(
             f"{operation} at 'lookup': expected a sampler that keeps one text. Received beam "
             "search. Compile with another sampler, such as 'greedy', or leave `lookup` out."
+        )
+    if isinstance(strategy, Penalized):
+        raise SurgeryError(
+            f"{operation} at 'lookup': expected tokens that are chosen by the logits alone. "
+            "Received penalties, which depend on each token before. Leave `lookup` or `penalties` "
+            "out."
         )
     fixed = [s.name for specs in states for s in specs.values() if s.slot_axis is None]
     if fixed:

@@ -19,6 +19,7 @@ from backbone_surgery.caching.packed import logits_of
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.lookup import LookUp
+from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.samplers import Strategy
 from backbone_surgery.opening.placement import Placement, placement_of
 from backbone_surgery.opening.state import StateSpec
@@ -214,9 +215,11 @@ def _in_chunks(forward: Callable[..., Any], inputs: State, size: int) -> tuple[A
 
 def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: State) -> State:
     """Choose the token of the next slot for each row, write it, and note who is done."""
-    tokens, parents, draws = strategy.choose(
-        logits, state["done"], state["draws"], arguments["settings"]
-    )
+    settings = arguments["settings"]
+    if "penalties" in settings:
+        places = (state[name] for name in ("tokens", "lengths", "start", "slot"))
+        settings = {**settings, "past": past_of(*places)}
+    tokens, parents, draws = strategy.choose(logits, state["done"], state["draws"], settings)
     per_row = {k: state[k] for k in _PER_ROW if k in state}
     if parents is not None and len(tokens) > 1:
         per_row = jax.tree.map(lambda x: x[parents], per_row)

@@ -2,11 +2,13 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.samplers import NO_TOKEN
 from backbone_surgery.serving.job import Job, RequestError
 from backbone_surgery.serving.prefill import Prefill
@@ -60,9 +62,9 @@ class RowBatch:
         self.start, self.prompt = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         self.budget = np.zeros(rows, np.int32)
         self.stop_ids = np.full((rows, stop_ids), NO_TOKEN, np.int32)
-        self.settings = {
-            name: np.repeat(value, rows) for name, value in Sampling().arrays().items()
-        }
+        self.settings = jax.tree.map(
+            lambda x: np.repeat(x[None], rows, axis=0), Sampling().arrays()
+        )
         self.slot, self.length = 1, lengths[0]
         self.new_tokens = 0
         self.first_tokens: list[tuple[Job, int, State]] = []
@@ -121,16 +123,16 @@ class RowBatch:
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(job.stops.ids)] = job.stops.ids
         settings = job.sampling.arrays()
-        for name, value in settings.items():
-            self.settings[name][row] = value
+        jax.tree.map(lambda table, x: table.__setitem__(row, x), self.settings, settings)
         new = {
             "row": np.int32(row),
             "slot": np.int32(self.slot),
+            "tokens": pack_right([job.prompt], prefill.length, 0)["token_ids"],
             "length": np.int32(length),
             "logits": prefill.logits,
             "budget": self.budget[row : row + 1].copy(),
             "stop_ids": self.stop_ids[row : row + 1].copy(),
-            "settings": {name: value[None] for name, value in settings.items()},
+            "settings": jax.tree.map(lambda x: x[None], settings),
             "draws": self.programs.strategy.start(job.seeds),
             "controls": job.controls,
         }
@@ -159,7 +161,7 @@ class RowBatch:
         # Copies, since these are changed while the device may still read them.
         arguments = {
             "controls": self.controls,
-            "settings": {name: value.copy() for name, value in self.settings.items()},
+            "settings": jax.tree.map(np.copy, self.settings),
             "stop_ids": self.stop_ids.copy(),
             "budget": self.budget.copy(),
         }

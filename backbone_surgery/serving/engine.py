@@ -8,6 +8,7 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.penalties import Penalties, read_penalties
 from backbone_surgery.generation.request import TooLongError, check_backend, read_request
 from backbone_surgery.numbers import check_count, check_flag, is_int
 from backbone_surgery.serving.job import Job
@@ -108,6 +109,7 @@ class Engine:
         strip_prompt: bool = False,
         return_captures: bool = False,
         logprobs: bool = False,
+        penalties: Penalties | None = None,
     ) -> EngineRequest:
         """Ask for one text. It returns at once, and the text comes as the engine runs.
 
@@ -127,6 +129,7 @@ class Engine:
             strip_prompt: see there.
             return_captures: see there.
             logprobs: whether to note log-probabilities, for `EngineRequest.logprobs`.
+            penalties: against repetition, and for or against tokens; see `Penalties`.
 
         Returns:
             The request: iterate over it for pieces of text, or wait for its `result`.
@@ -147,6 +150,7 @@ class Engine:
             strip_prompt=strip_prompt,
             captures=return_captures,
             logprobs=logprobs,
+            penalties=penalties,
         )
         return requests[0]
 
@@ -162,6 +166,7 @@ class Engine:
         stop_token_ids: Any = "auto",
         stop_sequences: Any = None,
         strip_prompt: bool = False,
+        penalties: Penalties | None = None,
     ) -> list[Any]:
         """Generate from many prompts, however many rows there are.
 
@@ -176,6 +181,7 @@ class Engine:
             stop_token_ids: see there.
             stop_sequences: see there.
             strip_prompt: see there.
+            penalties: see `submit`.
 
         Returns:
             The texts in the order of the prompts; int32[tokens] for each without a preprocessor.
@@ -194,6 +200,7 @@ class Engine:
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,
             strip_prompt=strip_prompt,
+            penalties=penalties,
         )
         return [request.result() for request in requests]
 
@@ -253,6 +260,7 @@ class Engine:
         strip_prompt: bool,
         captures: bool = False,
         logprobs: bool = False,
+        penalties: Penalties | None = None,
         **asked: Any,
     ) -> list[EngineRequest]:
         """Read requests, one for each prompt, and put them into the queue."""
@@ -261,7 +269,12 @@ class Engine:
         for name, value in flags.items():
             check_flag(operation, name, value)
         self._scheduler.check_model(operation)
-        chosen = replace(read_sampling(self.lm.sampler, *sampling), logprobs=bool(logprobs))
+        penalties = read_penalties(penalties, self.lm.programs.head.input_dim, operation)
+        chosen = replace(
+            read_sampling(self.lm.sampler, *sampling),
+            logprobs=bool(logprobs),
+            penalties=penalties or Penalties(),
+        )
         whole = self.length if asked["max_new_tokens"] is None else None
         batch = read_request(
             self.lm, inputs, whole, captures=bool(captures), operation=operation, **asked

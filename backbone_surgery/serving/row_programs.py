@@ -18,6 +18,7 @@ from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
 from backbone_surgery.generation.loop import State, pad
+from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.opening.site import is_pattern
 from backbone_surgery.serving.logprobs import RecordedSampling
@@ -109,8 +110,9 @@ class RowPrograms:
             state: the decode state, with captures if the staging has them. Taken over.
             controls: a row of each control for each row of the state. Taken over.
             staging: from `extend`.
-            new: `row` int32[], `slot` int32[], the one that all rows write to next, `length`
-                int32[], tokens of the prompt, `logits` float[1, vocabulary], and of the request
+            new: `row` int32[], `slot` int32[], the one that all rows write to next, `tokens`
+                int32[1, staged], the prompt, `length` int32[], how many these are, `logits`
+                float[1, vocabulary], and of the request
                 `budget` int32[1], `stop_ids` int32[1, n], `settings`, `draws` and `controls` of one
                 row.
             staged: number of slots of the staging cache.
@@ -249,8 +251,12 @@ class RowPrograms:
             widths = [(0, slots - staged if i == axis else 0) for i in range(x.ndim)]
             return jnp.roll(jnp.pad(x, widths, constant_values=initial), first, axis)
 
+        settings = {
+            **new["settings"],
+            "past": past_of(new["tokens"], length[None], length, length),
+        }
         token, _, draws = self.strategy.choose(
-            new["logits"], new["budget"] <= 0, new["draws"], new["settings"]
+            new["logits"], new["budget"] <= 0, new["draws"], settings
         )
         stopped = (token[:, None] == new["stop_ids"]).any(axis=1)
         own = {
@@ -262,6 +268,7 @@ class RowPrograms:
         }
         placed = {name: jax.tree.map(put, state[name], value) for name, value in own.items()}
         state = {**state, **placed, "slot": slot}
+        state["tokens"] = put(state["tokens"], aligned(new["tokens"], 1))
         state["tokens"] = state["tokens"].at[row, slot - 1].set(token[0])
         state["cache"] = self._insert_cache(state["cache"], staging["cache"], rows, put, aligned)
         if "captures" in state:

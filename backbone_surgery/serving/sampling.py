@@ -1,7 +1,7 @@
 """Sampling with settings of its own for each row, drawn as KerasHub's samplers draw."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import keras_hub
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.penalties import Penalties, are_asked, penalized
 from backbone_surgery.generation.samplers import NO_TOKEN, Arrays, Greedy
 from backbone_surgery.numbers import is_int, read_number
 
@@ -27,12 +28,14 @@ class Sampling:
         top_p: draw from the likeliest tokens that have this probability together; infinity for all,
             where 1 leaves out tokens that rounding takes past it.
         logprobs: whether log-probabilities are noted.
+        penalties: what logits are changed by before.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = math.inf
     logprobs: bool = False
+    penalties: Penalties = field(default_factory=Penalties)
 
     def arrays(self) -> Arrays:
         """Return the settings as arrays of one row."""
@@ -41,6 +44,7 @@ class Sampling:
             "top_k": np.int32(self.top_k),
             "top_p": np.float32(self.top_p),
             "logprobs": np.bool_(self.logprobs),
+            "penalties": self.penalties.arrays(),
         }
 
 
@@ -119,16 +123,32 @@ class RequestSampling:
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays
     ) -> tuple[jax.Array, None, Arrays]:
-        """Choose a token for each row. What no row asks for is not computed."""
-        likeliest, _, _ = Greedy().choose(logits, done, {}, {})
-        sampled = ~done & (settings["temperature"] > 0)
+        """Choose a token for each row. What no row asks for is not computed.
 
-        def sample() -> jax.Array:
-            tokens = _sample(logits, sampled, state["seeds"], settings)
-            return jnp.where(sampled, tokens, likeliest)
+        `settings` have the `past` of the rows, too; see `penalized`.
+        """
+        penalties, seeds = settings["penalties"], state["seeds"]
 
-        tokens = jax.lax.cond(sampled.any(), sample, lambda: likeliest)
-        return tokens, None, {"seeds": state["seeds"] + jnp.array([0, 1], jnp.uint32)}
+        def of_penalized() -> jax.Array:
+            changed = penalized(logits, penalties, settings["past"])
+            return _choose(changed, done, seeds, settings)
+
+        tokens = jax.lax.cond(
+            (are_asked(penalties) & ~done).any(),
+            of_penalized,
+            lambda: _choose(logits, done, seeds, settings),
+        )
+        return tokens, None, {"seeds": seeds + jnp.array([0, 1], jnp.uint32)}
+
+
+def _choose(logits: jax.Array, done: jax.Array, seeds: jax.Array, settings: Arrays) -> jax.Array:
+    likeliest, _, _ = Greedy().choose(logits, done, {}, {})
+    sampled = ~done & (settings["temperature"] > 0)
+
+    def sample() -> jax.Array:
+        return jnp.where(sampled, _sample(logits, sampled, seeds, settings), likeliest)
+
+    return jax.lax.cond(sampled.any(), sample, lambda: likeliest)
 
 
 def _sample(logits: jax.Array, sampled: jax.Array, seeds: jax.Array, settings: Arrays) -> jax.Array:

@@ -43,10 +43,11 @@ def warm_up(
         table = {name: np.repeat(x, rows, axis=0) for name, x in controls.items()}
         table = programs.lay_out(jax.device_put(table))
         for size in (n for n in lengths if n <= length):
+            new["tokens"] = np.zeros((1, size), np.int32)
             state, table, _ = programs.insert(state, table, staged[size], new, size)
         arguments = {
             "controls": table,
-            "settings": {name: np.repeat(x, rows) for name, x in new["settings"].items()},
+            "settings": jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["settings"]),
             "stop_ids": np.zeros((rows, stop_ids), np.int32),
             "budget": np.ones(rows, np.int32),
         }
@@ -89,7 +90,7 @@ def _new_row(programs: RowPrograms, controls: State, stop_ids: int, logits: jax.
         "logits": logits,
         "budget": np.ones(1, np.int32),
         "stop_ids": np.zeros((1, stop_ids), np.int32),
-        "settings": {name: value[None] for name, value in Sampling().arrays().items()},
+        "settings": jax.tree.map(lambda x: x[None], Sampling().arrays()),
         "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
         "controls": controls,
     }

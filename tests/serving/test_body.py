@@ -51,8 +51,6 @@ def test_what_changes_nothing_is_taken(fields):
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "auto"},
-        {"logit_bias": {"5": 100}},
-        {"presence_penalty": 0.5},
         {"audio": {"voice": "alloy", "format": "mp3"}},
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
         {"messages": [{"role": "assistant", "content": None, "refusal": "no"}]},

@@ -1,5 +1,7 @@
 """Each row draws, by settings of its own, what KerasHub's sampler draws with its seed."""
 
+from dataclasses import replace
+
 import jax
 import keras
 import keras_hub
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.samplers import NO_TOKEN, make_strategy
-from backbone_surgery.serving.sampling import RequestSampling, read_sampling
+from backbone_surgery.serving.sampling import RequestSampling, Sampling, read_sampling
 
 samplers = keras_hub.samplers
 KINDS = [
@@ -25,13 +28,21 @@ KINDS = [
 ]
 
 
+def of_rows(samplings):
+    """Return the settings of rows that have the tokens 1 and 2 already."""
+    settings = jax.tree.map(lambda *x: np.stack(x), *(s.arrays() for s in samplings))
+    rows = len(samplings)
+    lengths = jax.numpy.full(rows, 1)
+    past = past_of(jax.numpy.tile(jax.numpy.array([[1, 2]]), (rows, 1)), lengths, 1, 2)
+    return {**settings, "past": past}
+
+
 @pytest.mark.slow
 def test_a_row_draws_as_its_sampler_would_alone(rng):
     rows, steps, vocabulary = len(KINDS), 40, 97
     logits = rng.normal(size=(steps, rows, vocabulary)).astype("float32") * 2
     seeds = np.stack([np.arange(rows), np.zeros(rows)], axis=1).astype("uint32")
-    settings = [read_sampling(kind, None, None, None).arrays() for kind in KINDS]
-    settings = {name: np.stack([s[name] for s in settings]) for name in settings[0]}
+    settings = of_rows([read_sampling(kind, None, None, None) for kind in KINDS])
     strategy = RequestSampling()
     choose = jax.jit(strategy.choose)
     state, drawn = strategy.start(seeds), []
@@ -48,15 +59,14 @@ def test_a_row_draws_as_its_sampler_would_alone(rng):
             assert drawn[step][row] == tokens[0], f"row {row}, step {step}: {kind.get_config()}"
 
 
+@pytest.mark.parametrize("penalized", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_row_without_probabilities_gets_no_token(bad):
+def test_a_row_without_probabilities_gets_no_token(bad, penalized):
     logits = np.zeros((3, 8), "float32")
     logits[1:, 3] = bad
-    settings = {
-        "temperature": np.float32([1, 1, 0]),
-        "top_k": np.int32([0, 3, 0]),
-        "top_p": np.float32([np.inf] * 3),
-    }
+    penalties = bs.Penalties(1.3, frequency=0.5) if penalized else bs.Penalties()
+    kinds = [Sampling(1.0), Sampling(1.0, 3), Sampling()]
+    settings = of_rows([replace(kind, penalties=penalties) for kind in kinds])
     strategy = RequestSampling()
     state = strategy.start(np.zeros((3, 2), "uint32"))
     tokens, _, _ = strategy.choose(logits, np.zeros(3, bool), state, settings)

@@ -115,6 +115,24 @@ def test_texts_are_those_of_generate(lm, client):
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 20)
 
 
+def test_penalties_are_those_of_generate(lm, client):
+    comma = lm.preprocessor.tokenizer.token_to_id(".")
+    fields = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {str(comma): -100}}
+    answer = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=20,
+        temperature=0,
+        extra_body={"repetition_penalty": 1.2},
+        **fields,
+    )
+    penalties = bs.Penalties(1.2, presence=0.5, frequency=0.3, bias={comma: -100})
+    wanted = lm.generate(PROMPT, max_new_tokens=20, penalties=penalties, strip_prompt=True)
+    assert answer.choices[0].text == wanted
+    assert "." not in wanted
+    assert wanted != lm.generate(PROMPT, max_new_tokens=20, strip_prompt=True)
+
+
 @pytest.mark.slow
 def test_objects_say_vector_tokens_and_schedule(lm, client):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "pet")
@@ -430,7 +448,11 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"capture": ["blocks.77"]}, "matches nothing"),
         ({"prompt": 3}, "'prompt': expected a text or a list. Received 3."),
         ({"temperature": "hot"}, "'temperature': expected a number. Received 'hot'."),
-        ({"presence_penalty": 0.5}, "'presence_penalty': expected 0 or null, as nothing else"),
+        ({"presence_penalty": 2.5}, "'presence_penalty': expected at most 2. Received 2.5."),
+        ({"logit_bias": {"a": 1}}, "'logit_bias'.a: expected the id of a token. Received 'a'."),
+        ({"logit_bias": {"5": -101}}, "'logit_bias'.5: expected at least -100. Received -101."),
+        ({"logit_bias": {"99999": 1}}, "expected a bias of token ids from 0 to"),
+        ({"repetition_penalty": 0}, "'repetition_penalty': expected at least 0.01. Received 0."),
         ({"n": 99}, "'n': expected at most 16. Received 99."),
         ({"n": 0}, "'n': expected at least 1. Received 0."),
         ({"n": "2"}, "'n': expected an integer. Received '2'."),

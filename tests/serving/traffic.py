@@ -142,4 +142,11 @@ def random_request(
         settings["top_k"] = int(rng.integers(least_k, 12))
     if kind >= 4:
         settings["top_p"] = float(rng.choice([0.3, 0.9, 1.0]))
+    if rng.random() < 0.4:
+        settings["penalties"] = bs.Penalties(
+            float(rng.choice([1.0, 1.3])),
+            presence=float(rng.choice([0.0, 0.5])),
+            frequency=float(rng.choice([0.0, 0.3])),
+            bias={int(i): float(rng.normal()) for i in rng.integers(0, vocabulary, 3)},
+        )
     return Asked(prompt, bool(rng.random() < 0.3), **settings)

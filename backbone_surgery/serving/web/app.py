@@ -124,6 +124,7 @@ class Service:
                             stop_sequences=body.stops,
                             return_captures=bool(capture),
                             logprobs=body.likeliest is not None,
+                            penalties=body.penalties,
                         )
                     )
         except BaseException:

@@ -14,6 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from backbone_surgery.generation.penalties import MOST_BIASED, Penalties
 from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.serving.logprobs import MOST_LIKELIEST
 
@@ -25,6 +26,9 @@ Strings = Annotated[list[str], _Some]
 TokenIds = Annotated[list[int], _Some]
 _Count = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
 _Text = Annotated[str, Field(min_length=1)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 _NewTokens = Annotated[int, Field(ge=0, le=LONGEST)]
 
 
@@ -58,7 +62,8 @@ class StreamOptions(_Body):
 class Completion(_Body):
     """The fields that both routes share.
 
-    `top_k`, `steering` and `capture` are not OpenAI's. Null is as if a field was left out.
+    `top_k`, `repetition_penalty`, `steering` and `capture` are not OpenAI's. Null is as if a field
+    was left out.
     """
 
     model: str | None = None
@@ -71,9 +76,10 @@ class Completion(_Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Annotated[Any, _only(0)] = None
-    frequency_penalty: Annotated[Any, _only(0)] = None
-    logit_bias: Annotated[Any, _only({})] = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASED)] | None = None
     user: str | None = None
     steering: dict[str, Any] | None = None
     capture: Strings | None = None
@@ -102,6 +108,16 @@ class Completion(_Body):
     def choices(self) -> int:
         """How many choices each prompt gets."""
         return self.n or 1
+
+    @property
+    def penalties(self) -> Penalties:
+        """What logits are changed by before a token is chosen."""
+        return Penalties(
+            repetition=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence=self.presence_penalty or 0.0,
+            frequency=self.frequency_penalty or 0.0,
+            bias={int(token): number for token, number in (self.logit_bias or {}).items()},
+        )
 
     @property
     def stops(self) -> list[str]:

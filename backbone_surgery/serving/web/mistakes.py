@@ -20,6 +20,7 @@ _WORDS = {
     "list_type": "a list",
     "model_attributes_type": "an object",
     "model_type": "an object",
+    "string_pattern_mismatch": "the id of a token",
     "string_too_short": "a text that is not empty",
     "string_type": "a text",
     "too_long": "a list of at most {max_length}",

@@ -1,0 +1,213 @@
+"""Penalties: what logits of tokens lose where a text has them, and gain where you say so."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.samplers import Arrays, Strategy
+from backbone_surgery.numbers import is_int, read_number
+
+MOST_BIASED = 300
+"""How many tokens can have a bias, as OpenAI has it."""
+
+_NONE = np.iinfo(np.int32).max
+"""Stands where fewer tokens have a bias: no vocabulary has such a token."""
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Change logits before a token is chosen, against repetition, and for or against tokens.
+
+    The logits l of the tokens become, in this order:
+
+    * l + bias, for a token in `bias`;
+    * l / repetition where l > 0 and else l · repetition, for a token of the prompt or the new text;
+    * l - frequency · count - presence, for a token that the new text has `count` times.
+
+    Temperature, top k and top p come after that. Numbers compile nothing, once a call had any.
+
+    Sources: `repetition` is that of CTRL, Keskar et al. 2019, arXiv:1909.05858, as Hugging Face's
+    `repetition_penalty`; the others are OpenAI's `presence_penalty`, `frequency_penalty` and
+    `logit_bias`, in vLLM's order.
+
+    Attributes:
+        repetition: from 0.01 to 100; 1 changes nothing, and 1.1 is usual against repetition.
+        presence: from -2 to 2; 0 changes nothing.
+        frequency: from -2 to 2; 0 changes nothing.
+        bias: `{token id: number from -100 to 100}`, of at most 300 tokens; -100 forbids a token.
+
+    Raises:
+        SurgeryError: a number out of its range, or a bias of something else than tokens.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranges = {"repetition": (0.01, 100), "presence": (-2, 2), "frequency": (-2, 2)}
+        for name, (least, most) in ranges.items():
+            number = read_number(getattr(self, name))
+            if number is None or not least <= number <= most:
+                raise SurgeryError(
+                    f"Penalties at '{name}': expected a number from {least} to {most}. Received "
+                    f"{shown(getattr(self, name))}. Leave it out to change nothing."
+                )
+            object.__setattr__(self, name, number)
+        object.__setattr__(self, "bias", _read_bias(self.bias))
+
+    @property
+    def change_nothing(self) -> bool:
+        """Whether logits stay as they are."""
+        return self.repetition == 1 and not any(
+            [self.presence, self.frequency, *self.bias.values()]
+        )
+
+    def check(self, vocabulary_size: int, operation: str) -> None:
+        """Refuse a bias of tokens that a vocabulary has not."""
+        unknown = [token for token in self.bias if token >= vocabulary_size]
+        if unknown:
+            raise SurgeryError(
+                f"{operation} at 'penalties': expected a bias of token ids from 0 to "
+                f"{vocabulary_size - 1}. Received {unknown[0]}. Use those of this tokenizer."
+            )
+
+    def arrays(self) -> Arrays:
+        """Return the penalties as arrays of one row."""
+        count = len(self.bias)
+        tokens = np.full(MOST_BIASED, _NONE, np.int32)
+        tokens[:count] = [*self.bias]
+        biases = np.zeros(MOST_BIASED, np.float32)
+        biases[:count] = [*self.bias.values()]
+        numbers = {name: np.float32(getattr(self, name)) for name in _NUMBERS}
+        return {**numbers, "biased": tokens, "bias": biases}
+
+
+_NUMBERS = ("repetition", "presence", "frequency")
+
+
+def _read_bias(bias: Any) -> dict[int, float]:
+    """Read the biases of tokens."""
+    if isinstance(bias, Mapping) and len(bias) <= MOST_BIASED:
+        read = {token: read_number(number) for token, number in bias.items()}
+        numbers = [number for number in read.values() if number is not None]
+        is_ids = all(is_int(token) and token >= 0 for token in read)
+        if is_ids and len(numbers) == len(read) and all(abs(n) <= 100 for n in numbers):
+            return {int(token): number for token, number in zip(read, numbers, strict=True)}
+    raise SurgeryError(
+        f"Penalties at 'bias': expected {{token id: number from -100 to 100}} of at most "
+        f"{MOST_BIASED} tokens. Received {shown(bias)}. Look ids up by "
+        "`lm.preprocessor.tokenizer.token_to_id`."
+    )
+
+
+def read_penalties(penalties: Any, vocabulary_size: int, operation: str) -> Penalties | None:
+    """Check penalties; `None` for those that change nothing.
+
+    Raises:
+        SurgeryError: they are none, or name a token that the vocabulary has not.
+    """
+    if penalties is None:
+        return None
+    if not isinstance(penalties, Penalties):
+        raise SurgeryError(
+            f"{operation} at 'penalties': expected `bs.Penalties` or None. Received "
+            f"{shown(penalties)}. Pass `bs.Penalties(repetition=1.1)`, say."
+        )
+    penalties.check(vocabulary_size, operation)
+    return None if penalties.change_nothing else penalties
+
+
+def past_of(tokens: jax.Array, lengths: jax.Array, start: jax.Array, slot: jax.Array) -> Arrays:
+    """Return what rows consist of so far.
+
+    Args:
+        tokens: int32[rows, slots].
+        lengths: int32[rows], tokens of their prompts.
+        start: int32[] or int32[rows], the slot after their prompts.
+        slot: int32[], the one of the token that is to be chosen.
+
+    Returns:
+        `tokens`, and which of them are of the `prompt` and `new`, bool[rows, slots].
+    """
+    slots = jnp.arange(tokens.shape[1])[None]
+    start = jnp.broadcast_to(start, lengths.shape)[:, None]
+    is_prompt = (slots >= start - lengths[:, None]) & (slots < start)
+    return {"tokens": tokens, "prompt": is_prompt, "new": (slots >= start) & (slots < slot)}
+
+
+def penalized(logits: jax.Array, penalties: Arrays, past: Arrays) -> jax.Array:
+    """Return the logits after penalties, float32[rows, vocabulary]; see `Penalties`.
+
+    Args:
+        logits: float[rows, vocabulary].
+        penalties: from `Penalties.arrays`, of one row or of all.
+        past: see `past_of`.
+    """
+    logits = jax.lax.optimization_barrier(logits).astype(jnp.float32)
+    rows = jnp.arange(len(logits))[:, None]
+    repetition, presence, frequency = (penalties[name].reshape(-1, 1) for name in _NUMBERS)
+    biased, bias = (penalties[name].reshape(-1, MOST_BIASED) for name in ("biased", "bias"))
+
+    def sums(tokens: jax.Array, values: jax.Array) -> jax.Array:
+        tokens, values = (jnp.broadcast_to(x, (len(logits), x.shape[1])) for x in (tokens, values))
+        values = values.astype(jnp.float32)
+        return jnp.zeros_like(logits).at[rows, tokens].add(values, mode="drop")
+
+    counts, in_prompt = (sums(past["tokens"], past[name]) for name in ("new", "prompt"))
+    logits = logits + sums(biased, bias)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where((counts > 0) | (in_prompt > 0), repeated, logits)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def are_asked(penalties: Arrays) -> jax.Array:
+    """Tell which rows have penalties, bool[rows]."""
+    others = (penalties["presence"] != 0) | (penalties["frequency"] != 0)
+    return (penalties["repetition"] != 1) | others | (penalties["bias"] != 0).any(axis=-1)
+
+
+class Penalized:
+    """Choose as another strategy does, of logits after penalties.
+
+    Args:
+        strategy: how tokens are chosen.
+        penalties: of all rows.
+        operation: what was called, for errors.
+
+    Raises:
+        SurgeryError: beam search, which compares texts by their logits as they are.
+    """
+
+    width = 1
+
+    def __init__(self, strategy: Strategy, penalties: Penalties, operation: str) -> None:
+        if strategy.width > 1:
+            raise SurgeryError(
+                f"{operation} at 'penalties': expected a sampler that keeps one text. Received "
+                "beam search. Compile with another sampler, such as 'greedy', or leave "
+                "`penalties` out."
+            )
+        self._strategy, self._penalties = strategy, penalties
+        self.key = ("penalized", *strategy.key)
+
+    def settings(self) -> Arrays:
+        """Return the penalties, and the settings of the strategy."""
+        return {"penalties": self._penalties.arrays(), "own": self._strategy.settings()}
+
+    def start(self, seeds: np.ndarray) -> Arrays:
+        """Return the state of the strategy. seeds: uint32[batch, 2]."""
+        return self._strategy.start(seeds)
+
+    def choose(
+        self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays
+    ) -> tuple[jax.Array, jax.Array | None, Arrays]:
+        """Choose a token for each row; `settings` have the `past`, too."""
+        logits = penalized(logits, settings["penalties"], settings["past"])
+        return self._strategy.choose(logits, done, state, settings["own"])
