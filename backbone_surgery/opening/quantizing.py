@@ -1,7 +1,6 @@
 """Quantising the backbone under an edit, as KerasHub's own task quantises it."""
 
 import copy
-import re
 import types
 from collections.abc import Collection
 from typing import Any
@@ -89,17 +88,15 @@ def _prepared(owner: keras.Model, family: Family, config: Any) -> Any:
 
 def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Layer]:
     """Return the layers that are quantised; refuse those that Keras would stop at midway."""
-    try:
-        layers = [x for x in graph.layers_within(owner) if graph.is_chosen(x, filters)]
-    except (TypeError, re.error) as error:
-        raise SurgeryError(
-            f"quantize at 'filters': expected a regular expression, a list of them, or a function "
-            f"of a layer. Received {shown(filters)} ({error}). Pass one that chooses layers."
-        ) from error
+    # Keras rounds tables to int8 and int4 alone.
+    left_out = keras.layers.Embedding if mode in CALIBRATED else ()
     able = [
         layer
-        for layer in layers
-        if type(layer).quantize is not keras.layers.Layer.quantize and not graph.sublayers(layer)
+        for layer in graph.layers_within(owner)
+        if type(layer).quantize is not keras.layers.Layer.quantize
+        and not graph.sublayers(layer)
+        and not isinstance(layer, left_out)
+        and _is_chosen(layer, filters)
     ]
     if not able:
         raise SurgeryError(
@@ -126,6 +123,23 @@ def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Laye
             "or take awq."
         )
     return able
+
+
+def _is_chosen(layer: keras.Layer, filters: Any) -> bool:
+    """Tell whether filters choose a layer."""
+    try:
+        return graph.is_chosen(layer, filters)
+    except Exception as error:  # whatever the user's function runs into
+        if callable(filters):
+            expected = "a function that tells of each layer whether to quantise it"
+            received = f"{shown(filters)}, which fails at layer '{layer.name}' with {error!r}"
+        else:
+            expected = "a regular expression, a list of them, or a function of a layer"
+            received = f"{shown(filters)} ({error})"
+        raise SurgeryError(
+            f"quantize at 'filters': expected {expected}. Received {received}. Pass one that "
+            "chooses layers."
+        ) from error
 
 
 def _check_calibration(family: Family, max_positions: int | None, mode: str, config: Any) -> None:

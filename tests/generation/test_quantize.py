@@ -1,6 +1,7 @@
 """`quantize` does to an edited model what it does to KerasHub's task, and a recipe keeps it."""
 
 import re
+import warnings
 
 import jax
 import keras
@@ -63,7 +64,10 @@ def test_an_edited_model_is_quantised_as_kerashub_quantises_its_task(family, mod
     inputs = ragged(rng, (4, 3), 4)
     greedy(lm, inputs, mood=0.0)
     shorter = bs.CachedCausalLM(bs.operate(ours, [bs.Skip("blocks.1")]))
-    shorter.quantize(mode, config=config_of(mode))
+    with warnings.catch_warnings():
+        # Of layers that it leaves as they are.
+        warnings.filterwarnings("error", "Invalid quantization mode|Layer .* does not have")
+        shorter.quantize(mode, config=config_of(mode))
     for a, b in zip(theirs.variables, ours.variables, strict=True):
         assert a.shape == b.shape
         np.testing.assert_array_equal(a, b)
@@ -313,6 +317,8 @@ def test_a_task_of_what_is_quantised_already_predicts_and_learns(mode, rng):
         ("gpt2_backbone", "which chooses none"),
         (3, "it is a int"),
         ("(", "unterminated"),
+        (lambda layer: layer.depth > 2, "a function that tells of each layer"),
+        (lambda layer: 1 / 0, "fails at layer 'token_embedding' with ZeroDivisionError"),
     ],
 )
 def test_filters_that_choose_nothing(filters, words):

@@ -190,6 +190,10 @@ def tools(folder):
         ids, captures = texts(lm, rows, sampler)
         arrays[f"ids {rows} {sampler}"] = ids
         arrays |= {f"{path} {rows} {sampler}": value for path, value in captures.items()}
+    penalties = bs.Penalties(1.3, presence=0.4, frequency=0.3, bias={5: 2.0, 7: -100})
+    lm.compile(sampler="top_p")
+    ids = lm.generate(prompts(3), penalties=penalties, seed=4, **OPTIONS)["token_ids"]
+    arrays["ids with penalties"] = ids
     bs.check(lm.opened)
     vector = bs.ControlVector.train(lm, PAIRS, "mean_diff", verbose=0)
     vector.save(folder / "vector.safetensors")
@@ -198,6 +202,8 @@ def tools(folder):
     grid = bs.patch_grid(lm, [1, 2, 3], [1, 4, 3], metric=(5, 6))
     arrays |= {"patch_grid": grid.values, "logit_lens": bs.logit_lens(lm, [1, 2, 3]).entropies}
     arrays["attribution"] = bs.attribution(lm, [1, 2, 3], target=7).values
+    neurons = {"at": "blocks.*.mlp_hidden", "by_feature": True, "corrupted": [1, 4, 3]}
+    arrays["neurons"] = bs.attribution(lm, [1, 2, 3], (5, 6), **neurons).values
     edges = bs.edge_attribution(lm, [1, 2, 3], [1, 4, 3], (5, 6), by_head=True, steps=2)
     arrays["edge_attribution"] = np.nan_to_num(edges.values)
     patched = bs.edge_patching(lm, [1, 2, 3], [1, 4, 3], (5, 6), "blocks.*.*_output")
