@@ -114,13 +114,15 @@ def test_numbers_may_lie_between_steps_and_none_may_be_left_out(page):
     page.fill("#strengths", "1")
     page.fill("#temperature", "0.75")
     page.fill("#top_p", "0.92")
+    page.fill("#repetition", "1.15")
     with page.expect_request("**/v1/completions") as request:
         assert texts(page, columns=1)
     assert request.value.post_data_json["temperature"] == 0.75
     assert request.value.post_data_json["top_p"] == 0.92
+    assert request.value.post_data_json["repetition_penalty"] == 1.15
     sent = []
     page.on("request", lambda request: sent.append(request.url))
-    for field in ("tokens", "temperature", "top_k", "top_p", "seed"):
+    for field in ("tokens", "temperature", "top_k", "top_p", "repetition", "seed"):
         old = page.input_value(f"#{field}")
         page.fill(f"#{field}", "")
         page.click("#go")
