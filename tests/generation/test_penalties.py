@@ -63,6 +63,7 @@ def rows_of(inputs):
     ]
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_numpys(lm, rng, case):
     inputs = ragged(rng, [3, 9, 6], 9, VOCABULARY)
@@ -73,6 +74,7 @@ def test_greedy_tokens_are_numpys(lm, rng, case):
         assert new == by_hand(lm, prompt, CASES[case])
 
 
+@pytest.mark.slow
 def test_a_sampler_draws_of_what_is_left(lm, rng):
     """KerasHub's own sampler draws the same tokens of NumPy's logits."""
     inputs = ragged(rng, [4, 7], 7, VOCABULARY)
@@ -138,6 +140,7 @@ def compiled(lm, sampler):
         lm.compile(sampler="greedy")
 
 
+@pytest.mark.slow
 def test_pieces_are_those_of_the_whole_text():
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm.compile(sampler="top_p")
@@ -152,6 +155,7 @@ def test_pieces_are_those_of_the_whole_text():
     assert row.result() == wanted
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("captures", [False, True])
 def test_an_engine_chooses_as_it_does_alone(lm, rng, captures):
     """Beside rows without, after chunks of a prompt, drawn and not."""
