@@ -140,7 +140,7 @@ def attribution(
     measure = make_metric(lm, target, _METRIC)
     _check_shapes(shapes_at(lm, (at,)), bool(by_head), bool(by_feature))
     bound = bind_row(lm, controls, texts[0], _OPERATION, prompt_length)
-    runs = [metric_gradients(lm, _OPERATION, one, bound, (at,), measure, _METRIC) for one in texts]
+    runs = metric_gradients(lm, _OPERATION, texts, bound, (at,), measure, _METRIC)
     first, *others = runs
     moves = first.activations
     if others:

@@ -117,8 +117,8 @@ def direct_logit_attribution(
     if by_head:
         count_heads(_OPERATION, shapes_at(lm, heads))
     frozen = (FreezeNorms(),)
-    got = take_gradients(
-        lm, _OPERATION, question, bound, at, read_uncapped, ids, frozen, alone=True
+    (got,) = take_gradients(
+        lm, _OPERATION, [question], bound, at, read_uncapped, ids, frozen, alone=True
     )
     if np.isnan(got.value):
         refuse_nan(lm, {**question.inputs(), **bound}, _OPERATION)

@@ -1,6 +1,6 @@
 """Gradients of a number that a model computes of a text, with respect to activations at sites."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ class Gradients:
 def take_gradients(
     lm: CachedCausalLM,
     operation: str,
-    question: Text,
+    questions: Sequence[Text],
     bound: Mapping[str, np.ndarray],
     at: tuple[str, ...],
     read: Read,
@@ -60,13 +60,13 @@ def take_gradients(
     rewrites: tuple[Rewrite, ...] = (),
     alone: bool = False,
     reused: bool = True,
-) -> Gradients:
-    """Run a text forward and backward.
+) -> list[Gradients]:
+    """Run each of some texts forward and backward, by one program.
 
     Args:
         lm: the model. Needs the JAX backend of Keras.
         operation: what asks, for errors.
-        question: the text.
+        questions: the texts, of as many tokens.
         bound: the inputs of the model's own controls.
         at: selectors of the sites.
         read: the number.
@@ -86,33 +86,36 @@ def take_gradients(
     make = partial(_step, model, sites, read)
     step = made_once(model, key, make) if reused else make()
     shapes = {t.name: tuple(t.shape[2:]) for t in model.inputs}
-    sizes = [(1, question.width, *shapes[f"{_NAME}_{i}"]) for i in range(len(sites))]
+    sizes = [(1, questions[0].width, *shapes[f"{_NAME}_{i}"]) for i in range(len(sites))]
     added = [np.zeros(size, "float32") for size in sizes]
-    inputs = {**question.inputs(), **bound}
-    arguments = (added, arrays_in_place(model.variables), inputs, tokens)
-    if hosts.span(model):
-        parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
-        hosts.agree(model, operation, parts)
-    (value, captured), gradients = step(*arguments)
-    length = len(question.token_ids)
-    return Gradients(float(value), sites, _rows(captured, length), _rows(gradients, length))
+    found = []
+    for question in questions:
+        inputs = {**question.inputs(), **bound}
+        arguments = (added, arrays_in_place(model.variables), inputs, tokens)
+        if hosts.span(model):
+            parts = {"text": inputs, "model or target": step.lower(*arguments).as_text()}
+            hosts.agree(model, operation, parts)
+        (value, captured), gradients = step(*arguments)
+        rows = (_rows(arrays, len(question.token_ids)) for arrays in (captured, gradients))
+        found.append(Gradients(float(value), sites, *rows))
+    return found
 
 
 def metric_gradients(
     lm: CachedCausalLM,
     operation: str,
-    question: Text,
+    questions: Sequence[Text],
     bound: Mapping[str, np.ndarray],
     at: tuple[str, ...],
     measure: Metric,
     where: str,
-) -> Gradients:
-    """Take gradients of a metric of the next token, named `where` in errors."""
+) -> list[Gradients]:
+    """Take gradients of a metric of the next token of each text, named `where` in errors."""
     read, tokens = _of(measure, where), []
     if isinstance(measure, TokenLogits):  # other tokens compile nothing new
         read, tokens = _of_tokens, measure.ids
     reused = read is _of_tokens
-    return take_gradients(lm, operation, question, bound, at, read, tokens, reused=reused)
+    return take_gradients(lm, operation, questions, bound, at, read, tokens, reused=reused)
 
 
 def _of_tokens(model: EditedBackbone, last: Any, tokens: Any) -> Any:

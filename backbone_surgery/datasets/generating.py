@@ -29,9 +29,10 @@ from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, ends_count
-from backbone_surgery.generation.penalties import Penalties, read_penalties
+from backbone_surgery.generation.penalties import Penalized, Penalties, read_penalties
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request
+from backbone_surgery.generation.samplers import make_strategy
 from backbone_surgery.generation.text_scores import Score, read_scores, score_text
 from backbone_surgery.numbers import check_count, is_int, read_number
 from backbone_surgery.rewriting import Control
@@ -198,7 +199,7 @@ class _Work:
         scores = {name: score_facts(_OPERATION, name, f) for name, f in self.scores.items()}
         options = dict(self.options)
         if self.penalties is not None and not self.penalties.change_nothing:
-            bias = {str(token): number for token, number in self.penalties.bias.items()}
+            bias = {str(token): number for token, number in dict(self.penalties.bias).items()}
             options["penalties"] = {**asdict(self.penalties), "bias": bias}
         return {
             "sampler": sampler_facts(lm.sampler),
@@ -219,7 +220,9 @@ class _Work:
                 f"{_OPERATION} at 'max_new_tokens': expected a number of tokens. Received None. "
                 "Pass one."
             )
-        read_penalties(self.penalties, lm.programs.head.input_dim, _OPERATION)
+        penalties = read_penalties(self.penalties, lm.programs.head.input_dim, _OPERATION)
+        if penalties is not None:
+            Penalized(make_strategy(lm.sampler), penalties, _OPERATION)  # no beams
         controls = defaults(lm, self.fixed, self.by_column)
         shortest = pack_right([np.zeros(1, np.int32)], 1, 0)
         with setting({ends_count: False}):

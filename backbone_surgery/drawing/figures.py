@@ -27,8 +27,8 @@ def plot_grid(
     """Draw a grid of sites by tokens or by heads, or of senders by receivers.
 
     Of a patch grid, the share of the way from the corrupted to the clean text is drawn. Red is
-    towards the clean text, or for the target; blue is against it. Of edges, the change of the
-    metric is drawn, and grey where no edge is.
+    towards the clean text, or for the target; blue is against it. Of edges, and of an attribution
+    against a corrupted text, the change of the metric is drawn, and grey where no edge is.
 
     Args:
         grid: what `patch_grid`, `attribution`, `direct_logit_attribution`, `edge_attribution` or
@@ -39,7 +39,8 @@ def plot_grid(
         The axes. `ax.figure.savefig(...)` keeps the picture.
 
     Raises:
-        SurgeryError: matplotlib is missing, the result is none of these, or `ax` is none.
+        SurgeryError: matplotlib is missing, the result is none of these, or an attribution by
+            feature, or `ax` is none.
     """
     if isinstance(grid, PatchGrid):
         values, label = grid.recovered, "share of the metric recovered"

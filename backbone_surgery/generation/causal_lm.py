@@ -247,9 +247,9 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
                 seed,
                 bool(return_captures),
             )
-        prompts, batch = asked.prompts.rows, asked.batch
-        at_once = min(len(prompts), batch_size or len(prompts))
-        strategy = self._strategy(lookup, at_once, penalties, "generate")
+            prompts, batch = asked.prompts.rows, asked.batch
+            at_once = min(len(prompts), batch_size or len(prompts))
+            strategy = self._strategy(lookup, at_once, penalties, "generate")
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
         with Progress(disable=not verbose) as progress:
@@ -331,7 +331,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
                 seed,
                 operation="stream",
             )
-        strategy = self._strategy(lookup, len(prompts.rows), penalties, "stream")
+            strategy = self._strategy(lookup, len(prompts.rows), penalties, "stream")
         return self._stream(prompts, batch, strategy, strip_prompt, chunk_size)
 
     def _stream(

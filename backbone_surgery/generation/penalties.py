@@ -1,7 +1,7 @@
 """Penalties: what logits of tokens lose where a text has them, and gain where you say so."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,7 +29,9 @@ class Penalties:
     * l / repetition where l > 0 and else l · repetition, for a token of the prompt or the new text;
     * l - frequency · count - presence, for a token that the new text has `count` times.
 
-    Temperature, top k and top p come after that. Numbers compile nothing, once a call had any.
+    Temperature, top k and top p come after that. After the first call with penalties, other numbers
+    compile nothing. The start token of a prompt counts as any other: in GPT-2 it is the end token,
+    too.
 
     Sources: `repetition` is that of CTRL, Keskar et al. 2019, arXiv:1909.05858, as Hugging Face's
     `repetition_penalty`; the others are OpenAI's `presence_penalty`, `frequency_penalty` and
@@ -37,9 +39,10 @@ class Penalties:
 
     Attributes:
         repetition: from 0.01 to 100; 1 changes nothing, and 1.1 is usual against repetition.
-        presence: from -2 to 2; 0 changes nothing.
-        frequency: from -2 to 2; 0 changes nothing.
-        bias: `{token id: number from -100 to 100}`, of at most 300 tokens; -100 forbids a token.
+        presence: from -2 to 2; above 0 is against repetition, and below for it.
+        frequency: likewise.
+        bias: `{token id: number from -100 to 100}`, of at most 300 tokens. -100 all but forbids a
+            token, at usual temperatures. It is kept as pairs in the order of the tokens.
 
     Raises:
         SurgeryError: a number out of its range, or a bias of something else than tokens.
@@ -48,7 +51,7 @@ class Penalties:
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
-    bias: Mapping[int, float] = field(default_factory=dict)
+    bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         ranges = {"repetition": (0.01, 100), "presence": (-2, 2), "frequency": (-2, 2)}
@@ -65,26 +68,23 @@ class Penalties:
     @property
     def change_nothing(self) -> bool:
         """Whether logits stay as they are."""
-        return self.repetition == 1 and not any(
-            [self.presence, self.frequency, *self.bias.values()]
-        )
+        return self == Penalties()
 
-    def check(self, vocabulary_size: int, operation: str) -> None:
-        """Refuse a bias of tokens that a vocabulary has not."""
-        unknown = [token for token in self.bias if token >= vocabulary_size]
+    def check(self, vocabulary_size: int, where: str) -> None:
+        """Refuse a bias of tokens that a vocabulary has not; `where` is named in the error."""
+        unknown = [token for token in dict(self.bias) if token >= vocabulary_size]
         if unknown:
             raise SurgeryError(
-                f"{operation} at 'penalties': expected a bias of token ids from 0 to "
-                f"{vocabulary_size - 1}. Received {unknown[0]}. Use those of this tokenizer."
+                f"{where}: expected biases of token ids from 0 to {vocabulary_size - 1}. Received "
+                f"{unknown[0]}. Use those of this tokenizer."
             )
 
     def arrays(self) -> Arrays:
         """Return the penalties as arrays of one row."""
-        count = len(self.bias)
         tokens = np.full(MOST_BIASED, _NONE, np.int32)
-        tokens[:count] = [*self.bias]
         biases = np.zeros(MOST_BIASED, np.float32)
-        biases[:count] = [*self.bias.values()]
+        for i, (token, bias) in enumerate(dict(self.bias).items()):
+            tokens[i], biases[i] = token, bias
         numbers = {name: np.float32(getattr(self, name)) for name in _NUMBERS}
         return {**numbers, "biased": tokens, "bias": biases}
 
@@ -92,14 +92,16 @@ class Penalties:
 _NUMBERS = ("repetition", "presence", "frequency")
 
 
-def _read_bias(bias: Any) -> dict[int, float]:
-    """Read the biases of tokens."""
-    if isinstance(bias, Mapping) and len(bias) <= MOST_BIASED:
-        read = {token: read_number(number) for token, number in bias.items()}
-        numbers = [number for number in read.values() if number is not None]
-        is_ids = all(is_int(token) and token >= 0 for token in read)
-        if is_ids and len(numbers) == len(read) and all(abs(n) <= 100 for n in numbers):
-            return {int(token): number for token, number in zip(read, numbers, strict=True)}
+def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Read the biases of tokens, a dict or what was made of one, without those that are zero."""
+    if isinstance(bias, Mapping):
+        bias = tuple(bias.items())
+    if isinstance(bias, tuple) and len(bias) <= MOST_BIASED:
+        pairs = [pair for pair in bias if isinstance(pair, tuple) and len(pair) == 2]
+        read = [(token, read_number(x)) for token, x in pairs if is_int(token) and token >= 0]
+        numbers = {int(token): x for token, x in read if x is not None and abs(x) <= 100}
+        if len(numbers) == len(bias):
+            return tuple(sorted((token, x) for token, x in numbers.items() if x))
     raise SurgeryError(
         f"Penalties at 'bias': expected {{token id: number from -100 to 100}} of at most "
         f"{MOST_BIASED} tokens. Received {shown(bias)}. Look ids up by "
@@ -120,7 +122,7 @@ def read_penalties(penalties: Any, vocabulary_size: int, operation: str) -> Pena
             f"{operation} at 'penalties': expected `bs.Penalties` or None. Received "
             f"{shown(penalties)}. Pass `bs.Penalties(repetition=1.1)`, say."
         )
-    penalties.check(vocabulary_size, operation)
+    penalties.check(vocabulary_size, f"{operation} at 'penalties'")
     return None if penalties.change_nothing else penalties
 
 
@@ -191,8 +193,8 @@ class Penalized:
         if strategy.width > 1:
             raise SurgeryError(
                 f"{operation} at 'penalties': expected a sampler that keeps one text. Received "
-                "beam search. Compile with another sampler, such as 'greedy', or leave "
-                "`penalties` out."
+                "beam search. Compile with another sampler, such as 'greedy', or leave penalties "
+                "out."
             )
         self._strategy, self._penalties = strategy, penalties
         self.key = ("penalized", *strategy.key)

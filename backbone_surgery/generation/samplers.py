@@ -56,7 +56,8 @@ class Strategy(Protocol):
             logits: float[batch * width, vocabulary].
             done: bool[batch * width], rows whose token does not count any more.
             state: from `start` or the last call.
-            settings: from `settings`.
+            settings: from `settings`; where they have `penalties`, `past` is put beside these, see
+                `past_of`.
 
         Returns:
             int32[batch * width] tokens, int32[batch * width] the candidate row that each one

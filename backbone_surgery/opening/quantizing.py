@@ -88,17 +88,17 @@ def _prepared(owner: keras.Model, family: Family, config: Any) -> Any:
 
 def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Layer]:
     """Return the layers that are quantised; refuse those that Keras would stop at midway."""
-    # Keras rounds tables to int8 and int4 alone.
-    left_out = keras.layers.Embedding if mode in CALIBRATED else ()
     able = [
         layer
         for layer in graph.layers_within(owner)
         if type(layer).quantize is not keras.layers.Layer.quantize
         and not graph.sublayers(layer)
-        and not isinstance(layer, left_out)
         and _is_chosen(layer, filters)
     ]
-    if not able:
+    # Keras rounds tables to int8 and int4 alone.
+    left_out = keras.layers.Embedding if mode in CALIBRATED else ()
+    quantised = [layer for layer in able if not isinstance(layer, left_out)]
+    if not quantised:
         raise SurgeryError(
             f"quantize at 'filters': expected to choose layers that Keras can quantise. Received "
             f"{shown(filters)}, which chooses none. Leave it out for all of them."
@@ -122,7 +122,7 @@ def _able(owner: keras.Model, mode: str | None, filters: Any) -> list[keras.Laye
             f"gptq. Received some in {halves[0]}. Load the model in float32 or mixed_{halves[0]}, "
             "or take awq."
         )
-    return able
+    return quantised
 
 
 def _is_chosen(layer: keras.Layer, filters: Any) -> bool:

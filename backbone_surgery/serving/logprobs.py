@@ -17,7 +17,7 @@ MOST_LIKELIEST = 20
 class TokenLogprobs:
     """Log-probabilities of the new tokens of one request, by the logits as the model gives them.
 
-    The temperature, `top_k` and `top_p` do not change them.
+    Penalties, the temperature, `top_k` and `top_p` do not change them.
 
     Attributes:
         token_ids: int32[tokens], the new tokens.
@@ -49,7 +49,7 @@ class RecordedSampling:
         self.key = (*self._sampling.key, steps, self.count)
 
     def settings(self) -> Arrays:
-        """Return nothing: each request brings its own, and `logprobs` bool[rows] with them."""
+        """Return nothing: each request brings those of its `Sampling`."""
         return {}
 
     def start(self, seeds: np.ndarray) -> Arrays:

@@ -1,9 +1,12 @@
 """Attribution against a corrupted text, and by feature, equals slopes of NumPy's own runs."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.analysis import gradients
 from tests.autoencoders import arrays, decode, encode, save
 from tests.helpers import FAMILIES, make_gpt2
 from tests.numpy_models import Model, weights_of
@@ -63,14 +66,26 @@ def test_changes_are_slopes_towards_the_clean_text(lm, role):
     assert abs(wanted) > 1e-3
 
 
-def test_it_is_what_a_grid_measures_where_the_model_is_linear(lm):
-    """From the last norm on, a logit is a sum."""
-    if getattr(lm.backbone, "final_logit_soft_cap", None):
-        return
+def test_it_is_what_a_grid_measures_where_the_model_is_linear():
+    """From the last norm on, a logit of GPT-2 is a sum."""
+    lm = bs.CachedCausalLM(FAMILIES["gpt2"](num_layers=2))
     grid = bs.patch_grid(lm, CLEAN, CORRUPTED, (7, 8), at="final_norm")
     got = bs.attribution(lm, CLEAN, (7, 8), "final_norm", corrupted=CORRUPTED)
     assert np.abs(got.corrupted + got.values - grid.values).max() <= 1e-4
     assert abs(grid.clean - grid.corrupted) > 1e-2
+
+
+def test_both_texts_share_one_program(lm):
+    """Also for a function, whose program is not kept."""
+
+    def metric(logits):
+        return logits[:, 7] - logits[:, 8]
+
+    with mock.patch.object(gradients, "_step", wraps=gradients._step) as made:
+        got = bs.attribution(lm, CLEAN, metric, corrupted=CORRUPTED)
+    assert made.call_count == 1
+    wanted = bs.attribution(lm, CLEAN, (7, 8), corrupted=CORRUPTED)
+    np.testing.assert_allclose(got.values, wanted.values, rtol=1e-4, atol=1e-5)
 
 
 def test_neurons_are_slopes(lm):

@@ -42,6 +42,33 @@ def test_an_adapter_of_peft(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_penalty_against_repetition(run, tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    asked = {"max_new_tokens": 30, "penalties": bs.Penalties(1.3)}
+    wanted = lm.generate(PROMPT, **asked)
+    options = ["--max-new-tokens", "30", "--repetition-penalty", "1.3"]
+    assert run("generate", PROMPT, *options).stdout.strip() == wanted
+    assert run("generate", PROMPT, *options[:2]).stdout.strip() != wanted
+    new = lm.generate(PROMPT, strip_prompt=True, **asked)
+    steered = ["--vector", "mood", "--strengths", "0", *options]
+    assert " ".join(new.split()) in plain(run("steer", PROMPT, *steered).stdout)
+    sampled = ["--sampler", "greedy", *steered]
+    assert " ".join(new.split()) in plain(run("sweep", PROMPT, *sampled).stdout)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    assert run("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out"), *options).exit_code == 0
+    (file,) = (tmp_path / "out").glob("*.jsonl")
+    assert json.loads(file.read_text())["generated"] == new
+    refused = run("generate", PROMPT, "--sampler", "beam", *options)
+    assert "leave penalties out" in " ".join(refused.stderr.split())
+
+
+def plain(table):
+    """Return what stands in a table as one line."""
+    return " ".join(re.sub("[\u2500-\u257f]", " ", table).split())
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_a_plain_line(run, tmp_path):
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")

@@ -1,6 +1,8 @@
 """Penalties: the tokens are those that NumPy chooses, of logits that it computes itself."""
 
 import contextlib
+import pickle
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.penalties import Penalized
+from backbone_surgery.generation.penalties import Penalized, past_of, penalized
 from backbone_surgery.generation.samplers import Greedy
 from tests.helpers import ragged
 from tests.numpy_models import Model, weights_of
@@ -37,7 +39,7 @@ def changed(logits, prompt, new, penalties):
     """Return logits [vocabulary] after penalties, token by token as `Penalties` says."""
     result = logits.astype("float32").copy()
     for token in range(len(logits)):
-        x = np.float32(result[token] + np.float32(penalties.bias.get(token, 0)))
+        x = np.float32(result[token] + np.float32(dict(penalties.bias).get(token, 0)))
         if token in prompt or token in new:
             factor = np.float32(penalties.repetition)
             x = x / factor if x > 0 else x * factor
@@ -97,17 +99,17 @@ def test_a_sampler_draws_of_what_is_left(lm, rng):
         assert new == by_hand(lm, prompt, penalties, draw)
 
 
-def test_hugging_face_has_the_same_logits(lm, rng):
+def test_hugging_face_has_the_same_logits(rng):
     processors = pytest.importorskip("transformers").generation.logits_process
     torch = pytest.importorskip("torch")
-    prompt = rng.integers(0, VOCABULARY, 8)
-    logits = rng.normal(size=VOCABULARY).astype("float32")
-    wanted = processors.RepetitionPenaltyLogitsProcessor(1.3)(
-        torch.tensor(prompt[None]), torch.tensor(logits[None])
-    )
-    np.testing.assert_allclose(
-        changed(logits, prompt, [], bs.Penalties(1.3)), wanted[0].numpy(), rtol=1e-6
-    )
+    ids = rng.integers(0, VOCABULARY, (2, 8))
+    logits = rng.normal(size=(2, VOCABULARY)).astype("float32")
+    processor = processors.RepetitionPenaltyLogitsProcessor(1.3)
+    wanted = processor(torch.tensor(ids), torch.tensor(logits)).numpy()
+    past = past_of(jax.numpy.array(ids), jax.numpy.array([5, 5]), 5, 8)
+    got = penalized(jax.numpy.array(logits), bs.Penalties(1.3).arrays(), past)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert (wanted != logits).any()
 
 
 @pytest.mark.parametrize("neutral", [None, bs.Penalties(), bs.Penalties(bias={3: 0.0})])
@@ -242,12 +244,37 @@ def test_a_data_set_has_them_in_its_manifest(lm, tmp_path):
         (lambda: bs.Penalties(bias={1: 101}), "at 'bias'"),
         (lambda: bs.Penalties(bias={1: None}), "at 'bias'"),
         (lambda: bs.Penalties(bias=[1, 2]), "at 'bias'"),
+        (lambda: bs.Penalties(bias=((1, 2), (1, 3))), "at 'bias'"),
+        (lambda: bs.Penalties(bias=(1, 2)), "at 'bias'"),
         (lambda: bs.Penalties(bias=dict.fromkeys(range(301), 0)), "at 'bias'.* at most 300 tokens"),
     ],
 )
 def test_what_is_no_penalty(make, words):
     with pytest.raises(bs.SurgeryError, match=f"^Penalties {words}"):
         make()
+
+
+def test_penalties_are_values():
+    """That do not change after they were checked; zeros do not count."""
+    given = {7: 1, np.int64(3): np.float32(2)}
+    penalties = bs.Penalties(1.2, bias=given)
+    given[99] = 1e9
+    assert penalties.bias == ((3, 2.0), (7, 1.0))
+    same = bs.Penalties(1.2, bias={3: 2.0, 7: 1.0, 8: 0})
+    assert (penalties, hash(penalties)) == (same, hash(same))
+    assert pickle.loads(pickle.dumps(penalties)) == penalties
+    assert replace(penalties, presence=1) == bs.Penalties(1.2, 1, bias={3: 2, 7: 1})
+
+
+def test_a_data_set_by_beams_is_refused_before_anything_is_written(lm, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2, 3]}\n')
+    asked = {"max_new_tokens": 3, "stop_token_ids": None, "verbose": 0}
+    words = "^generate_dataset at 'penalties': .*beam search"
+    with compiled(lm, "beam"), pytest.raises(bs.SurgeryError, match=words):
+        bs.generate_dataset(
+            lm, tmp_path / "in.jsonl", tmp_path / "out", **asked, penalties=bs.Penalties(1.2)
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_refused(lm):

@@ -180,8 +180,12 @@ def test_features_have_gradients(tmp_path, rng):
     path, last = save_gemma_scope_2(tmp_path, w, layer=number), f"blocks.{number}"
     edited = bs.operate(lm.backbone, [bs.Transcoder(f"{last}.mlp_output", path, error=True)])
     lm = bs.CachedCausalLM(edited, lm.preprocessor)
-    got = bs.attribution(lm, "Lily was", target=(" happy", " sad"), at=f"{last}.transcoder_latents")
+    asked = {"target": (" happy", " sad"), "at": f"{last}.transcoder_latents"}
+    got = bs.attribution(lm, "Lily was", **asked)
     assert np.isfinite(got.values).all()
+    by_feature = bs.attribution(lm, "Lily was", by_feature=True, **asked)
+    assert by_feature.values.shape == (1, 24)
+    assert abs(by_feature.values.sum() - got.values.sum()) <= 1e-4
 
 
 # Files that are refused.

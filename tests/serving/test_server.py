@@ -116,8 +116,8 @@ def test_texts_are_those_of_generate(lm, client):
 
 
 def test_penalties_are_those_of_generate(lm, client):
-    comma = lm.preprocessor.tokenizer.token_to_id(".")
-    fields = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {str(comma): -100}}
+    period = lm.preprocessor.tokenizer.token_to_id(".")
+    fields = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {str(period): -100}}
     answer = client.completions.create(
         model="tiny",
         prompt=PROMPT,
@@ -126,7 +126,7 @@ def test_penalties_are_those_of_generate(lm, client):
         extra_body={"repetition_penalty": 1.2},
         **fields,
     )
-    penalties = bs.Penalties(1.2, presence=0.5, frequency=0.3, bias={comma: -100})
+    penalties = bs.Penalties(1.2, presence=0.5, frequency=0.3, bias={period: -100})
     wanted = lm.generate(PROMPT, max_new_tokens=20, penalties=penalties, strip_prompt=True)
     assert answer.choices[0].text == wanted
     assert "." not in wanted
@@ -451,7 +451,12 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"presence_penalty": 2.5}, "'presence_penalty': expected at most 2. Received 2.5."),
         ({"logit_bias": {"a": 1}}, "'logit_bias'.a: expected the id of a token. Received 'a'."),
         ({"logit_bias": {"5": -101}}, "'logit_bias'.5: expected at least -100. Received -101."),
-        ({"logit_bias": {"99999": 1}}, "expected a bias of token ids from 0 to"),
+        ({"logit_bias": {"99999": 1}}, "'logit_bias': expected biases of token ids from 0 to"),
+        ({"logit_bias": {"05": 1}}, "'logit_bias'.05: expected the id of a token. Received '05'."),
+        (
+            {"logit_bias": {str(i): 1 for i in range(301)}},
+            "'logit_bias': expected at most 300",
+        ),
         ({"repetition_penalty": 0}, "'repetition_penalty': expected at least 0.01. Received 0."),
         ({"n": 99}, "'n': expected at most 16. Received 99."),
         ({"n": 0}, "'n': expected at least 1. Received 0."),
@@ -474,7 +479,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ({"stop": ""}, "'stop': expected a text that is not empty. Received ''."),
         ({"stop": ["a", ""]}, "'stop'.1: expected a text that is not empty. Received ''."),
         ({"stop": 3}, "'stop': expected a text or a list. Received 3."),
-        ({"stop": ["a"] * 17}, "'stop': expected a list of at most 16. Received ['a', 'a',"),
+        ({"stop": ["a"] * 17}, "'stop': expected at most 16 entries. Received ['a', 'a',"),
         ({"max_tokens": 2**30 + 1}, "'max_tokens': expected at most 1073741824. Received 107374"),
         ({"max_tokens": 500}, "(its `--length`, as far as the model has positions). Received 505."),
         ({"max_tokens": 126}, "prompt: expected at most 128 tokens with the new ones, as many as"),

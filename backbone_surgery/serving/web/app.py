@@ -103,6 +103,7 @@ class Service:
                 f"prompt: expected a request for at most {most} texts, as many as may wait here. "
                 f"Received one for {count}. Send several requests."
             )
+        body.penalties.check(self.lm.programs.head.input_dim, "'logit_bias'")
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_length([prompt])

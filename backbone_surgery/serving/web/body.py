@@ -27,7 +27,7 @@ TokenIds = Annotated[list[int], _Some]
 _Count = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
 _Text = Annotated[str, Field(min_length=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
-_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _NewTokens = Annotated[int, Field(ge=0, le=LONGEST)]
 

@@ -23,7 +23,7 @@ _WORDS = {
     "string_pattern_mismatch": "the id of a token",
     "string_too_short": "a text that is not empty",
     "string_type": "a text",
-    "too_long": "a list of at most {max_length}",
+    "too_long": "at most {max_length} entries",
     "too_short": "a list of at least {min_length}",
 }
 """What was expected, by the type of pydantic's error."""
@@ -72,4 +72,6 @@ def _expected(error: Mapping[str, Any]) -> str:
     words = _WORDS.get(error["type"])
     if words is None:  # a check of ours
         return str(error["msg"]).removeprefix("expected ")
-    return words.format(**error.get("ctx", {}), at=error["loc"][-1])
+    facts = error.get("ctx", {}).items()
+    given = {name: f"{x:g}" if isinstance(x, float) else x for name, x in facts}
+    return words.format(**given, at=error["loc"][-1])
