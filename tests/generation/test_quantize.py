@@ -341,6 +341,14 @@ def test_what_is_quantised_in_part_is_not_quantised_half_again(again):
     assert len(quantization(lm.backbone)["layers"]) == 5
 
 
+def test_a_table_in_eight_bits_is_not_calibrated_beside():
+    """GPTQ leaves tables alone, but the two could not be saved together."""
+    lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
+    lm.quantize("int8", filters="embedding")
+    with pytest.raises(bs.SurgeryError, match=r"'token_embedding' among others, which is"):
+        lm.quantize("gptq", config=config_of("gptq"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_in_half_precision_are_not_calibrated_half_by_gptq(dtype):
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1, dtype=dtype))
