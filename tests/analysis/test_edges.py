@@ -127,7 +127,7 @@ def nodes(lm, senders):
     wanted, text = ByRewrites(lm), read_text(lm, CORRUPTED, "test")
     metric = make_metric(lm, PAIR, "test")
     at = tuple(dict.fromkeys(sender.partition("[")[0] for sender in senders))
-    got = metric_gradients(lm, "test", text, {}, at, metric, "test")
+    (got,) = metric_gradients(lm, "test", [text], {}, at, metric, "test")
     gradients = dict(zip(got.sites, got.gradients, strict=True))
     values = []
     for sender in senders:
