@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from backbone_surgery.analysis.question import (
     read_text,
     shapes_at,
 )
+from backbone_surgery.analysis.ranking import ranked
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.numbers import check_count, check_flag
@@ -72,8 +74,7 @@ class Attribution:
             SurgeryError: `count` is no positive int.
         """
         check_count("Attribution.top", "count", count, "cells")
-        order = np.argsort(-np.abs(self.values), axis=None, kind="stable")[: int(count)]
-        cells = [divmod(int(i), self.values.shape[1]) for i in order]
+        cells = islice(ranked(np.abs(self.values)), int(count))
         return [(self.sites[s], column, float(self.values[s, column])) for s, column in cells]
 
 
@@ -140,6 +141,7 @@ def attribution(
     measure = make_metric(lm, target, _METRIC)
     _check_shapes(shapes_at(lm, (at,)), bool(by_head), bool(by_feature))
     bound = bind_row(lm, controls, texts[0], _OPERATION, prompt_length)
+    # One program for both: the gradients of the first are not needed where there is a second.
     runs = metric_gradients(lm, _OPERATION, texts, bound, (at,), measure, _METRIC)
     first, *others = runs
     moves = first.activations

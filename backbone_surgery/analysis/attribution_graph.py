@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from backbone_surgery.analysis.feature_runs import AT_ONCE, FeatureRuns, error_of
+from backbone_surgery.analysis.ranking import ranked
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.request import check_backend
@@ -94,8 +96,7 @@ class AttributionGraph:
             SurgeryError: `count` is no positive int.
         """
         check_count("AttributionGraph.top", "count", count, "edges")
-        order = np.argsort(-self.shares, axis=None, kind="stable")[: int(count)]
-        cells = [divmod(int(i), len(self.receivers)) for i in order if self.shares.flat[i] > 0]
+        cells = (cell for cell in islice(ranked(self.shares), int(count)) if self.shares[cell] > 0)
         return [(self.senders[s], self.receivers[r], float(self.values[s, r])) for s, r in cells]
 
     def pruned(self, share: float = 0.8) -> "AttributionGraph":

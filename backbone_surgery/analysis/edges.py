@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from backbone_surgery.analysis.edge_runs import EdgeRuns
+from backbone_surgery.analysis.ranking import ranked
 from backbone_surgery.analysis.runs import batches
 from backbone_surgery.analysis.stream import EMBEDDINGS, LOGITS, Reader, exchange
 from backbone_surgery.errors import SurgeryError, shown
@@ -124,9 +125,8 @@ class Edges:
 
     def order(self) -> list[tuple[int, int]]:
         """Return the edges as indices of their senders and receivers, as `top` orders them."""
-        order = np.argsort(-np.abs(np.nan_to_num(self.values)), axis=None, kind="stable")
-        cells = [divmod(int(i), len(self.receivers)) for i in order]
-        return [(s, r) for s, r in cells if not np.isnan(self.values[s, r])]
+        cells = ranked(np.abs(np.nan_to_num(self.values)))
+        return [cell for cell in cells if not np.isnan(self.values[cell])]
 
 
 def edge_attribution(

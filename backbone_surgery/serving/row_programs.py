@@ -112,9 +112,8 @@ class RowPrograms:
             staging: from `extend`.
             new: `row` int32[], `slot` int32[], the one that all rows write to next, `tokens`
                 int32[1, staged], the prompt, `length` int32[], how many these are, `logits`
-                float[1, vocabulary], and of the request
-                `budget` int32[1], `stop_ids` int32[1, n], `settings`, `draws` and `controls` of one
-                row.
+                float[1, vocabulary], and of the request `budget` int32[1], `stop_ids`
+                int32[1, n], `settings`, `draws` and `controls` of one row.
             staged: number of slots of the staging cache.
 
         Returns:
