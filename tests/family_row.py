@@ -8,7 +8,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from backbone_surgery import hosts
+from backbone_surgery import graph, hosts
 
 VOCABULARY = 60
 
@@ -96,10 +96,13 @@ class Row:
         block_arguments: other arguments that the backbone gives its blocks.
         inputs: inputs of the backbone and of the task besides the text.
         task_inputs: inputs of the task alone.
-        task_is_right: whether KerasHub's own task generates what its backbone computes.
+        task_is_right: whether KerasHub's own task generates what its backbone computes, for prompts
+            as others take them.
+        head: name of the layer that gives logits, where the backbone gives them.
         lora: names of the layers that LoRA goes into, where KerasHub's own are not there.
         int8_is_right: whether KerasHub computes the same after int8 quantisation, but for rounding.
         int8_error: what Keras says where it cannot quantise the backbone.
+        needs_first_block: whether the others take something of the first block.
         in_numpy: whether `numpy_models.py` has the family, for the tests of every rewrite.
         tolerance: of the opened and the cached graph, relative to the largest hidden state.
     """
@@ -113,11 +116,20 @@ class Row:
     inputs: dict[str, Any] = field(default_factory=dict)
     task_inputs: dict[str, Any] = field(default_factory=dict)
     task_is_right: bool = True
+    head: str = ""
     lora: tuple[str, ...] | None = None
     int8_is_right: bool = True
     int8_error: str = ""
+    needs_first_block: bool = False
     in_numpy: bool = False
     tolerance: float = 5e-6
+
+    def without_head(self, backbone):
+        """Return the backbone's own model of hidden states."""
+        if not self.head:
+            return backbone
+        head = next(n for n in graph.graph_nodes(backbone) if n.operation.name == self.head)
+        return keras.Model(backbone.input, head.input_tensors[0])
 
 
 LLAMA_LAYERS = {

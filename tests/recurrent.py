@@ -21,6 +21,15 @@ QWEN3_5_LAYERS = {
     "attention_output": "_self_attention_dropout",
     "mlp_norm": "_post_attention_layernorm",
 }
+RWKV7 = {
+    "hidden_size": 32,
+    "head_size": 8,
+    "intermediate_dim": 48,
+    "gate_lora": 6,
+    "mv_lora": 4,
+    "aaa_lora": 5,
+    "decay_lora": 7,
+}
 TOLERANCE = 1e-5
 """The norm of what a head reads makes rounding larger where that is little."""
 
@@ -65,6 +74,20 @@ RECURRENT = {
         ),
         layers={**QWEN3_5_LAYERS, "router": "mlp._router_gate", "mlp_output": "mlp"},
         task_is_right=False,
+        tolerance=TOLERANCE,
+    ),
+    "rwkv7": Row(
+        make(keras_hub.models.RWKV7Backbone, **RWKV7),
+        keras_hub.models.RWKV7CausalLM,
+        (
+            {"head_size": 16, "num_layers": 3, "mv_lora": 3},
+            {"hidden_size": 24, "head_size": 4, "num_layers": 1, "intermediate_dim": 10},
+        ),
+        layers={"attention_norm": "ln1", "mlp_norm": "ln2", "mlp_output": "ffn"},
+        block_mask="padding_mask",
+        task_is_right=False,  # it takes prompts in two parts: see `opening/test_rwkv7.py`
+        head="head",
+        needs_first_block=True,
         tolerance=TOLERANCE,
     ),
 }

@@ -217,10 +217,10 @@ class FrozenNorm(StandIn):
     """
 
     def call(self, inputs: Any) -> Any:
-        """Normalize the inputs, float[batch, time, features]."""
+        """Normalize the inputs, float[batch, time, features], or [batch, time, heads, features]."""
         x, y = (ops.cast(t, "float32") for t in (inputs, self.layer(inputs)))
-        zeros = ops.zeros((1, 1, inputs.shape[-1]), inputs.dtype)
-        signs = ops.cast(1 - 2 * (np.arange(inputs.shape[-1]) % 2), inputs.dtype)[None, None]
+        zeros = ops.zeros((1, 1, *inputs.shape[2:]), inputs.dtype)
+        signs = zeros + ops.cast(1 - 2 * (np.arange(inputs.shape[-1]) % 2), inputs.dtype)
         bias, even, shifted = (
             ops.cast(self.layer(t), "float32") for t in (zeros, signs, signs + 1)
         )

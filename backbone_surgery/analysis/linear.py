@@ -19,7 +19,7 @@ from backbone_surgery.rewriting import Rewrite, Surgery
 from backbone_surgery.rewriting.autoencoder_layers import Decoder, Encoder
 
 FEATURES = "transcoder_latents"
-_HELD = ("query", "key", "decay", "write_strength", "output_gate")
+_HELD = ("query", "key", "decay", "write_strength", "output_gate", "value_gate")
 """Roles of sites that are held fast, so that attention is a sum of values."""
 _GATED = "convolution_activation"
 """Name of the activation behind the convolution of linear attention."""

@@ -15,7 +15,7 @@ from backbone_surgery.errors import PAST_FLOAT16, SurgeryError, shown
 from backbone_surgery.generation.buckets import bucket
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.generation.prompts import pack_right, read_prompts
+from backbone_surgery.generation.prompts import pack_right, read_prompts, to_text, token_name
 from backbone_surgery.numbers import is_int, read_int32
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.once import made_once
@@ -109,9 +109,9 @@ def token_label(lm: CachedCausalLM, token_id: int) -> str:
     """Return how to show a token: its text, spaces as `·`, or its number without a tokenizer."""
     if lm.preprocessor is None:
         return str(int(token_id))
-    tokenizer = lm.preprocessor.tokenizer
-    text = str(tokenizer.detokenize([int(token_id)]))
-    shown = text if text.strip() else str(tokenizer.id_to_token(int(token_id)))
+    (text,) = to_text([np.array([token_id])], lm.preprocessor)
+    name = None if text.strip() else token_name(int(token_id), lm.preprocessor.tokenizer)
+    shown = name if isinstance(name, str) else text or f"<{int(token_id)}>"
     return shown.replace(" ", "·").replace("\u2581", "·").replace("\n", "\u23ce")
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from backbone_surgery import graph, target
+from backbone_surgery import graph, hosts, target
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.choices import chooses, with_choices
 from backbone_surgery.caching.model import BackboneWithCache
@@ -221,6 +221,8 @@ def _opening_error(
     wanted = predict(original, tree.map_structure(lambda t: given[t.name], original.input))
     wanted = tree.flatten(wanted)[0]
     got = opened.hidden_states(predict(opened, inputs))
+    if opened.family.head:  # of which the backbone's own outputs are
+        got = hosts.to_numpy(opened.token_embedding(got, reverse=True))
     return {"opened": _error({"": got[mask]}, {"": wanted[mask]})}
 
 

@@ -11,6 +11,7 @@ from backbone_surgery.caching.packed_matrix import matrix_of, product, takes
 from backbone_surgery.caching.packed_shares import look_up_on_mesh, product_on_mesh, share_of
 from backbone_surgery.caching.projection import finished
 from backbone_surgery.caching.stand_in import StandIn
+from backbone_surgery.opening.head import TableAndHead
 from backbone_surgery.opening.int4 import widened_rows
 
 
@@ -83,6 +84,8 @@ def logits_of(head: Any, states: Any) -> Any:
         head: the layer that holds the table.
         states: float[batch, time, hidden_dim].
     """
+    if isinstance(head, TableAndHead):
+        return PackedProjection(head.head)(states)
     logits = _product(head, states)
     if logits is None:
         return head(states, reverse=True)

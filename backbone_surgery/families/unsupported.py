@@ -15,10 +15,6 @@ LAYERS = {
         "Gemma 3n, which is one layer of four streams of hidden states (AltUp): no block of it "
         "is in the graph. Use Gemma 3 or Gemma 4."
     ),
-    "RWKV7_Block": (
-        "RWKV-7, a recurrence without attention, whose blocks also hand the first block's values "
-        "on and whose backbone gives logits, no hidden states. Use a transformer."
-    ),
     "PaliGemmaDecoderBlock": (
         f"PaliGemma, whose prompt attends to itself in both directions, and which {IMAGE_FIRST}"
     ),

@@ -14,6 +14,8 @@ from backbone_surgery.generation.chat import ChatPrompt, chat_ids
 from backbone_surgery.numbers import read_array, read_mask
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_UNKNOWN = b"\xff"
+"""Stands for a token that a tokenizer has no text for: no character begins so."""
 
 _first_use = threading.Lock()
 """Held while Keras builds a preprocessor, at its first text: threads that do so at once fail."""
@@ -139,10 +141,14 @@ def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
             f"{operation} at 'inputs': expected text that the tokenizer can read. Received "
             f"{shown(texts)}: {type(error).__name__}, {error}. Pass other text."
         ) from error
-    ids, masks = np.asarray(packed["token_ids"]), np.asarray(packed["padding_mask"], bool)
+    if "predict_token_ids" in packed:  # RWKV-7's hands the last token over by itself
+        whole = [np.asarray(row) for row in tokens]
+    else:
+        ids, masks = np.asarray(packed["token_ids"]), np.asarray(packed["padding_mask"], bool)
+        whole = [row[mask] for row, mask in zip(ids, masks, strict=True)]
     rows = [
-        chat_ids(text, preprocessor.tokenizer) if isinstance(text, ChatPrompt) else row[mask]
-        for text, row, mask in zip(texts, ids, masks, strict=True)
+        chat_ids(text, preprocessor.tokenizer) if isinstance(text, ChatPrompt) else row
+        for text, row in zip(texts, whole, strict=True)
     ]
     return Prompts(rows, scalar)
 
@@ -243,5 +249,17 @@ def pack_right(rows: list[np.ndarray], length: int, pad: int) -> dict[str, np.nd
 def to_text(rows: list[np.ndarray], preprocessor: Any) -> list[str]:
     """Turn rows of token ids into text, without special tokens."""
     width = max((len(r) for r in rows), default=0)
-    texts = preprocessor.generate_postprocess(pack_right(rows, max(width, 1), 0))
+    try:
+        texts = preprocessor.generate_postprocess(pack_right(rows, max(width, 1), 0))
+    except (UnicodeDecodeError, KeyError):  # RWKV-7's stops at half a character, or an unknown id
+        names = ([token_name(int(i), preprocessor.tokenizer) for i in row if i] for row in rows)
+        texts = [b"".join(n or _UNKNOWN for n in row).decode(errors="replace") for row in names]
     return [str(t) for t in texts]
+
+
+def token_name(token_id: int, tokenizer: Any) -> Any:
+    """Return what a tokenizer calls a token, a string or bytes; `None` where it has none of it."""
+    try:
+        return tokenizer.id_to_token(token_id)
+    except (KeyError, ValueError):
+        return None

@@ -16,6 +16,7 @@ import keras
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, closest, shown
 from backbone_surgery.opening.experts import MixedExperts
+from backbone_surgery.opening.head import TableAndHead
 from backbone_surgery.opening.int4 import kernel_shape, policy_of
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
@@ -158,6 +159,11 @@ def splits(backbone: keras.Model, devices: int = 1) -> Iterator[Split]:
 
 def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
     embedding = opened.token_embedding
+    if isinstance(embedding, TableAndHead):
+        tokens = (1, 1, embedding.input_dim)
+        for split in _of_projection(embedding.head, tokens, reads=False):
+            yield split._replace(vocabulary=True)
+        embedding = embedding.table
     for variable in embedding.variables:
         # Where a model has other weights for its logits, tokens are their columns.
         axis = 1 if variable.name == "reverse_embeddings" else 0

@@ -17,6 +17,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.graph.twin import Twin
 from backbone_surgery.numbers import fits, is_int
+from backbone_surgery.opening.head import BeforeHead, TableAndHead
 from backbone_surgery.opening.site import BlockInput, Site
 
 OpenBlock = Callable[..., Any]
@@ -44,13 +45,18 @@ class Family:
         refuse: `(block) -> reason`, or `None` when the block can be opened.
         embeddings: name of the layer whose output `score` hands to `layer_intercept_fn` with index
             -1, as KerasHub's own task for this family does.
+        embed: `(block, hidden_states) -> hidden_states`: what the first block does before the
+            residual stream begins; nothing by default.
+        head: name of the layer that gives logits at the end of the backbone, where it does; then
+            `embeddings` names a `keras.layers.Embedding`.
         ignored: names of arguments of the block that say nothing about a text, such as a mask of
             images, or a `kwargs` that the backbone fills with its own options.
         further: names of other arguments of the block, which `open_block` is given by name where
             the backbone gives them. Where a later block is given something else of a block than the
             hidden states, such as its keys and values, `open_block` of that block is called with
             `lends=True`, and returns the hidden states and what is lent: tensors, of which the
-            later block is given a tuple.
+            later block is given a tuple. One that returns the hidden states alone hands on what it
+            was given.
         position_inputs: names of inputs of the backbone that number the tokens of each row.
         images: class of the layer that puts images into the text, given `text_embeddings=`. Where
             it is in the graph, the text alone is opened.
@@ -74,6 +80,8 @@ class Family:
     pointwise_layers: tuple[type[keras.layers.Layer], ...] = ()
     refuse: Callable[[Any], str | None] = lambda block: None
     embeddings: str = "token_embedding"
+    embed: Callable[[Any, Any], Any] = lambda block, hidden_states: hidden_states
+    head: str = ""
     ignored: tuple[str, ...] = ()
     further: tuple[str, ...] = ()
     position_inputs: tuple[str, ...] = ()
@@ -89,7 +97,7 @@ class Family:
             raise self._wrong("a name that is an identifier", repr(self.name))
         if not _is_kind(self.block):
             raise self._wrong("`block` to be a class of Keras layers", repr(self.block))
-        functions = ("open_block", "claims", "refuse", "most_positions")
+        functions = ("open_block", "claims", "refuse", "embed", "most_positions")
         for name in (*functions, *(["model_type"] if self.model_type is not None else [])):
             if not callable(getattr(self, name)):
                 raise self._wrong(f"`{name}` to be a function", repr(getattr(self, name)))
@@ -110,7 +118,7 @@ class Family:
 
     def _check_names(self) -> None:
         """Take a string for a tuple of it; refuse what is no name."""
-        for name in ("embeddings", "sampler"):
+        for name in ("embeddings", "head", "sampler"):
             if not isinstance(getattr(self, name), str):
                 raise self._wrong(f"`{name}` to be a string", repr(getattr(self, name)))
         for name in ("ignored", "further", "position_inputs", "stop_tokens", "model_types"):
@@ -206,8 +214,10 @@ class Family:
             f"Received {', '.join(map(str, received))}. Return what the block gives on."
         )
 
-    def token_embedding(self, model: keras.Model) -> keras.layers.Layer:
+    def token_embedding(self, model: keras.Model) -> Any:
         """Find the layer that embeds token ids, and in reverse gives the logits."""
+        if self.head:
+            return self._table_and_head(model)
         embeddings = list(dict.fromkeys(_embeddings(model)))
         if len(embeddings) != 1:
             raise SurgeryError(
@@ -216,6 +226,18 @@ class Family:
                 "token embedding in the graph."
             )
         return embeddings[0]
+
+    def _table_and_head(self, model: keras.Model) -> TableAndHead:
+        layers = list(dict.fromkeys(node.operation for node in graph.all_nodes(model)))
+        tables = [x for x in layers if x.name == self.embeddings]
+        heads = [x.head for x in layers if isinstance(x, BeforeHead)]
+        if len(tables) != 1 or len(heads) != 1:
+            raise SurgeryError(
+                f"open at '{model.name}': expected one layer '{self.embeddings}' and one "
+                f"'{self.head}' in the graph, to make logits with. Received {len(tables)} and "
+                f"{len(heads)}. Keep the backbone's own in the graph."
+            )
+        return TableAndHead(tables[0], heads[0])
 
     def model_types_of(self, owner: keras.Model) -> tuple[str, ...]:
         """Return the names that Hugging Face and llama.cpp have for the architecture of a model.

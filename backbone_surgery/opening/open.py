@@ -10,6 +10,7 @@ from backbone_surgery.errors import SurgeryError, UnknownArchitectureError, show
 from backbone_surgery.graph.twin import Twin
 from backbone_surgery.opening import site
 from backbone_surgery.opening.family import Family, known_families, refusal_of
+from backbone_surgery.opening.head import BeforeHead
 from backbone_surgery.opening.layers import TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 
@@ -167,6 +168,8 @@ class _Opener:
                     "the backbone first, and rewrite its nodes with a clone_fn in `operate`."
                 )
             return self._open(layer, args, kwargs)
+        if self.family.head and layer.name == self.family.head:
+            return BeforeHead(layer)(*args, **kwargs)
         if isinstance(layer, self.family.position_layers) and "positions" not in kwargs:
             return layer(*args, positions=self.positions, **kwargs)
         return graph.KEEP
@@ -176,13 +179,14 @@ class _Opener:
         x, padding_mask, further = self.family.arguments(block, args, kwargs)
         further = {name: self.lent.get(id(value), value) for name, value in further.items()}
         if not self.names:
-            x = site.Site("embeddings")(x)
+            x = site.Site("embeddings")(self.family.embed(block, x))
         others = graph.visited_node()[-1].outputs[1:]
         lends = any(id(t) in self.used for t in others)
         name = self._unique(block.name)
         x, *lent = self.family.open(block, name, x, padding_mask, self.positions, further, lends)
         if not lent:
-            return [x] * (1 + len(others))
+            handed_on = tree.flatten(further) or [x]
+            return [x] + handed_on[:1] * len(others)
         self.lent[id(lent[0])] = tuple(lent)
         return [x] + [lent[0]] * len(others)
 

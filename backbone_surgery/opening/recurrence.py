@@ -53,7 +53,7 @@ class CausalConvolution(keras.layers.Layer):
 
     def call_with_state(self, x, padding_mask, state):
         x, inputs = self._convolve(x, padding_mask, state["inputs"])
-        return _whole(x), {"inputs": inputs}
+        return whole(x), {"inputs": inputs}
 
     def _before(self, x):
         """Return the shape of the inputs that the next token still sees, of one row."""
@@ -70,18 +70,7 @@ class CausalConvolution(keras.layers.Layer):
             ops.cast(inputs[:, i : i + time], "float32") * kernel[:, i]
             for i in range(kernel.shape[1])
         ]
-        return ops.cast(sum(parts), x.dtype), self._latest(inputs, padding_mask)
-
-    def _latest(self, inputs, padding_mask):
-        """Return the inputs up to the last token that is no padding."""
-        is_token = ops.cast(padding_mask, "int32")
-        time = padding_mask.shape[1]
-        if time == 1:
-            return ops.where(is_token[..., None] > 0, inputs[:, 1:], inputs[:, :-1])
-        kept = self.kernel.shape[1] - 1
-        last = ops.max(is_token * (ops.arange(time, dtype="int32") + 1), axis=1)
-        index = last[:, None] + ops.arange(kept, dtype="int32")
-        return ops.take_along_axis(inputs, index[..., None], axis=1)
+        return ops.cast(sum(parts), x.dtype), latest(inputs, padding_mask, len(parts) - 1)
 
 
 class _DeltaRule(keras.layers.Layer):
@@ -92,16 +81,15 @@ class _DeltaRule(keras.layers.Layer):
 
     def query_heads(self, query, groups):
         """Return queries of length 1 / sqrt(key_dim), one for each value head."""
-        return ops.repeat(_unit(_whole(query)), groups, axis=2) * query.shape[-1] ** -0.5
+        return ops.repeat(_unit(whole(query)), groups, axis=2) * query.shape[-1] ** -0.5
 
     def steps(self, key, value, decay, write_strength, padding_mask):
         """Return for each token, by value head, its key, its value, log of its decay, strength."""
         is_token = ops.cast(padding_mask, "float32")[..., None]
-        decay = ops.maximum(ops.cast(decay, "float32"), _SMALLEST)
         return (
-            ops.repeat(_unit(_whole(key)), value.shape[2] // key.shape[2], axis=2),
-            ops.cast(_whole(value), "float32"),
-            ops.log(decay) * is_token,
+            ops.repeat(_unit(whole(key)), value.shape[2] // key.shape[2], axis=2),
+            ops.cast(whole(value), "float32"),
+            log_of_decay(decay) * is_token,
             ops.cast(write_strength, "float32") * is_token,
         )
 
@@ -166,13 +154,13 @@ class DeltaRule(_DeltaRule):
         query = self.query_heads(query, value.shape[2] // query.shape[2])
         time = query.shape[1]
         count = -(-time // _CHUNK)
-        chunks = [_cut(x, count) for x in (query, *steps)]
+        chunks = [cut_in_chunks(x, count) for x in (query, *steps)]
         if count == 1:
             state, read = _step(state, *(x[0] for x in chunks))
             read = read[None]
         else:
             state, read = ops.scan(lambda state, xs: _step(state, *xs), state, tuple(chunks))
-        return state, ops.cast(_join(read, time), value.dtype)
+        return state, ops.cast(join_chunks(read, time), value.dtype)
 
 
 class DeltaStates(_DeltaRule):
@@ -224,7 +212,29 @@ class DeltaReading(_DeltaRule):
         return keras.KerasTensor((*states.shape[:3], states.shape[4]), self.output_dtype)
 
 
-def _whole(x):
+def latest(inputs, padding_mask, kept):
+    """Return the inputs that the next token still sees.
+
+    Args:
+        inputs: float[batch, kept + time, channels], those before this run first.
+        padding_mask: int or bool[batch, time].
+        kept: how many to return, up to the last token that is no padding.
+    """
+    is_token = ops.cast(padding_mask, "int32")
+    time = padding_mask.shape[1]
+    if time == 1:
+        return ops.where(is_token[..., None] > 0, inputs[:, 1:], inputs[:, :-1])
+    last = ops.max(is_token * (ops.arange(time, dtype="int32") + 1), axis=1)
+    index = last[:, None] + ops.arange(kept, dtype="int32")
+    return ops.take_along_axis(inputs, index[..., None], axis=1)
+
+
+def log_of_decay(decay):
+    """Return the logarithm of decays, in float32."""
+    return ops.log(ops.maximum(ops.cast(decay, "float32"), _SMALLEST))
+
+
+def whole(x):
     """Have what is made for all heads side by side on every device of a mesh; inside a program.
 
     Queries, keys and values are of different sizes, so even parts of such channels are no heads.
@@ -245,7 +255,7 @@ def _unit(x):
     return x * ops.rsqrt(ops.sum(ops.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def _cut(x, count):
+def cut_in_chunks(x, count):
     """Cut [batch, time, heads, ...] into [count, batch, heads, chunk, ...], with zeros at the end.
 
     Zeros leave the memory as it is: a decay of one, by its logarithm, and no strength.
@@ -257,8 +267,8 @@ def _cut(x, count):
     return ops.transpose(x, (1, 0, 3, 2, *range(4, len(x.shape))))
 
 
-def _join(x, time):
-    """Undo `_cut`."""
+def join_chunks(x, time):
+    """Undo `cut_in_chunks`."""
     count, batch, heads, size, *rest = ops.shape(x)
     x = ops.transpose(x, (1, 0, 3, 2, *range(4, len(x.shape))))
     return ops.reshape(x, (batch, count * size, heads, *rest))[:, :time]

@@ -120,7 +120,7 @@ def make(
     name, tmp_path, rng, error=True, blocks=range(BLOCKS), save=save_gemma_scope_2, plain=False
 ):
     backbone = ROWS[name].make(num_layers=BLOCKS)
-    size = backbone.hidden_dim
+    size = bs.open_backbone(backbone).token_embedding.output_dim
     weights = {i: arrays(rng, size, LATENTS, size) for i in blocks}
     for w in weights.values():
         w["threshold"] += 1.0

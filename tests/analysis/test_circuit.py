@@ -7,6 +7,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.analysis.test_edges import CLEAN, CORRUPTED, ODD, PAIR, WRITTEN, ByRewrites
+from tests.analysis.test_edges import PARTS as ODD_PARTS
 from tests.families import ROWS
 from tests.helpers import make_gpt2
 
@@ -68,7 +69,7 @@ def test_a_circuit_is_that_of_rewrites(family, by_head):
 
 
 ENDS = {"gpt2": lambda: ROWS["gpt2"].make(), **ODD}
-PARTS = [(model, by_head) for model in ENDS for by_head in (False, True)]
+PARTS = [("gpt2", False), ("gpt2", True), *ODD_PARTS]
 
 
 @pytest.mark.by_default(2)

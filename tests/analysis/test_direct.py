@@ -12,6 +12,7 @@ from tests.numpy_models import Model, weights_of
 IDS = [3, 14, 15, 9, 2]
 TOKENS = {"token_ids": np.array([IDS]), "padding_mask": np.ones((1, 5), "int32")}
 FINAL_NORMS = (
+    "output_norm",
     "layer_norm",
     "final_layernorm",
     "final_normalization",

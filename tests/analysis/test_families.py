@@ -11,7 +11,7 @@ from tests.test_family_table import blocks_of, run
 
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]
 TOKENS = {"token_ids": np.array([CLEAN]), "padding_mask": np.ones((1, 5), "int32")}
-GROUPS = ("qwen3", "mixtral", "gpt_oss", "gemma3", "gemma4", "qwen3_5")
+GROUPS = ("qwen3", "mixtral", "gpt_oss", "gemma3", "gemma4", "qwen3_5", "rwkv7")
 NORM_AFTER = ("gemma3", "gemma4")
 """A norm stands between the projection of attention and what it gives."""
 MIXTURES = {"mixtral": {"num_experts": 32}, "gpt_oss": {}, "gemma4": ROWS["gemma4"].shapes[2]}

@@ -73,7 +73,7 @@ def on(mesh, backbone, axes=("batch", "model"), more=()):
 def make_edited(backbone):
     """Edit a backbone in all ways that bring arrays along."""
     rng = np.random.default_rng(5)
-    size = backbone.hidden_dim
+    size = bs.open_backbone(backbone).token_embedding.output_dim
     direction, vector = rng.normal(size=(2, size)).astype("float32")
     model = bs.operate(
         backbone,
@@ -139,6 +139,8 @@ def make_divisible(name="gpt2", dtype="float32", **others):
         sizes |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
     if name == "gpt2":
         heads = {"num_heads": 8}
+    elif name == "rwkv7":
+        heads = {"hidden_size": sizes.pop("hidden_dim"), "head_size": 8}
     else:
         heads = {"num_query_heads": 8, "num_key_value_heads": 8}
     return ROWS[name].make(**{**sizes, **heads, "dtype": dtype, **others})
@@ -150,7 +152,9 @@ def check_placement(name):
     with on((2, 4), make_divisible(name)):
         lm = bs.CachedCausalLM(make_divisible(name))
         lm.compile(sampler="greedy")
-        (first, *_) = bs.new_cache(lm.backbone_with_cache, 4, 16)
+        states = bs.new_cache(lm.backbone_with_cache, 4, 16)
+        # The first of RWKV-7 is the token before, which every device has.
+        first = states[1 if name == "rwkv7" else 0]
         lm.generate(prompts(4), **OPTIONS)
         inside = dict(lm.programs.compilations)
         lm.generate(prompts(4), **OPTIONS)

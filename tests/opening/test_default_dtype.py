@@ -10,7 +10,9 @@ from tests.helpers import relative
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2", "bloom", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "qwen3", "gemma2", "bloom", "gpt_oss", "qwen3_5", "rwkv7"]
+)
 def test_a_default_of_half_precision(name):
     ids = {"token_ids": np.array([[3, 4, 5, 6, 0], [7, 8, 9, 10, 11]])}
     ids["padding_mask"] = (ids["token_ids"] > 0).astype("int32")
@@ -19,7 +21,7 @@ def test_a_default_of_half_precision(name):
         for default in ("float32", "bfloat16"):
             keras.config.set_floatx(default)
             backbone = ROWS[name].make(dtype="bfloat16")
-            size = backbone.hidden_dim
+            size = bs.open_backbone(backbone).token_embedding.output_dim
             edits = [
                 bs.Steer("mood", {1: np.ones(size)}),
                 bs.Ablate("blocks.0", to="resample", values={"blocks.0": np.eye(3, size)}),

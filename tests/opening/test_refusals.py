@@ -76,10 +76,6 @@ def make_parseq():
 
 UNSUPPORTED = {
     "gemma3n": (make_gemma3n, "Gemma 3n, .* four streams .* no block .* Use Gemma 3 or Gemma 4"),
-    "rwkv7": (
-        lambda: keras_hub.models.RWKV7Backbone(16, 8, 1, 60, 32, 4, 4, 4, 4),
-        "RWKV-7, a recurrence without attention.* gives logits, no hidden states",
-    ),
     "pali_gemma": (make_pali_gemma, "PaliGemma, whose prompt attends .* both directions.* Gemma 3"),
     "bart": (lambda: keras_hub.models.BartBackbone(60, 1, 2, 16, 16), "an encoder-decoder model"),
     "t5": (lambda: keras_hub.models.T5Backbone(60, 1, 2, 16, 16), "an encoder-decoder model"),

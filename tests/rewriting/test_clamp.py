@@ -69,7 +69,7 @@ class Fixed(keras.layers.Layer):
         return x * kept + new
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "qwen3_5", "rwkv7"])
 def test_texts_are_those_of_models_built_for_each_row(family, rng):
     backbone = ROWS[family].make()
     site = "blocks.1.mlp_hidden"

@@ -1,0 +1,26 @@
+"""RWKV-7: no attention, but a recurrence whose state has one size.
+
+Each block looks at the token before as well, and mixes the first block's values into its own.
+KerasHub's backbone ends in a layer that gives logits; the opened graph ends before it, as those of
+other families do.
+
+What stands at padding is another than in KerasHub, which sets the inputs of the recurrence to zero
+there; leave padding out of losses, as KerasHub's preprocessor does.
+"""
+
+from keras_hub.src.models.rwkv7.rwkv7_layer import RWKV7_Block
+
+from backbone_surgery.families.rwkv7_block import embed, open_rwkv7_block
+from backbone_surgery.opening.family import Family
+
+FAMILY = Family(
+    name="rwkv7",
+    block=RWKV7_Block,
+    open_block=open_rwkv7_block,
+    embed=embed,
+    further=("v_first",),
+    head="head",
+    sampler="top_k",
+    model_types=("rwkv7",),
+)
+"""RWKV-7 "Goose"."""
