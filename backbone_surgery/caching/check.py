@@ -221,7 +221,7 @@ def _opening_error(
     wanted = predict(original, tree.map_structure(lambda t: given[t.name], original.input))
     wanted = tree.flatten(wanted)[0]
     got = opened.hidden_states(predict(opened, inputs))
-    if opened.family.head:  # of which the backbone's own outputs are
+    if opened.family.ends_in:  # of which the backbone's own outputs are
         got = hosts.to_numpy(opened.token_embedding(got, reverse=True))
     return {"opened": _error({"": got[mask]}, {"": wanted[mask]})}
 

@@ -19,7 +19,7 @@ FAMILY = Family(
     open_block=open_rwkv7_block,
     embed=embed,
     further=("v_first",),
-    head="head",
+    ends_in="head",
     sampler="top_k",
     model_types=("rwkv7",),
 )

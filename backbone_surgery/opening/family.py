@@ -47,7 +47,7 @@ class Family:
             -1, as KerasHub's own task for this family does.
         embed: `(block, hidden_states) -> hidden_states`: what the first block does before the
             residual stream begins; nothing by default.
-        head: name of the layer that gives logits at the end of the backbone, where it does; then
+        ends_in: name of the layer that gives logits at the end of the backbone, where it does; then
             `embeddings` names a `keras.layers.Embedding`.
         ignored: names of arguments of the block that say nothing about a text, such as a mask of
             images, or a `kwargs` that the backbone fills with its own options.
@@ -81,7 +81,7 @@ class Family:
     refuse: Callable[[Any], str | None] = lambda block: None
     embeddings: str = "token_embedding"
     embed: Callable[[Any, Any], Any] = lambda block, hidden_states: hidden_states
-    head: str = ""
+    ends_in: str = ""
     ignored: tuple[str, ...] = ()
     further: tuple[str, ...] = ()
     position_inputs: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Family:
 
     def _check_names(self) -> None:
         """Take a string for a tuple of it; refuse what is no name."""
-        for name in ("embeddings", "head", "sampler"):
+        for name in ("embeddings", "ends_in", "sampler"):
             if not isinstance(getattr(self, name), str):
                 raise self._wrong(f"`{name}` to be a string", repr(getattr(self, name)))
         for name in ("ignored", "further", "position_inputs", "stop_tokens", "model_types"):
@@ -216,7 +216,7 @@ class Family:
 
     def token_embedding(self, model: keras.Model) -> Any:
         """Find the layer that embeds token ids, and in reverse gives the logits."""
-        if self.head:
+        if self.ends_in:
             return self._table_and_head(model)
         embeddings = list(dict.fromkeys(_embeddings(model)))
         if len(embeddings) != 1:
@@ -234,7 +234,7 @@ class Family:
         if len(tables) != 1 or len(heads) != 1:
             raise SurgeryError(
                 f"open at '{model.name}': expected one layer '{self.embeddings}' and one "
-                f"'{self.head}' in the graph, to make logits with. Received {len(tables)} and "
+                f"'{self.ends_in}' in the graph, to make logits with. Received {len(tables)} and "
                 f"{len(heads)}. Keep the backbone's own in the graph."
             )
         return TableAndHead(tables[0], heads[0])

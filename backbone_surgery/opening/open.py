@@ -168,7 +168,7 @@ class _Opener:
                     "the backbone first, and rewrite its nodes with a clone_fn in `operate`."
                 )
             return self._open(layer, args, kwargs)
-        if self.family.head and layer.name == self.family.head:
+        if self.family.ends_in and layer.name == self.family.ends_in:
             return BeforeHead(layer)(*args, **kwargs)
         if isinstance(layer, self.family.position_layers) and "positions" not in kwargs:
             return layer(*args, positions=self.positions, **kwargs)

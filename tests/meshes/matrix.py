@@ -42,7 +42,8 @@ def make_lm(name, edit):
         tokens = np.ones((8, 2), "int32")
         backbone({"token_ids": tokens, "padding_mask": tokens})  # Keras wants all layers built
         backbone.quantize("int8")
-    direction, vector = np.random.default_rng(5).normal(size=(2, backbone.hidden_dim))
+    size = bs.open_backbone(backbone).token_embedding.output_dim
+    direction, vector = np.random.default_rng(5).normal(size=(2, size))
     capture = bs.Capture("blocks.*")
     edits = {
         "plain": [],

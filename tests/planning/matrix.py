@@ -32,7 +32,8 @@ def compile_kind(chip, name, kind):
         tokens = np.ones((8, 2), "int32")
         backbone({x.name: tokens for x in backbone.inputs})  # Keras wants all layers built
         backbone.quantize(kind)
-    direction, vector = np.random.default_rng(0).normal(size=(2, backbone.hidden_dim))
+    size = bs.open_backbone(backbone).token_embedding.output_dim
+    direction, vector = np.random.default_rng(0).normal(size=(2, size))
     edits = {
         "steer": [bs.Steer("mood", {1: vector})],
         "capture": [bs.Capture("blocks.*")],

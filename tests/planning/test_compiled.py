@@ -138,7 +138,8 @@ def test_samplers_edits_and_narrow_weights(chip, name, kind):
 def test_every_family_with_edits(chip, name):
     """The caches stay where they are: no array of their size is copied in the loop."""
     backbone = ROWS[name].make()
-    direction, vector = np.random.default_rng(0).normal(size=(2, backbone.hidden_dim))
+    size = bs.open_backbone(backbone).token_embedding.output_dim
+    direction, vector = np.random.default_rng(0).normal(size=(2, size))
     edits = [
         bs.Condition("asked", direction, threshold=0.2, at="blocks.0"),
         bs.Steer("mood", {1: vector}, when="asked"),
