@@ -211,7 +211,8 @@ def _step(state, query, key, value, log_decay, read_key, removed_key):
         read_key: likewise, a.
         removed_key: likewise, b.
     """
-    size = key.shape[2]
+    if key.shape[2] == 1:
+        return _one(state, query, key, value, ops.exp(log_decay), read_key, removed_key)
     # kept_before[i, j] is up to token i - 1: the decay of token i itself is left out.
     kept, kept_before = _kept(log_decay)
     both = ops.stack([removed_key, key], axis=2)[:, :, :, None]
@@ -220,16 +221,25 @@ def _step(state, query, key, value, log_decay, read_key, removed_key):
     )
     so_far = ops.cumsum(log_decay, axis=2)
     cumulative, before = ops.exp(so_far), ops.exp(_one_later(so_far))
-    out = ops.matmul(read_key * before, state) + ops.matmul(written_of, value)
-    if size > 1:
-        out = ops.matmul(_inverse(taken_of), out)
+    asked = ops.concatenate([read_key * before, query * cumulative], axis=2)
+    key_reads, query_reads = ops.split(ops.matmul(asked, state), 2, axis=2)
+    out = ops.matmul(_inverse(taken_of), key_reads + ops.matmul(written_of, value))
     products = ops.sum((query[:, :, None, :, None] * kept[:, :, None]) * both, axis=-1)
-    read = ops.matmul(query * cumulative, state)
-    read = read + ops.matmul(products[:, :, 0], out) + ops.matmul(products[:, :, 1], value)
+    read = ops.matmul(products[:, :, 0], out) + ops.matmul(products[:, :, 1], value)
     last = kept[:, :, -1]
     written = ops.matmul(ops.swapaxes(removed_key * last, -1, -2), out)
     written = written + ops.matmul(ops.swapaxes(key * last, -1, -2), value)
-    return cumulative[..., -1, :, None] * state + written, read
+    return cumulative[..., -1, :, None] * state + written, query_reads + read
+
+
+def _one(state, query, key, value, decay, read_key, removed_key):
+    """Run one token; see `_step`. What is written is no product of matrices: it takes no memory."""
+    asked = ops.concatenate([read_key, query * decay], axis=2)
+    out, read = ops.split(ops.matmul(asked, state), 2, axis=2)
+    read = read + ops.sum(query * removed_key, axis=-1, keepdims=True) * out
+    read = read + ops.sum(query * key, axis=-1, keepdims=True) * value
+    decay, removed_key, key = (ops.swapaxes(x, -1, -2) for x in (decay, removed_key, key))
+    return decay * state + removed_key * out + key * value, read
 
 
 def _kept(log_decay):
