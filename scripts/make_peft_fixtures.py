@@ -24,6 +24,7 @@ ATTENTION = "q_proj|k_proj|v_proj|o_proj"
 MLP = "gate_proj|up_proj|down_proj"
 LINEAR = "in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|out_proj"
 GEMMA_4 = f"{ATTENTION}|{MLP}|per_layer_input_gate|per_layer_projection"
+STREAMS = "linear_left|linear_right|modality_router|prediction_coefs|correction_coefs"
 FUSED = "query_key_value|dense|dense_4h_to_h"
 
 LARGEST_FOLDER = 60_000
@@ -54,6 +55,7 @@ ADAPTERS = {
     "gemma": Adapter(settings={"use_rslora": True}),
     "gemma2": Adapter(settings=PATTERNS),
     "gemma3_text": Adapter(settings={"use_rslora": True, **PATTERNS}),
+    "gemma3n_text": Adapter(f"{GEMMA_4}|{STREAMS}"),
     "gemma4_moe": Adapter(f"{ATTENTION}|mlp.gate_proj|mlp.up_proj|mlp.down_proj"),
     "gemma4_text": Adapter(GEMMA_4),
     "gpt2": Adapter("c_attn|c_proj", settings={"fan_in_fan_out": True}),

@@ -15,6 +15,7 @@ from tests.family_row import (  # noqa: F401 - tests take them from here
 )
 from tests.mixtures import MIXTURES
 from tests.recurrent import RECURRENT
+from tests.streams import STREAMS
 
 GPT2_LAYERS = {
     "query": "_self_attention_layer.query_dense",
@@ -334,6 +335,7 @@ ROWS = {
         lora=("query_key_value",),
     ),
     **RECURRENT,
+    **STREAMS,
 }
 """The first is the one that tests outside of the harness run on by default."""
 

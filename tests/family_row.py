@@ -13,7 +13,7 @@ from backbone_surgery import graph, hosts
 VOCABULARY = 60
 
 
-def _spread(backbone, seed):
+def spread(backbone, seed):
     """Give the weights values large enough for the greedy choice to be clear."""
     rng = np.random.default_rng(seed)
     for variable in backbone.trainable_variables:
@@ -32,7 +32,7 @@ def make(backbone_class, **defaults):
 
     def make_one(seed=0, **kwargs):
         keras.utils.set_random_seed(seed)  # vectors, such as sinks, may begin at random
-        return _spread(backbone_class(**{**config, **kwargs}), seed)
+        return spread(backbone_class(**{**config, **kwargs}), seed)
 
     return make_one
 
@@ -47,7 +47,7 @@ def make_gpt2(seed=0, **kwargs):
         "max_sequence_length": 64,
         "dropout": 0.0,
     }
-    return _spread(keras_hub.models.GPT2Backbone(**{**config, **kwargs}), seed)
+    return spread(keras_hub.models.GPT2Backbone(**{**config, **kwargs}), seed)
 
 
 def make_deep_gpt2(seed=0, **kwargs):
@@ -65,7 +65,7 @@ def make_gemma(seed=0, **kwargs):
         "intermediate_dim": 96,
         "head_dim": 8,
     }
-    return _spread(keras_hub.models.GemmaBackbone(**{**config, **kwargs}), seed)
+    return spread(keras_hub.models.GemmaBackbone(**{**config, **kwargs}), seed)
 
 
 def make_gemma2(seed=0, **kwargs):
@@ -92,6 +92,9 @@ class Row:
         shapes: configs of odd shapes, which are opened too.
         layers: `{site: sub-layer}`, such as `{"query": "attention.query_dense"}`: sub-layers of the
             backbone's own blocks that give what stands at a site.
+        embeddings: where the backbone has the layer whose output `score` hands out first, if that
+            is not in its graph.
+        stream: which of the streams that blocks give, stacked, is the hidden states.
         block_mask: name of the block's argument for the padding mask.
         block_arguments: other arguments that the backbone gives its blocks.
         inputs: inputs of the backbone and of the task besides the text.
@@ -111,6 +114,8 @@ class Row:
     task: type
     shapes: tuple[dict[str, Any], ...] = ()
     layers: dict[str, str] = field(default_factory=dict)
+    embeddings: str = ""
+    stream: int | None = None
     block_mask: str = "decoder_padding_mask"
     block_arguments: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)

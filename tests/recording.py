@@ -29,10 +29,20 @@ def patched(layer, function):
         object.__delattr__(layer, "call")
 
 
-def on_first(function, x):
-    """Apply a function to what a layer gives, or to the first where it gives several."""
+def on_first(function, x, stream=None):
+    """Apply a function to what a layer gives, or to the first where it gives several.
+
+    Args:
+        function: it.
+        x: what the layer gives.
+        stream: which of several streams, stacked, the function is for.
+    """
     first, *others = x if isinstance(x, tuple) else (x,)
-    return (function(first), *others) if others else function(first)
+    if stream is None:
+        made = function(first)
+    else:
+        made = ops.stack([function(s) if i == stream else s for i, s in enumerate(first)])
+    return (made, *others) if others else made
 
 
 def recorded(model, inputs, layers):

@@ -65,7 +65,7 @@ def unchanged(name):
 def blocks_of(backbone):
     """Return the decoder blocks, in the order in which they run."""
     family = bs.open_backbone(backbone).family
-    return [layer for layer in backbone.layers if family.owns(layer)]
+    return [layer for layer in family.layers(backbone) if family.owns(layer)]
 
 
 def backbone_of(name, shape):
@@ -174,7 +174,8 @@ def test_steered_by_row(name, rng):
     assert np.array_equal(model(steering)[1], bs.open_backbone(backbone)(inputs)[1])
 
     def steered(x):
-        return on_first(lambda first: first + strength[:, None, None] * vector, x)
+        stream = ROWS[name].stream
+        return on_first(lambda first: first + strength[:, None, None] * vector, x, stream)
 
     with patched(blocks_of(backbone)[0], steered):
         wanted = ROWS[name].without_head(backbone)(complete(name, inputs))
@@ -191,11 +192,18 @@ def test_steered_by_row(name, rng):
 
 def scored_by_layers(name, backbone, inputs, intercept):
     """Score by the backbone's own layers, each of which hands what it gives to a function."""
-    opened = bs.open_backbone(backbone)
-    embeddings = backbone.get_layer(opened.family.embeddings)
+    opened, row = bs.open_backbone(backbone), ROWS[name]
+    if row.embeddings:
+        embeddings = sublayer(backbone, row.embeddings)
+    else:
+        embeddings = backbone.get_layer(opened.family.embeddings)
     with contextlib.ExitStack() as stack:
         for index, layer in enumerate([embeddings, *blocks_of(backbone)], -1):
-            give = functools.partial(on_first, lambda x, i=index: intercept(x, i))
+            give = functools.partial(
+                on_first,
+                lambda x, i=index: intercept(x, i),
+                stream=row.stream if index >= 0 else None,
+            )
             stack.enter_context(patched(layer, give))
         hidden_states = ROWS[name].without_head(backbone)(complete(name, inputs))
     return opened.token_embedding(hidden_states, reverse=True)
@@ -248,6 +256,10 @@ def test_captures_are_what_the_backbones_own_layers_give(name, rng):
     }
     layers |= {f"blocks.{i}": block for i, block in enumerate(blocks_of(backbone))}
     for path, wanted in recorded(backbone, complete(name, inputs), layers).items():
+        if row.stream is not None and isinstance(
+            layers[path], tuple(map(type, blocks_of(backbone)))
+        ):
+            wanted = wanted[row.stream]
         value = np.asarray(captures[path])
         assert relative(value, wanted.reshape(value.shape)) <= row.tolerance, path
 

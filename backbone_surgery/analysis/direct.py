@@ -15,6 +15,7 @@ from backbone_surgery.analysis.question import (
     TokenLogits,
     bind_row,
     check_finite,
+    check_sum,
     count_heads,
     make_metric,
     read_text,
@@ -98,7 +99,7 @@ def direct_logit_attribution(
 
     Raises:
         SurgeryError: bad input, another backend, blocks of different numbers of heads, or the model
-            gives NaN or has a norm that is none.
+            gives NaN, has a norm that is none, or has several streams, as Gemma 3n.
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
@@ -110,6 +111,7 @@ def direct_logit_attribution(
         (2, 2)
     """
     question = read_text(lm, text, _OPERATION)
+    check_sum(lm, _OPERATION)
     check_flag(_OPERATION, "by_head", by_head)
     ids = read_target(lm, target, _OPERATION)
     bound = bind_row(lm, controls, question, _OPERATION, prompt_length)

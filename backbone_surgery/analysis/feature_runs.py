@@ -20,6 +20,7 @@ from backbone_surgery.analysis.linear import Coded, Linearize, transcoders_of
 from backbone_surgery.analysis.question import (
     bind_row,
     check_finite,
+    check_sum,
     derived,
     read_text,
 )
@@ -61,6 +62,7 @@ class FeatureRuns:
         prompt_length: int | None,
     ) -> None:
         self.question = read_text(lm, text, _OPERATION)
+        check_sum(lm, _OPERATION)
         self.lm, self.ids = lm, read_target(lm, target, _OPERATION)
         self.coded = transcoders_of(places(lm.opened), _OPERATION)
         bound = bind_row(lm, controls, self.question, _OPERATION, prompt_length)

@@ -26,6 +26,7 @@ from backbone_surgery.rewriting import Capture
 
 _NAME = "lens"
 _STREAM = "residual_stream"
+_BESIDE = "beside_stream"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ def logit_lens(
         lm: the model, edited or not.
         text: a string (without a preprocessor, token ids).
         at: selector of sites of the residual stream: `embeddings`, whole blocks, or their
-            `residual_mid`.
+            `residual_mid`; of Gemma 3n whole blocks, which are read with their other streams.
         controls: for the controls of `lm`'s own rewrites.
         prompt_length: how many tokens of the text are its prompt, for edits of generated tokens;
             all by default.
@@ -86,9 +87,16 @@ def logit_lens(
     """
     question = read_text(lm, text, "logit_lens")
     check_selector(at, "logit_lens")
-    capturing = derived(lm, Capture(at, name=_NAME))
-    sites = list(capturing.report[-1].sites)
+    beside = lm.opened.family.beside
+    others = [f"blocks.*.{beside}"] if beside else []
+    capturing = derived(lm, Capture(at, *others, name=_NAME))
+    sites = [x for x in capturing.report[-1].sites if not (beside and x.endswith(f".{beside}"))]
     for site in sites:
+        if beside and site.count(".") != 1:
+            raise SurgeryError(
+                f"logit_lens at '{site}': expected whole blocks, since several streams go from "
+                f"each block to the next. Received another site. Use `at='blocks.*'`."
+            )
         if not is_stream(site):
             raise SurgeryError(
                 f"logit_lens at '{site}': expected a site of the residual stream, such as "
@@ -99,9 +107,12 @@ def logit_lens(
     bound = bind_row(lm, controls, question, "logit_lens", prompt_length)
     inputs = lm.opened.with_defaults({**question.inputs(), **bound})
     captured = predict(capturing, inputs)["captures"]
-    streams = [captured[f"{_NAME}/{site}"] for site in sites]
-    length = len(question.token_ids)
-    logits = [predict(reader, {**inputs, _STREAM: x})[0, :length] for x in streams]
+    length, logits = len(question.token_ids), []
+    for site in sites:
+        streams = {_STREAM: captured[f"{_NAME}/{site}"]}
+        if beside:
+            streams[_BESIDE] = captured[f"{_NAME}/{site}.{beside}"]
+        logits.append(predict(reader, {**inputs, **streams})[0, :length])
     shifted = np.asarray(logits, "float32")
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -130,12 +141,12 @@ def _reader(opened: EditedBackbone) -> keras.Model:
             f"logit_lens at '{opened.name}': expected decoder blocks. Received a graph without "
             "any. Keep at least one."
         )
-    end = blocks[-1].outputs[0]
-    stream = keras.Input(end.shape[1:], dtype=end.dtype, name=_STREAM)
+    names = (_STREAM, _BESIDE) if opened.family.beside else (_STREAM,)
+    inputs, mapping = dict(opened.input), {id(t): t for t in opened.inputs}
+    for name, end in zip(names, blocks[-1].outputs, strict=False):
+        inputs[name] = mapping[id(end)] = keras.Input(end.shape[1:], dtype=end.dtype, name=name)
     hidden_states = opened.hidden_states(opened.output)
-    mapping = {id(end): stream, **{id(t): t for t in opened.inputs}}
     (normed,), _ = graph.replay([hidden_states], mapping, _keep)
-    inputs = {**opened.input, _STREAM: stream}
     return keras.Model(inputs, opened.token_embedding(normed, reverse=True))
 
 

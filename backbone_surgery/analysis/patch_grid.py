@@ -129,19 +129,16 @@ def patch_grid(
     runs = Runs(lm, at, texts[0], controls, prompt_length)
     whole = [runs.whole(text) for text in texts]
     ends = [_measured(lm, measure, runs.last(values))[0] for values in whole]
-    activations, others = (runs.activations(values) for values in whole)
     shapes = dict(zip(runs.sites, runs.shapes, strict=True))
     columns = count_heads("patch_grid", shapes) if by_head else len(texts[0].labels)
     grid = np.full((len(runs.sites), columns), ends[1], "float32")
     axis = 1 if by_head else 0
     # Tokens before the first that differs have the same activations: there a patch does nothing.
     cells = [
-        (s, i)
-        for s, i in np.ndindex(grid.shape)
-        if not np.array_equal(activations[s].take(i, axis), others[s].take(i, axis))
+        (s, i) for s, i in np.ndindex(grid.shape) if runs.differ(whole[0], whole[1], (s, i), axis)
     ]
     patched = runs.patched_heads if by_head else partial(runs.patched, texts[1])
-    states = dict(patched(whole[1], activations, cells, int(batch_size)))
+    states = dict(patched(whole[1], whole[0], cells, int(batch_size)))
     most = len(runs.sites) * (columns if by_head else runs.width)
     for part, padded in batches(cells, min(int(batch_size), most)):
         rows = np.stack([states[s, t] for s, t in padded])

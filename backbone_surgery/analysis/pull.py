@@ -10,9 +10,9 @@ from keras import ops
 from backbone_surgery import graph
 from backbone_surgery.analysis.runs import Cut
 from backbone_surgery.opening.predict import SharedPrograms, predict
-from backbone_surgery.opening.site import BlockInput, Site
+from backbone_surgery.opening.site import BesideInput, BlockInput, Site
 
-_SUMS = {Cut, Site, BlockInput, keras.layers.Add, keras.layers.Dropout}
+_SUMS = {Cut, Site, BlockInput, BesideInput, keras.layers.Add, keras.layers.Dropout}
 """Layers that, out of training, hand on the sum of what they take."""
 
 

@@ -124,6 +124,17 @@ def check_selector(at: Any, operation: str, name: str = "at") -> None:
         )
 
 
+def check_sum(lm: CachedCausalLM, operation: str) -> None:
+    """Refuse a model whose residual stream is no sum of what is written to it."""
+    beside = lm.opened.family.beside
+    if beside:
+        raise SurgeryError(
+            f"{operation}: expected a residual stream that is the sum of what is written to it. "
+            f"Received a model of {lm.opened.family.name}, whose blocks mix it with other streams "
+            f"(`{beside}`). Take `attribution`, `patch_grid` or `edge_patching`."
+        )
+
+
 def make_metric(lm: CachedCausalLM, metric: Any, where: str) -> Metric:
     """Make a metric of a token, a pair of tokens (right, wrong), or a function of logits.
 

@@ -20,7 +20,7 @@ from backbone_surgery.opening.site import Identity, Place, places
 from backbone_surgery.rewriting import Surgery
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.patch import for_each_token
-from backbone_surgery.rewriting.rewrite import SiteRewrite
+from backbone_surgery.rewriting.rewrite import SiteRewrite, beside_blocks
 
 _PIECES, _LEAST_PIECE = 4, 8
 """Rows begin at so many tokens at most: for each of them programs are compiled."""
@@ -52,8 +52,9 @@ class CutAt(SiteRewrite):
         Fields(self).selector()
 
     def choose(self, surgery: Surgery) -> list[Place]:
-        """Return the sites; refuse those that cannot be patched."""
-        return for_each_token(super().choose(surgery), "patch_grid")
+        """Return the sites, with what goes beside whole blocks; refuse what cannot be patched."""
+        chosen = for_each_token(super().choose(surgery), "patch_grid")
+        return [*chosen, *beside_blocks(chosen, surgery)]
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put it there."""
@@ -73,6 +74,8 @@ class Runs:
     Attributes:
         sites: paths of the sites.
         shapes: what stands at each of them for one token.
+        beside: for each of them the number of what goes beside it, if it is a block with other
+            streams: these are patched along.
     """
 
     def __init__(
@@ -81,12 +84,17 @@ class Runs:
         self.length, self.width = len(text.token_ids), text.width
         self.controls = bind_row(lm, controls, text, "patch_grid", prompt_length)
         cut = derived(lm, CutAt(at))
-        self.sites = list(cut.report[-1].sites)
+        sites = list(cut.report[-1].sites)
+        beside = {f"{path}.{cut.family.beside}" for path in sites}
+        self.sites = [path for path in sites if path not in beside]
         shapes = {place.path: place.shape[2:] for place in places(cut)}
         self.shapes = [shapes[path] for path in self.sites]
         self.model = rewired(cut)
         self.stages, self.programs = _staged(self.model)
-        self.cuts = [self.stages.cuts[cut_name(path)] for path in self.sites]
+        cuts = {path: self.stages.cuts[cut_name(path)] for path in sites}
+        self.cuts = [cuts[path] for path in self.sites]
+        others = [cuts.get(f"{path}.{cut.family.beside}") for path in self.sites]
+        self.beside = [[] if other is None else [other[1]] for other in others]
 
     def whole(self, text: Text) -> Values:
         """Run a text, one row."""
@@ -96,6 +104,15 @@ class Runs:
         """Return what stands at each site in the first row, float[tokens, ...]."""
         return [values[number][0, : self.length] for _, number in self.cuts]
 
+    def differ(self, some: Values, others: Values, cell: Cell, axis: int) -> bool:
+        """Tell whether two runs have different activations at a token, or of a head (axis 1)."""
+        site, index = cell
+        numbers = self.cuts[site][1], *self.beside[site]
+        pairs = (
+            (x[n][0, : self.length].take(index, axis) for x in (some, others)) for n in numbers
+        )
+        return not all(np.array_equal(*pair) for pair in pairs)
+
     def last(self, values: Values, start: int = 0) -> np.ndarray:
         """Return the hidden states of the last token of rows from some token on, float[rows, n]."""
         return values[self.stages.outputs["hidden_states"]][:, self.length - 1 - start]
@@ -104,7 +121,7 @@ class Runs:
         self,
         text: Text,
         whole: Values,
-        activations: list[np.ndarray],
+        other: Values,
         cells: list[Cell],
         batch_size: int,
     ) -> Iterator[tuple[Cell, np.ndarray]]:
@@ -113,7 +130,7 @@ class Runs:
         Args:
             text: the text.
             whole: the run of it.
-            activations: of the other text, for each site float[tokens, ...].
+            other: the run of the other text.
             cells: what to patch.
             batch_size: how many rows to run at once, at most.
 
@@ -126,10 +143,10 @@ class Runs:
         for start in range(0, self.length, piece):
             stop = min(start + piece, self.length)
             base = self._text(text, start, self.width, cache) if start else whole
-            for site, own in enumerate(activations):
+            for site in range(len(self.sites)):
                 tokens = [t for s, t in cells if s == site and start <= t < stop]
                 for part, padded in batches(tokens, rows):
-                    values = self._from_site(base, site, padded - start, own[padded])
+                    values = self._from_site(base, site, padded, start, other)
                     last = self.last(values, start)
                     yield from zip([(site, t) for t in part], last, strict=False)
             if stop < self.length:
@@ -137,11 +154,11 @@ class Runs:
                 cache = tree.map_structure(before.get, self.stages.outputs["cache"])
 
     def patched_heads(
-        self, whole: Values, activations: list[np.ndarray], cells: list[Cell], batch_size: int
+        self, whole: Values, other: Values, cells: list[Cell], batch_size: int
     ) -> Iterator[tuple[Cell, np.ndarray]]:
         """Run a text with one head of another at all tokens, for each cell; see `patched`."""
         rows = min(batch_size, max((head for _, head in cells), default=0) + 1)
-        for site, own in enumerate(activations):
+        for site, own in enumerate(self.activations(other)):
             stage, number = self.cuts[site]
             heads = [head for s, head in cells if s == site]
             for part, padded in batches(heads, rows):
@@ -168,13 +185,17 @@ class Runs:
         return self._go_on(dict(zip(numbers, tree.flatten(inputs), strict=True)), 0)
 
     def _from_site(
-        self, base: Values, site: int, tokens: np.ndarray, activations: np.ndarray
+        self, base: Values, site: int, tokens: np.ndarray, start: int, other: Values
     ) -> Values:
-        """Run rows from a site on, each with another activation at one of the tokens of `base`."""
-        stage, number = self.cuts[site]
-        patched = np.repeat(base[number], len(tokens), axis=0)
-        patched[np.arange(len(tokens)), tokens] = activations
-        return self._go_on(ChainMap({number: patched}, base), stage)
+        """Run rows from a site on, each with the activation of another run at one of its tokens.
+
+        Those of `base` begin at the token `start`.
+        """
+        (stage, number), patched = self.cuts[site], {}
+        for n in (number, *self.beside[site]):
+            patched[n] = np.repeat(base[n], len(tokens), axis=0)
+            patched[n][np.arange(len(tokens)), tokens - start] = other[n][0, tokens]
+        return self._go_on(ChainMap(patched, base), stage)
 
     def _go_on(self, values: Values, first: int) -> Values:
         """Run the stages from one on."""

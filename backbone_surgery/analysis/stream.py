@@ -27,6 +27,9 @@ from backbone_surgery.rewriting import Surgery
 
 HEADS = ("query", "key", "value", "head_outputs")
 
+_POINTWISE = ("laurel_output", "mlp_output", "per_layer_output")
+"""What is made of each token alone."""
+
 EMBEDDINGS = "embeddings"
 LOGITS = "logits"
 
@@ -98,8 +101,8 @@ class Streams:
         self.written = sorted(filter(is_written, paths), key=self._cuts.__getitem__)
         if by_head:
             self._check_heads(operation)
-        roles = HEADS[:3] if by_head else ("attention_output",)
-        read = [p for p in paths if role_of(p) in (*roles, "mlp_output", "per_layer_output")]
+        roles = (*(HEADS[:3] if by_head else ("attention_output",)), *_POINTWISE)
+        read = [path for path in paths if role_of(path) in roles]
         heads = {p.path: p.shape[2] for p in places(self._model) if role_of(p.path) in HEADS}
         self.readers = [
             Reader(path, self._cuts[path][1], heads.get(path))
@@ -108,8 +111,7 @@ class Streams:
         self.readers.append(Reader(LOGITS, self._stages.outputs, None))
         self._held = {n for path, (_, n) in self._cuts.items() if not is_stream(path)}
         self._held.add(self._stages.outputs)
-        pointwise = "mlp_output", "per_layer_output"
-        self._mlps = {n for path, (_, n) in self._cuts.items() if role_of(path) in pointwise}
+        self._mlps = {n for path, (_, n) in self._cuts.items() if role_of(path) in _POINTWISE}
 
     def whole(self, inputs: dict[str, Any]) -> Values:
         """Run a text, one row."""
@@ -148,7 +150,7 @@ class Streams:
         Args:
             base: the run.
             changed: what stands there instead, by number float[rows, tokens, ...].
-            hold_mlps: whether what MLPs write stays, too, and what Gemma 4 writes for each layer.
+            hold_mlps: whether what MLPs write stays, too, and what else is made of a token alone.
 
         Returns:
             The same, and what becomes of all else.

@@ -25,7 +25,7 @@ from backbone_surgery.opening.layers import ChunkMask, TokenPositions
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.open import open_backbone
 from backbone_surgery.opening.placement import placement_of
-from backbone_surgery.opening.site import BlockInput, Site
+from backbone_surgery.opening.site import BesideInput, BlockInput, Site
 from backbone_surgery.opening.state import Stateful, StateSpec, specs_by_name, wanted_inputs
 
 
@@ -157,7 +157,7 @@ class _Rewirer:
         self.caches: list[dict[str, keras.KerasTensor]] = []
 
     def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(layer) in (Site, BlockInput):
+        if type(layer) in (Site, BlockInput, BesideInput):
             return graph.KEEP
         if isinstance(layer, TokenPositions):
             return self.inputs["positions"]

@@ -34,7 +34,13 @@ _WIDTHS = (0.8, 4.0)
 
 _PATH = re.compile(r"(blocks\.\d+)\.(\w+?)(?:_output|_outputs\[(\d+)\])?")
 _READ = re.compile(r".*\.([qkv])(?:uery|ey|alue)\[\d+\]")
-_PARTS = {"head": "head", "attention": "attention", "mlp": "MLP", "per_layer": "per layer"}
+_PARTS = {
+    "head": "head",
+    "attention": "attention",
+    "mlp": "MLP",
+    "laurel": "Laurel",
+    "per_layer": "per layer",
+}
 
 Link = tuple[str, str, str, float]
 """Who sends, who receives, as what (`q`, `k`, `v` or nothing), and the value."""

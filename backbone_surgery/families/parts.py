@@ -157,3 +157,43 @@ class Scaled(layers.Layer):
 
     def compute_output_spec(self, x):
         return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+class Times(layers.Layer):
+    """Multiply by a number.
+
+    Args:
+        factor: it.
+
+    Call arguments:
+        x: float[batch, time, ...].
+    """
+
+    def __init__(self, factor: float, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.factor = factor
+
+    def call(self, x):
+        return x * ops.cast(self.factor, x.dtype)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
+class KnownTokens(layers.Layer):
+    """Put token 0 in the place of those that a table has not: int[batch, time].
+
+    Args:
+        count: how many the table has.
+    """
+
+    def __init__(self, count: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.count = count
+
+    def call(self, ids):
+        is_known = ops.logical_and(ids >= 0, ids < self.count)
+        return ops.where(is_known, ids, ops.zeros_like(ids))
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor(ids.shape, ids.dtype)

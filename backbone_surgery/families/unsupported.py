@@ -11,10 +11,6 @@ IMAGE_FIRST = (
 )
 
 LAYERS = {
-    "Gemma3nTextModel": (
-        "Gemma 3n, which is one layer of four streams of hidden states (AltUp): no block of it "
-        "is in the graph. Use Gemma 3 or Gemma 4."
-    ),
     "PaliGemmaDecoderBlock": (
         f"PaliGemma, whose prompt attends to itself in both directions, and which {IMAGE_FIRST}"
     ),

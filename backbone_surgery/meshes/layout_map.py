@@ -163,7 +163,7 @@ def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
         tokens = (1, 1, embedding.input_dim)
         for split in _of_projection(embedding.head, tokens, reads=False):
             yield split._replace(vocabulary=True)
-        embedding = embedding.table
+    embedding = getattr(embedding, "table", embedding)  # where logits come of another layer
     for variable in embedding.variables:
         # Where a model has other weights for its logits, tokens are their columns.
         axis = 1 if variable.name == "reverse_embeddings" else 0

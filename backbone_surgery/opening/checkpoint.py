@@ -130,15 +130,20 @@ def _difference(filed: "_Filed", layer: keras.Layer) -> str | None:
 
 
 def _layers_of_model(model: keras.Model, at: str = "") -> dict[str, keras.Layer]:
-    """Return the layers with weights, those of nested models too, by their places in a file."""
+    """Return the layers with weights, those of nested models too, by their places in a file.
+
+    One that is within an earlier one is filed there, and not by itself.
+    """
     counts: Counter[str] = Counter()
     layers: dict[str, keras.Layer] = {}
+    filed: set[int] = set()
     for layer in model.layers:
         kind = _snake(type(layer).__name__)
         key = f"{at}{kind}_{counts[kind]}" if counts[kind] else f"{at}{kind}"
         counts[kind] += 1
-        if layer.weights:
+        if layer.weights and id(layer) not in filed:
             layers[key] = layer
+            filed.update(map(id, graph.layers_within(layer)))
             if graph.as_functional(layer) is not None:
                 layers.update(_layers_of_model(layer, f"{key}/layers/"))
     return layers

@@ -5,8 +5,8 @@ one `Family`, given to `register_family`; docs/architecture.md has an example th
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -17,8 +17,8 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.graph.twin import Twin
 from backbone_surgery.numbers import fits, is_int
-from backbone_surgery.opening.head import BeforeHead, TableAndHead
-from backbone_surgery.opening.site import BlockInput, Site
+from backbone_surgery.opening.once import made_once
+from backbone_surgery.opening.site import BesideInput, BlockInput, Site
 
 OpenBlock = Callable[..., Any]
 
@@ -47,8 +47,8 @@ class Family:
             -1, as KerasHub's own task for this family does.
         embed: `(block, hidden_states) -> hidden_states`: what the first block does before the
             residual stream begins; nothing by default.
-        ends_in: name of the layer that gives logits at the end of the backbone, where it does; then
-            `embeddings` names a `keras.layers.Embedding`.
+        ends_in: name of the layer that gives logits at the end of a backbone: the opened graph ends
+            before it. Such a family has a `head` too.
         ignored: names of arguments of the block that say nothing about a text, such as a mask of
             images, or a `kwargs` that the backbone fills with its own options.
         further: names of other arguments of the block, which `open_block` is given by name where
@@ -57,9 +57,18 @@ class Family:
             `lends=True`, and returns the hidden states and what is lent: tensors, of which the
             later block is given a tuple. One that returns the hidden states alone hands on what it
             was given.
+        beside: the one of `further` that goes from each block to the next beside the hidden states,
+            as they do: `open_block` returns it after them. It is a site of this name, too.
+        spelled_out: `{class: function}` for layers outside of the blocks whose sub-layers are to be
+            in the graph, such as one that holds all blocks. `(layer, run_block, *args, **kwargs)`
+            returns what a call of the layer does, and puts the site `embeddings`.
+            `run_block(block, hidden_states, padding_mask, lends=False, **further)` runs a block,
+            opened, and returns a list of what `open_block` does.
         position_inputs: names of inputs of the backbone that number the tokens of each row.
-        images: class of the layer that puts images into the text, given `text_embeddings=`. Where
-            it is in the graph, the text alone is opened.
+        images: class of the layer that puts images into the text, given `text_embeddings=`, or
+            spelled out without them. Where it is given any, the text alone is opened.
+        head: `(owner) -> layer`, which makes logits in reverse as a `ReversibleEmbedding` does; by
+            default the one in the graph.
         most_positions: `(block) -> int`, where a block limits how long a row can be; `None` if not.
         stop_tokens: tokens that end a text beside the tokenizer's own end token, as text.
         sampler: the sampler that KerasHub's own task for this family takes by default.
@@ -84,8 +93,11 @@ class Family:
     ends_in: str = ""
     ignored: tuple[str, ...] = ()
     further: tuple[str, ...] = ()
+    beside: str = ""
+    spelled_out: Mapping[type, OpenBlock] = field(default_factory=dict)
     position_inputs: tuple[str, ...] = ()
     images: type[keras.layers.Layer] | None = None
+    head: Callable[[Any], Any] | None = None
     most_positions: Callable[[Any], int | None] = lambda block: None
     stop_tokens: tuple[str, ...] = ()
     sampler: str = "greedy"
@@ -98,7 +110,8 @@ class Family:
         if not _is_kind(self.block):
             raise self._wrong("`block` to be a class of Keras layers", repr(self.block))
         functions = ("open_block", "claims", "refuse", "embed", "most_positions")
-        for name in (*functions, *(["model_type"] if self.model_type is not None else [])):
+        optional = [x for x in ("model_type", "head") if getattr(self, x) is not None]
+        for name in (*functions, *optional):
             if not callable(getattr(self, name)):
                 raise self._wrong(f"`{name}` to be a function", repr(getattr(self, name)))
         for name in ("position_layers", "pointwise_layers"):
@@ -110,6 +123,9 @@ class Family:
         if self.images is not None and not _is_kind(self.images):
             raise self._wrong("`images` to be a class of Keras layers", repr(self.images))
         self._check_names()
+        if self.spelled_out:
+            self._check_spelled_out()
+            return  # blocks are called by these functions, not as in the graph
         parameters = list(inspect.signature(self.block.call).parameters)
         for name in (self.hidden_states, self.padding_mask, *self.ignored, *self.further):
             if name not in parameters:
@@ -118,7 +134,7 @@ class Family:
 
     def _check_names(self) -> None:
         """Take a string for a tuple of it; refuse what is no name."""
-        for name in ("embeddings", "ends_in", "sampler"):
+        for name in ("embeddings", "ends_in", "sampler", "beside"):
             if not isinstance(getattr(self, name), str):
                 raise self._wrong(f"`{name}` to be a string", repr(getattr(self, name)))
         for name in ("ignored", "further", "position_inputs", "stop_tokens", "model_types"):
@@ -127,6 +143,14 @@ class Family:
             if not all(isinstance(x, str) and x for x in names):
                 raise self._wrong(f"`{name}` to be strings", repr(names))
             object.__setattr__(self, name, names)
+        if self.beside and self.beside not in self.further:
+            raise self._wrong("`beside` to be one of `further`", repr(self.beside))
+
+    def _check_spelled_out(self) -> None:
+        given = self.spelled_out
+        pairs = given.items() if isinstance(given, Mapping) else [(given, None)]
+        if not all(_is_kind(kind) and callable(function) for kind, function in pairs):
+            raise self._wrong("`spelled_out` to be functions by classes of layers", repr(given))
 
     def _wrong(self, rule: str, received: str) -> SurgeryError:
         return SurgeryError(
@@ -142,13 +166,29 @@ class Family:
         unchanged = getattr(layer.call, "__func__", None) is self.block.call
         return (unchanged or isinstance(layer, Twin)) and bool(self.claims(layer))
 
+    def spelling(self, layer: Any) -> OpenBlock | None:
+        """Return the function that spells a layer out, if there is one."""
+        kinds = self.spelled_out.items()
+        return next((spell for kind, spell in kinds if isinstance(layer, kind)), None)
+
+    def layers(self, model: keras.Model) -> Iterator[Any]:
+        """Yield the layers in a graph, and those of the layers that are spelled out."""
+        for node in graph.all_nodes(model):
+            yield node.operation
+            if self.spelling(node.operation) is not None:
+                yield from graph.sublayers(node.operation)
+
+    def check(self, block: keras.layers.Layer) -> None:
+        """Refuse a block that cannot be opened."""
+        reason = self.refuse(block)
+        if reason is not None:
+            raise SurgeryError(f"open at '{block.name}': expected {reason}.")
+
     def arguments(
         self, block: keras.layers.Layer, args: tuple, kwargs: dict
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Split the call of a block into hidden states, padding mask, and `further` arguments."""
-        reason = self.refuse(block)
-        if reason is not None:
-            raise SurgeryError(f"open at '{block.name}': expected {reason}.")
+        self.check(block)
         bound = inspect.signature(block.call).bind(*args, **kwargs).arguments
         hidden_states = bound.pop(self.hidden_states)
         padding_mask = bound.pop(self.padding_mask, None)
@@ -166,11 +206,16 @@ class Family:
             )
         return hidden_states, padding_mask, {k: v for k, v in further.items() if v is not None}
 
-    def without_images(self, model: keras.Model) -> list[tuple[Any, Any]]:
-        """Pair what each layer gives that puts images into a text with the text alone."""
+    def image_nodes(self, model: keras.Model) -> list[Any]:
+        """List the calls of layers in a graph that put images into a text."""
         nodes = graph.graph_nodes(model) if self.images is not None else ()
         mixing = [node for node in nodes if isinstance(node.operation, self.images or ())]
-        return [(n.outputs[0], n.arguments.kwargs["text_embeddings"]) for n in mixing]
+        return [node for node in mixing if len(node.input_tensors) > 1]
+
+    def without_images(self, model: keras.Model) -> list[tuple[Any, Any]]:
+        """Pair what each layer gives that puts images into a text with the text alone."""
+        mixing = [(n.outputs[0], n.arguments.kwargs) for n in self.image_nodes(model)]
+        return [(t, given["text_embeddings"]) for t, given in mixing if "text_embeddings" in given]
 
     def open(
         self,
@@ -185,18 +230,23 @@ class Family:
         """Run a decoder block as a nested model of its sub-layers.
 
         Returns:
-            The hidden states, and what the block lends to later ones.
+            The hidden states, what goes beside them, and what the block lends to later ones.
         """
         settings = {"lends": True} if lends else {}
 
         def build(x: Any, padding_mask: Any, positions: Any, *others: Any) -> Any:
             given = tree.pack_sequence_as(further, list(others))
+            if self.beside:
+                given[self.beside] = BesideInput()(given[self.beside])
             made = self.open_block(
                 block, BlockInput()(x), padding_mask, positions, **given, **settings
             )
             made = tree.flatten(made)
             self._check_made(made, x, lends)
-            return [Site("block")(made[0]), *made[1:]]
+            made[0] = Site("block")(made[0])
+            if self.beside:
+                made[1] = Site(self.beside)(made[1])
+            return made
 
         tensors = (hidden_states, padding_mask, positions, *tree.flatten(further))
         return tree.flatten(graph.nest(name, build, *tensors))
@@ -205,19 +255,27 @@ class Family:
         """Check what `open_block` returned, flat, for the hidden states `x`."""
         wanted = (None, None, x.shape[-1])
         symbolic = all(isinstance(t, keras.KerasTensor) for t in made)
-        if symbolic and (lends or len(made) == 1) and fits(made[0].shape, wanted):
+        count = 2 if self.beside else 1
+        is_right = len(made) >= count and (lends or len(made) == count)
+        if symbolic and is_right and fits(made[0].shape, wanted):
             return
         received = [list(t.shape) if isinstance(t, keras.KerasTensor) else shown(t) for t in made]
+        beside = f", `{self.beside}`" if self.beside else ""
         raise SurgeryError(
             f"open by family '{self.name}': expected `open_block` to return the hidden states, a "
-            f"symbolic tensor {list(wanted)}{', and what is lent' if lends else ' alone'}. "
+            f"symbolic tensor {list(wanted)}{beside}{', and what is lent' if lends else ' alone'}. "
             f"Received {', '.join(map(str, received))}. Return what the block gives on."
         )
 
     def token_embedding(self, model: keras.Model) -> Any:
-        """Find the layer that embeds token ids, and in reverse gives the logits."""
-        if self.ends_in:
-            return self._table_and_head(model)
+        """Find the layer that embeds token ids, and in reverse gives the logits.
+
+        Args:
+            model: an `EditedBackbone`.
+        """
+        make = self.head
+        if make is not None:
+            return made_once(model.owner, "head", lambda: make(model.owner))
         embeddings = list(dict.fromkeys(_embeddings(model)))
         if len(embeddings) != 1:
             raise SurgeryError(
@@ -227,18 +285,6 @@ class Family:
             )
         return embeddings[0]
 
-    def _table_and_head(self, model: keras.Model) -> TableAndHead:
-        layers = list(dict.fromkeys(node.operation for node in graph.all_nodes(model)))
-        tables = [x for x in layers if x.name == self.embeddings]
-        heads = [x.head for x in layers if isinstance(x, BeforeHead)]
-        if len(tables) != 1 or len(heads) != 1:
-            raise SurgeryError(
-                f"open at '{model.name}': expected one layer '{self.embeddings}' and one "
-                f"'{self.ends_in}' in the graph, to make logits with. Received {len(tables)} and "
-                f"{len(heads)}. Keep the backbone's own in the graph."
-            )
-        return TableAndHead(tables[0], heads[0])
-
     def model_types_of(self, owner: keras.Model) -> tuple[str, ...]:
         """Return the names that Hugging Face and llama.cpp have for the architecture of a model.
 
@@ -246,8 +292,7 @@ class Family:
         """
         if self.model_type is None:
             return self.model_types or (self.name,)
-        layers = (node.operation for node in graph.all_nodes(owner))
-        return (self.model_type(next(x for x in layers if self.owns(x))),)
+        return (self.model_type(next(x for x in self.layers(owner) if self.owns(x))),)
 
     def policy(self, owner: keras.Model) -> Any:
         """Return the dtype policy of a model; of one that was built by hand, that of its blocks.
@@ -256,8 +301,7 @@ class Family:
         """
         if isinstance(owner, keras_hub.models.Backbone):
             return owner.dtype_policy
-        layers = (node.operation for node in graph.all_nodes(owner))
-        return next(x for x in layers if self.owns(x)).dtype_policy
+        return next(x for x in self.layers(owner) if self.owns(x)).dtype_policy
 
     def max_positions(self, opened: keras.Model, owner: keras.Model) -> int | None:
         """Return how many positions a model has learned, or `None` when it has no limit.
@@ -268,11 +312,10 @@ class Family:
         """
         layers = (node.operation for node in graph.all_nodes(opened))
         positions = [x for x in layers if isinstance(x, self.position_layers)]
-        blocks = (node.operation for node in graph.all_nodes(owner))
         # A layer that computes positions, such as `SinePositionEncoding`, has no last one.
         limits = [
             *(getattr(x, "sequence_length", None) for x in positions),
-            *(self.most_positions(x) for x in blocks if self.owns(x)),
+            *(self.most_positions(x) for x in self.layers(owner) if self.owns(x)),
         ]
         wrong = [limit for limit in limits if limit is not None and not is_int(limit)]
         if wrong:

@@ -104,14 +104,13 @@ def find_family(model: keras.Model) -> Family:
             f"open at '{model.name}': expected a backbone. Received a cached graph, which `rewire` "
             "made of one. Edit its `.source`, and rewire that."
         )
-    layers = [node.operation for node in graph.all_nodes(model)]
     refusal = refusal_of(model)
     if refusal is not None:
         raise UnknownArchitectureError(
             f"open at '{model.name}': expected a decoder-only language model with its decoder "
             f"blocks in the graph. Received {refusal}"
         )
-    families = [f for f in known_families() if any(f.owns(layer) for layer in layers)]
+    families = [f for f in known_families() if any(f.owns(x) for x in f.layers(model))]
     if len(families) > 1:
         raise SurgeryError(
             f"open at '{model.name}': expected decoder blocks of one architecture. Received "
@@ -120,6 +119,7 @@ def find_family(model: keras.Model) -> Family:
         )
     if families:
         return families[0]
+    layers = [node.operation for node in graph.all_nodes(model)]
     classes = sorted({type(layer).__name__ for layer in layers if isinstance(layer, keras.Layer)})
     known = ", ".join(f"{f.name} ({f.block.__name__})" for f in known_families())
     raise UnknownArchitectureError(
@@ -149,27 +149,32 @@ class _Opener:
         numbers = [inputs[name] for name in self.family.position_inputs if name in inputs]
         mapping = {id(t): self.positions for t in numbers}
         inputs = {name: t for name, t in inputs.items() if id(t) not in mapping}
-        without_images = self.family.without_images(backbone)
-        if without_images:
+        if self.family.image_nodes(backbone):
             no_image = keras.ops.zeros_like(inputs["padding_mask"])
             mapping.update((id(t), no_image) for t in inputs.values())
             inputs = {name: inputs[name] for name in ("token_ids", "padding_mask")}
         mapping.update((id(t), t) for t in inputs.values())
-        for image_and_text, text in without_images:
+        for image_and_text, text in self.family.without_images(backbone):
             (mapping[id(image_and_text)],), _ = graph.replay([text], mapping, self.visit)
         return inputs, mapping
 
     def visit(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.family.owns(layer):
-            if isinstance(layer, Twin):
-                raise SurgeryError(
-                    f"open at '{layer.name}': expected a decoder block as it was made. Received "
-                    "one that `rewrite_nested` rewrote inside, which opening would pass by. Open "
-                    "the backbone first, and rewrite its nodes with a clone_fn in `operate`."
-                )
+        spell_out = self.family.spelling(layer)
+        is_block = self.family.owns(layer)
+        if isinstance(layer, Twin) and (is_block or spell_out is not None):
+            raise SurgeryError(
+                f"open at '{layer.name}': expected a decoder block as it was made. Received one "
+                "that `rewrite_nested` rewrote inside, which opening would pass by. Open the "
+                "backbone first, and rewrite its nodes with a clone_fn in `operate`."
+            )
+        if is_block:
             return self._open(layer, args, kwargs)
         if self.family.ends_in and layer.name == self.family.ends_in:
             return BeforeHead(layer)(*args, **kwargs)
+        if spell_out is not None:
+            for block in filter(self.family.owns, graph.sublayers(layer)):
+                self.family.check(block)
+            return spell_out(layer, self._run, *args, **kwargs)
         if isinstance(layer, self.family.position_layers) and "positions" not in kwargs:
             return layer(*args, positions=self.positions, **kwargs)
         return graph.KEEP
@@ -182,13 +187,19 @@ class _Opener:
             x = site.Site("embeddings")(self.family.embed(block, x))
         others = graph.visited_node()[-1].outputs[1:]
         lends = any(id(t) in self.used for t in others)
-        name = self._unique(block.name)
-        x, *lent = self.family.open(block, name, x, padding_mask, self.positions, further, lends)
+        x, *lent = self._run(block, x, padding_mask, lends, **further)
         if not lent:
             handed_on = tree.flatten(further) or [x]
             return [x] + handed_on[:1] * len(others)
         self.lent[id(lent[0])] = tuple(lent)
         return [x] + [lent[0]] * len(others)
+
+    def _run(
+        self, block: Any, x: Any, padding_mask: Any, lends: bool = False, **further: Any
+    ) -> list[keras.KerasTensor]:
+        """Run a block, opened, under a name that no other has."""
+        name = self._unique(block.name)
+        return self.family.open(block, name, x, padding_mask, self.positions, further, lends)
 
     def _unique(self, name: str) -> str:
         count = self.names.get(name, 0)

@@ -35,7 +35,7 @@ _SELECTOR = re.compile(
     rf"blocks\.(?P<blocks>\*|{_NUMBER}|({_NUMBER})?:({_NUMBER})?)(?:\.(?P<role>[a-z_*]+))?"
 )
 _STREAM = re.compile(r"embeddings|blocks\.\d+(\.residual_mid)?")
-_WRITTEN = re.compile(r"embeddings|blocks\.\d+\.(attention|mlp|per_layer)_output")
+_WRITTEN = re.compile(r"embeddings|blocks\.\d+\.(attention|laurel|mlp|per_layer)_output")
 
 
 class Identity(DirectLayer):
@@ -87,6 +87,14 @@ class BlockInput(Identity):
 
     def __init__(self, **kwargs) -> None:
         kwargs.setdefault("name", "block_input")
+        super().__init__(**kwargs)
+
+
+class BesideInput(Identity):
+    """Mark what an opened block was given beside the hidden states, see `Family.beside`."""
+
+    def __init__(self, **kwargs) -> None:
+        kwargs.setdefault("name", "beside_input")
         super().__init__(**kwargs)
 
 
@@ -188,11 +196,16 @@ def is_block(nested: Any) -> bool:
     return any(isinstance(op, Site) and op.role == BLOCK for op in operations)
 
 
-def stream_index(block: keras.Model) -> int | None:
-    """Return which input of an opened block is its hidden states; `None` if it uses none."""
+def stream_index(block: keras.Model, mark: type = BlockInput) -> int | None:
+    """Return which input of an opened block is its hidden states; `None` if it uses none.
+
+    Args:
+        block: it.
+        mark: `BesideInput`, for what goes beside them.
+    """
     inputs = {id(t): i for i, t in enumerate(block.inputs)}
     for node in graph.graph_nodes(block):
-        if isinstance(node.operation, BlockInput):
+        if isinstance(node.operation, mark):
             return inputs.get(id(node.input_tensors[0]))
     return None
 

@@ -2,9 +2,10 @@
 
 `Repeat`, `Reorder` and `Remove` are one idea: an order in which the blocks run. The graph from the
 input of one block to the input of the next is a segment, and a new graph is a new chain of
-segments. What a plain `clone_fn` put between two blocks belongs to the first of them. What a block
-lends to later ones, such as its keys and values, comes from the last run of it before them. `Skip`
-leaves the graph as long as it is, and takes a block out of it at run time.
+segments. What a plain `clone_fn` put between two blocks belongs to the first of them. What goes
+beside the hidden states (`Family.beside`) goes the same way. What a block lends to later ones, such
+as its keys and values, comes from the last run of it before them. `Skip` leaves the graph as long
+as it is, and takes a block out of it at run time.
 """
 
 import abc
@@ -21,10 +22,16 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.graph.emission import Emitted
 from backbone_surgery.numbers import is_int
-from backbone_surgery.opening.site import Place, is_block, stream_index
+from backbone_surgery.opening.site import BesideInput, BlockInput, Place, is_block, stream_index
 from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
-from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rewrite, Rows, Surgery
+from backbone_surgery.rewriting.rewrite import (
+    ControlledRewrite,
+    Rewrite,
+    Rows,
+    Surgery,
+    beside_blocks,
+)
 from backbone_surgery.rewriting.site_layer import SiteLayer, interpolate
 
 _MOST = 1000
@@ -201,52 +208,63 @@ def _check_count(where: str, count: int) -> None:
 
 
 class _Chain:
-    """The blocks of a graph as segments of one stream."""
+    """The blocks of a graph as segments of one stream, with what goes beside it.
+
+    Attributes:
+        starts: for each block the hidden states that go in, and what goes in beside them.
+        ends: likewise, of the next block, or what comes out of the last.
+    """
 
     def __init__(self, model: keras.Model, where: str) -> None:
         self.model, self.where = model, where
         nodes = graph.graph_nodes(model)
         self.blocks = [node for node in nodes if is_block(node.operation)]
         inside = sum(is_block(n.operation) for n in graph.all_nodes(model)) - len(self.blocks)
-        streams = [stream_index(node.operation) for node in self.blocks]
-        if inside or not self.blocks or None in streams:
+        marks = (BlockInput, BesideInput) if model.family.beside else (BlockInput,)
+        given = [[stream_index(node.operation, mark) for mark in marks] for node in self.blocks]
+        if inside or not self.blocks or any(None in indices for indices in given):
             raise self._refuse("blocks nested in another model, or without hidden states")
-        self.starts = [n.input_tensors[i] for n, i in zip(self.blocks, streams, strict=True)]
-        self.ends = [*self.starts[1:], self.blocks[-1].outputs[0]]
+        self.count = len(marks)
+        pairs = zip(self.blocks, given, strict=True)
+        self.starts = [[node.input_tensors[i] for i in indices] for node, indices in pairs]
+        self.ends = [*self.starts[1:], self.blocks[-1].outputs[: self.count]]
         self.side = _independent(nodes, self.starts[0])
-        self.lent = {id(t): i for i, n in enumerate(self.blocks) for t in n.outputs[1:]}
+        lent = (node.outputs[self.count :] for node in self.blocks)
+        self.lent = {id(t): i for i, tensors in enumerate(lent) for t in tensors}
         segments = zip(self.starts, self.ends, strict=True)
         self.lenders = [
             self._check_segment(start, end, self.blocks[i : i + 1])
             for i, (start, end) in enumerate(segments)
         ]
-        self._check_segment(self.ends[-1], tree.flatten(model.output)[0], [])
+        self._check_segment(self.ends[-1], tree.flatten(model.output)[:1], [])
 
     def run(self, order: list[int], visit: graph.CloneFn) -> Any:
         """Connect the segments in a new order; returns the new outputs of the model."""
-        x, ran = self.starts[0], set[int]()
+        stream, ran = self.starts[0], set[int]()
         lent: dict[int, Any] = {}
         for i in order:
             self._check_lenders(i, ran)
-            own = self.blocks[i].outputs[1:]
+            own = self.blocks[i].outputs[self.count :]
             lent = {key: t for key, t in lent.items() if self.lent[key] != i}
-            mapping = {**self.side, **lent, id(self.starts[i]): x}
-            (x, *new), _ = graph.replay([self.ends[i], *own], mapping, visit, enter_nested=False)
-            lent.update((id(old), t) for old, t in zip(own, new, strict=True))
+            mapping = {**self.side, **lent, **_mapped(self.starts[i], stream)}
+            made, _ = graph.replay([*self.ends[i], *own], mapping, visit, enter_nested=False)
+            stream = made[: self.count]
+            lent |= _mapped(own, made[self.count :])
             ran.add(i)
-        mapping = {**self.side, id(self.ends[-1]): x}
+        mapping = {**self.side, **_mapped(self.ends[-1], stream)}
         return graph.replay(self.model.output, mapping, visit, enter_nested=False)[0]
 
-    def _check_segment(self, start: Any, end: Any, own: list[Any]) -> set[int]:
+    def _check_segment(self, start: list[Any], end: list[Any], own: list[Any]) -> set[int]:
         """Refuse a segment that uses anything of the stream but its own start, and what is lent.
 
         Returns:
             The numbers of the blocks that lend something to it.
         """
-        first = self.starts[0]
+        first = {id(t) for t in self.starts[0]} - {id(t) for t in start}
         lenders = set()
-        for node in graph.topological_nodes([end], {**self.side, **self.lent, id(start): start}):
-            past = first is not start and any(t is first for t in node.input_tensors)
+        stop = {**self.side, **self.lent, **_mapped(start, start)}
+        for node in graph.topological_nodes(end, stop):
+            past = any(id(t) in first for t in node.input_tensors)
             if past or (is_block(node.operation) and node not in own):
                 raise self._refuse(f"a connection past a block, from '{node.operation.name}'")
             lenders |= {self.lent[id(t)] for t in node.input_tensors if id(t) in self.lent}
@@ -269,9 +287,13 @@ class _Chain:
         )
 
 
-def _independent(nodes: list[Any], start: keras.KerasTensor) -> dict[int, Any]:
+def _mapped(old: list[Any], new: list[Any]) -> dict[int, Any]:
+    return {id(a): b for a, b in zip(old, new, strict=True)}
+
+
+def _independent(nodes: list[Any], start: list[Any]) -> dict[int, Any]:
     """Return, by id, the tensors that do not depend on the start of the stream."""
-    dependent = {id(start)}
+    dependent = {id(t) for t in start}
     for node in nodes:
         if any(id(t) in dependent for t in node.input_tensors):
             dependent.update(id(t) for t in node.outputs)
@@ -326,14 +348,22 @@ class Skip(ControlledRewrite):
         fields.number("amount")
 
     def choose(self, surgery: Surgery) -> list[Place]:
-        """Return the selected blocks."""
-        return select_blocks(surgery, self.at, "Skip")
+        """Return the selected blocks, and the sites of what goes beside the hidden states."""
+        chosen = select_blocks(surgery, self.at, "Skip")
+        return [*chosen, *beside_blocks(chosen, surgery)]
 
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Declare the control, then visit the sites."""
-        count = len(self.choose(surgery))
+        count = len(select_blocks(surgery, self.at, "Skip"))
         surgery.control(f"{self.name}_amount", np.full(count, self.amount, "float32"))
         return super().visitor(surgery)
+
+    def checked(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Do the same to what goes beside, whose site comes after that of its block."""
+        if place.path == f"blocks.{place.block}":
+            return super().checked(x, place, surgery)
+        layer = Skipping(surgery.index, name=f"{self.name}_beside")
+        return layer(x, surgery.beside, surgery.inputs[f"{self.name}_amount"])
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Choose between what stands at the end of the block and what came into it."""
@@ -355,8 +385,8 @@ class Skipping(SiteLayer):
         index: which of the selected blocks this is.
 
     Call arguments:
-        x: float[batch, time, hidden_dim], after the block.
-        before: float[batch, time, hidden_dim], before it.
+        x: float[batch, time, ...], after the block.
+        before: float[batch, time, ...], before it.
         amount: float32[batch, blocks].
     """
 

@@ -10,7 +10,7 @@ from keras import ops
 from backbone_surgery.errors import SurgeryError, plain
 from backbone_surgery.opening.site import Place
 from backbone_surgery.rewriting.fields import Fields
-from backbone_surgery.rewriting.rewrite import SiteRewrite, Surgery
+from backbone_surgery.rewriting.rewrite import SiteRewrite, Surgery, beside_blocks
 from backbone_surgery.rewriting.sources import source_of
 
 _BY_NAME = ("padding_mask", "positions")
@@ -61,7 +61,8 @@ class Replace(SiteRewrite):
     The layer takes the input of that computation: the tensor at the site before it, such as
     `mlp_norm` for `mlp_hidden`; for a whole block, `blocks.3`, the block's input. A site computed
     from several others, such as `head_outputs`, is refused. What earlier rewrites put between the
-    two sites is removed with it. A replaced block has no cache.
+    two sites is removed with it. A replaced block has no cache, and hands on what goes beside the
+    hidden states, as in Gemma 3n.
 
     Attributes:
         at: site selector.
@@ -84,6 +85,18 @@ class Replace(SiteRewrite):
 
     def __post_init__(self) -> None:
         _check(self)
+
+    def choose(self, surgery: Surgery) -> list[Place]:
+        """Return the sites, and those of what goes beside the hidden states of whole blocks."""
+        chosen = super().choose(surgery)
+        return [*chosen, *beside_blocks(chosen, surgery)]
+
+    def checked(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
+        """Hand on what goes beside a block that is replaced."""
+        is_beside = place.path == f"blocks.{place.block}.{surgery.model.family.beside}"
+        if is_beside and f"blocks.{place.block}" in surgery.fired and surgery.beside is not None:
+            return surgery.beside
+        return super().checked(x, place, surgery)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Call the layer on the input of the computation."""

@@ -23,7 +23,7 @@ _LAYERS = {
     "gate": ("feedforward_gate_dense", "ffw_gating", "gate_proj"),
     "up": ("feedforward_intermediate_dense", "ffw_gating_2", "up_proj", "mlp_intermediate_dense"),
     "down": ("feedforward_output_dense", "ffw_linear", "down_proj", "mlp_output_dense"),
-    "per_layer": ("per_layer_up_proj",),
+    "per_layer": ("per_layer_up_proj", "per_layer_projection"),
 }
 """What the linear layers of a block are called in KerasHub's families."""
 
@@ -45,6 +45,7 @@ _MODULES = {
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn")
 _MLP = ("mlp", "mlp.shared_expert")
+_STREAMS = ("laurel", "altup")
 """What `transformers` calls the parts of a block that hold linear layers."""
 
 _ROOTS = {
@@ -52,7 +53,7 @@ _ROOTS = {
     "gpt_neox": "gpt_neox.layers",
     "opt": "model.decoder.layers",
 }
-_ROOTS_WITH_IMAGES = dict.fromkeys(("gemma3", "gemma4"), "model.language_model.layers")
+_ROOTS_WITH_IMAGES = dict.fromkeys(("gemma3", "gemma3n", "gemma4"), "model.language_model.layers")
 """What `AutoModelForCausalLM` of `transformers` calls the list of blocks, by model type."""
 
 _USUAL = (
@@ -61,6 +62,8 @@ _USUAL = (
     *("linear_attn.in_proj_a", "linear_attn.out_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     *("per_layer_input_gate", "per_layer_projection"),
+    *("laurel.linear_left", "laurel.linear_right", "altup.modality_router"),
+    *("altup.prediction_coefs", "altup.correction_coefs"),
 )
 _FUSED = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_4h_to_h")
 _WRITTEN = {
@@ -187,7 +190,7 @@ def module_names(
     """
     family, names = model.family, {}
     kind = family.model_types_of(model.owner)[0]
-    roots = _ROOTS | (_ROOTS_WITH_IMAGES if family.without_images(model.owner) else {})
+    roots = _ROOTS | (_ROOTS_WITH_IMAGES if family.image_nodes(model.owner) else {})
     root = root or roots.get(kind, "model.layers")
     modules = _WRITTEN.get(kind, _USUAL) if family.model_types else ()
     for block in sorted({int(path.split(".")[1]) for path in nodes}):
@@ -235,7 +238,7 @@ def _paths(block: int, module: str, nodes: Mapping[str, Any]) -> list[str] | Non
     *parents, last = module.split(".")
     parent = ".".join(parents)
     roles = _MODULES.get(last) or _MODULES.get(f"{parent}.{last}", ())
-    parts: tuple[str, ...] = (*_ATTENTION, *_MLP)
+    parts: tuple[str, ...] = (*_ATTENTION, *_MLP, *_STREAMS)
     if roles:
         parts = _ATTENTION if roles[0] in ("query", "key", "value", "output") else _MLP
     if parent not in ("", *parts):

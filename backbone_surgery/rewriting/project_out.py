@@ -40,7 +40,8 @@ class ProjectOut(RangedRewrite):
         directions: float[hidden_dim], or float[directions, hidden_dim], of any length, and at any
             angle to each other.
         at: a selector, or several, of sites of hidden states; by default of `embeddings`, and of
-            `attention_output`, `mlp_output` and Gemma 4's `per_layer_output` in all blocks.
+            all that blocks add: `attention_output`, `mlp_output`, `per_layer_output` of Gemma 4
+            and 3n, and of Gemma 3n `laurel_output`, and `other_streams` before the blocks.
         tokens: which tokens are edited, as of `Steer`.
         strength: the default of the control: 1 takes all of it out.
 
@@ -78,7 +79,8 @@ class ProjectOut(RangedRewrite):
     def choose(self, surgery: Surgery) -> list[Place]:
         """Return the sites that any of the selectors picks, in the order in which they run."""
         if self.at is None:
-            return [place for place in surgery.places if is_written(place.path)]
+            beside = surgery.model.family.beside  # it begins before the blocks, as embeddings do
+            return [p for p in surgery.places if is_written(p.path) or p.path == beside]
         chosen = {place.path for at in self.at for place in surgery.select(at)}
         return [place for place in surgery.places if place.path in chosen]
 
@@ -107,7 +109,8 @@ class ProjectOut(RangedRewrite):
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put a projection at the site."""
         size = self.directions.shape[1]
-        if len(x.shape) != 3 or x.shape[-1] != size:
+        is_states = len(x.shape) == 3 or place.path.split(".")[-1] == surgery.model.family.beside
+        if not is_states or x.shape[-1] != size:
             raise SurgeryError(
                 f"ProjectOut at '{place.path}': expected directions of the size that stands there, "
                 f"{list(x.shape[2:])}. Received directions of size {size}. Select sites of that "
@@ -122,7 +125,8 @@ class Projection(SiteLayer):
     """Take the span of some directions out of hidden states.
 
     Call arguments:
-        x: float[batch, time, hidden_dim].
+        x: float[batch, time, hidden_dim], or of several streams float[batch, time, streams,
+            hidden_dim].
         positions: int32[batch, time].
         strength: float32[batch].
         tokens: int32[batch, 3], as of `SteeringScale`.
@@ -131,7 +135,9 @@ class Projection(SiteLayer):
 
     def call(self, x, positions, strength, tokens, basis):
         """Edit the tokens in range; leave the others, and strength 0, exactly as they are."""
-        h = ops.cast(x, "float32")
-        scale = ops.where(in_range(positions, tokens), strength[:, None], 0.0)[..., None]
-        edited = ops.cast(h - scale * along(h, basis), x.dtype)
+        h, shape = ops.cast(x, "float32"), ops.shape(x)
+        scale = ops.where(in_range(positions, tokens), strength[:, None], 0.0)
+        scale = ops.reshape(scale, (*shape[:2], *[1] * (len(shape) - 2)))
+        part = along(ops.reshape(h, (shape[0], -1, shape[-1])), basis)
+        edited = ops.cast(h - scale * ops.reshape(part, shape), x.dtype)
         return ops.where(ops.not_equal(scale, 0), edited, x)

@@ -12,7 +12,7 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SelectorError, SurgeryError, closest, shown
 from backbone_surgery.graph.emission import Emitted
 from backbone_surgery.opening.layers import TokenPositions
-from backbone_surgery.opening.site import BlockInput, Place, Site, is_block, select
+from backbone_surgery.opening.site import BesideInput, BlockInput, Place, Site, is_block, select
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Surgery:
         fired: the paths of the sites that were rewritten.
         trained: layers that the rewrite brings along to be trained, see `train`.
         stream: the hidden states that go into the block being visited.
+        beside: what goes into it beside them, see `Family.beside`.
     """
 
     model: Any
@@ -72,6 +73,7 @@ class Surgery:
     fired: list[str] = field(default_factory=list)
     trained: list[keras.layers.Layer] = field(default_factory=list)
     stream: keras.KerasTensor | None = None
+    beside: keras.KerasTensor | None = None
     _shared: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -242,6 +244,12 @@ class Rewrite(abc.ABC):
         )
 
 
+def beside_blocks(places: Iterable[Place], surgery: Surgery) -> list[Place]:
+    """Return the sites of what goes beside the hidden states, of whole blocks among some sites."""
+    paths = {f"{place.path}.{surgery.model.family.beside}" for place in places}
+    return [place for place in surgery.places if place.path in paths]
+
+
 def by_control(rewrites: Iterable[Any]) -> dict[str, Rewrite]:
     """Return those that declare a control, by its name."""
     return {r.control: r for r in rewrites if isinstance(r, Rewrite) and r.control}
@@ -302,6 +310,11 @@ class AtSites:
             for surgery in self.surgeries:
                 surgery.stream = stream
             return stream
+        if isinstance(layer, BesideInput):
+            beside = layer(args[0])
+            for surgery in self.surgeries:
+                surgery.beside = beside
+            return beside
         edits = self.chosen.get(graph.visited_node())
         if edits is None:
             return graph.KEEP

@@ -24,15 +24,25 @@ def logits_of_cells(lm, clean, corrupted, at, cells, controls=None):
         {"token_ids": np.array([ids]), "padding_mask": np.ones((1, len(ids)), "int32"), **own}
         for ids in (clean, corrupted)
     ]
-    captures = bs.operate(lm.opened, [bs.Capture(at, name="seen")]).predict_on_batch(texts[0])
-    patching = bs.operate(lm.opened, [bs.Patch(at)])
-    values = [np.asarray(captures["captures"][f"seen/{s}"]) for s in patching.report[-1].sites]
+    edits = [("patch", at)]
+    beside = (
+        f"{at}.{lm.opened.family.beside}"  # the other streams of whole blocks, if there are any
+    )
+    if at == "blocks.*" and f"blocks.0.{beside.rpartition('.')[2]}" in bs.sites(lm.opened):
+        edits.append(("beside", beside))
+    captures = bs.Capture(*(where for _, where in edits), name="seen")
+    captures = bs.operate(lm.opened, [captures]).predict_on_batch(texts[0])["captures"]
+    patching = bs.operate(lm.opened, [bs.Patch(where, name=name) for name, where in edits])
     rows = []
     for site, token in cells:
-        positions = np.full((1, len(values), 1), -1)
-        positions[0, site] = token
-        patch = {f"patch_value_{i}": v[:, token : token + 1] for i, v in enumerate(values)}
-        outputs = patching.predict_on_batch({**texts[1], **patch, "patch_positions": positions})
+        patch = {}
+        for (name, _), report in zip(edits, patching.report, strict=True):
+            patch[f"{name}_positions"] = np.full((1, len(report.sites), 1), -1)
+            patch[f"{name}_positions"][0, site] = token
+            for i, path in enumerate(report.sites):
+                value = np.asarray(captures[f"seen/{path}"])[:, token : token + 1]
+                patch[f"{name}_value_{i}"] = value
+        outputs = patching.predict_on_batch({**texts[1], **patch})
         hidden = patching.hidden_states(outputs)
         rows.append(np.asarray(lm.opened.token_embedding(hidden[:, -1], reverse=True))[0])
     return np.array(rows)

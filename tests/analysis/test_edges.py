@@ -18,7 +18,7 @@ from tests.opening.test_family import OWN, make_own
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 7, 15, 9, 2]
 PAIR = (7, 8)
 HEADS = ("query", "key", "value", "head_outputs")
-WRITTEN = re.compile("embeddings|(attention|mlp|per_layer)_output")
+WRITTEN = re.compile("embeddings|(attention|laurel|mlp|per_layer)_output")
 
 
 def inputs_of(ids):
@@ -234,6 +234,7 @@ ODD = {
     "wrapped": lambda: bs.operate(make_gpt2(num_layers=3), [bs.Wrap("blocks.1", Scaled)]),
     "first": lambda: bs.operate(make_gpt2(num_layers=2), [bs.Wrap("blocks.0", Scaled)]),
     "conditional": lambda: conditional(make_deep_gpt2()),
+    "streams": lambda: ROWS["gemma3n"].make(num_layers=3),
     "shared": lambda: ROWS["gemma4"].make(num_layers=4, **SHARED),
     "handed_on": lambda: ROWS["rwkv7"].make(num_layers=3),
 }
@@ -249,10 +250,10 @@ PARTS.remove(("handed_on", True))  # by head, its gates and decays are not sent
     ],
 )
 def test_what_goes_beside_the_stream_takes_part(model, by_head):
-    """Around a `Wrap`, by a `Condition`, by keys and values that blocks share."""
+    """Around a `Wrap`, by a `Condition`, by other streams, by keys and values that blocks share."""
     lm = bs.CachedCausalLM(ODD[model]())
     check_against_rewrites(lm, by_head, 37 if by_head else 11)
-    if by_head and model == "shared":  # a norm follows attention
+    if by_head and model in ("shared", "streams"):  # a norm follows attention
         return
     got = bs.edge_attribution(lm, CLEAN, CORRUPTED, PAIR, by_head=by_head)
     wanted = nodes(lm, got.senders)

@@ -11,8 +11,8 @@ from tests.test_family_table import blocks_of, run
 
 CLEAN, CORRUPTED = [3, 14, 15, 9, 2], [3, 14, 26, 9, 2]
 TOKENS = {"token_ids": np.array([CLEAN]), "padding_mask": np.ones((1, 5), "int32")}
-GROUPS = ("qwen3", "mixtral", "gpt_oss", "gemma3", "gemma4", "qwen3_5", "rwkv7")
-NORM_AFTER = ("gemma3", "gemma4")
+GROUPS = ("qwen3", "mixtral", "gpt_oss", "gemma3", "gemma3n", "gemma4", "qwen3_5", "rwkv7")
+NORM_AFTER = ("gemma3", "gemma3n", "gemma4")
 """A norm stands between the projection of attention and what it gives."""
 MIXTURES = {"mixtral": {"num_experts": 32}, "gpt_oss": {}, "gemma4": ROWS["gemma4"].shapes[2]}
 
@@ -73,7 +73,8 @@ def test_a_norm_in_a_block_is_rewritten(name):
     """Keras takes Gemma 4's inputs of each layer for sparse, of which JAX warns in shapes alone."""
     backbone = ROWS[name].make()
     norm = ROWS[name].layers["mlp_norm"]
-    path = f"{blocks_of(backbone)[1].name}.{norm}"
+    around = "text_model." if name == "gemma3n" else ""
+    path = f"{around}{blocks_of(backbone)[1].name}.{norm}"
     same = bs.rewrite_nested(backbone, path, lambda layer, x: layer(x))
     half = bs.rewrite_nested(backbone, path, lambda layer, x: 0.5 * layer(x))
     wanted = run(name, backbone, TOKENS)

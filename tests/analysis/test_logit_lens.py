@@ -5,8 +5,10 @@ import pytest
 
 import backbone_surgery as bs
 from tests.caching.test_state import CumulativeMean
+from tests.families import ROWS
 from tests.helpers import make_deep_gpt2, make_gpt2, relative
 from tests.rewriting.test_refused_edits import WithoutBlocks
+from tests.rewriting.test_streams import run_blocks
 
 
 @pytest.mark.slow
@@ -51,3 +53,23 @@ def test_every_site_of_the_residual_stream_is_read():
         "blocks.:2.residual_mid": ["blocks.0.residual_mid", "blocks.1.residual_mid"],
     }.items():
         assert bs.logit_lens(lm, [1, 2], at=at).sites == sites
+
+
+@pytest.mark.slow
+def test_streams_beside_are_read_too():
+    """As KerasHub's loop would end after each block."""
+    backbone, ids = ROWS["gemma3n"].make(num_layers=3), np.array([[3, 1, 4, 1, 5]])
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    lm = bs.CachedCausalLM(backbone)
+    lens = bs.logit_lens(lm, ids[0])
+    for i in range(3):
+        states = run_blocks(backbone, inputs, range(i + 1))
+        logits = np.asarray(backbone.language_model.token_embedding(states, reverse=True))[0]
+        assert np.array_equal(lens.token_ids[i], logits.argmax(-1))
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        assert (
+            relative(lens.probabilities[i], (shares / shares.sum(-1, keepdims=True)).max(-1)) < 1e-4
+        )
+    for at in ("embeddings", "blocks.0.residual_mid"):
+        with pytest.raises(bs.SurgeryError, match="whole blocks, since several streams"):
+            bs.logit_lens(lm, ids[0], at=at)

@@ -78,12 +78,30 @@ NAMES = {
         "dense_h_to_4h": "mlp.dense_h_to_4h",
         "dense_4h_to_h": "mlp.dense_4h_to_h",
     },
+    "gemma3n_text": {
+        "embed_tokens/embedding": "model.embed_tokens",
+        "embed_tokens_per_layer/embedding": "model.embed_tokens_per_layer",
+        "per_layer_model_projection": "model.per_layer_model_projection",
+        "per_layer_projection_norm": "model.per_layer_projection_norm",
+        **{f"altup_projection_{i + 1}": f"model.altup_projections.{i}" for i in range(2)},
+        **{
+            f"altup_unembed_projection_{i + 1}": f"model.altup_unembed_projections.{i}"
+            for i in range(2)
+        },
+        "norm": "model.norm",
+        "altup/correct_output_scale": "altup.correct_output_scale",
+        "decoder_block": "model.layers",
+        **{f"attention/{x}": f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj")},
+        **{f"attention/{x}": f"self_attn.{x}" for x in ("q_norm", "k_norm")},
+    },
 }
 
 
 def make_backbone(config):
     """Make the backbone of a config, with random weights."""
     models, kind = keras_hub.models, config["model_type"]
+    if kind == "gemma3n_text":
+        return make_gemma3n(config)
     size = {"vocabulary_size": config["vocab_size"], "hidden_dim": config["hidden_size"]}
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     heads = config.get("num_attention_heads", config.get("n_head"))
@@ -117,6 +135,27 @@ def make_backbone(config):
     )
 
 
+def make_gemma3n(config):
+    """Make that of Gemma 3n, most of whose arguments have the names of the config."""
+    rope = config["rope_parameters"]
+    same = (
+        *("num_hidden_layers", "pad_token_id", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "intermediate_size", "layer_types", "sliding_window", "laurel_rank"),
+        *("max_position_embeddings", "vocab_size_per_layer_input", "rms_norm_eps"),
+        *("hidden_size_per_layer_input", "activation_sparsity_pattern", "num_kv_shared_layers"),
+        *("altup_num_inputs", "altup_coef_clip", "altup_active_idx", "altup_correct_scale"),
+    )
+    return keras_hub.models.Gemma3nBackbone(
+        text_vocab_size=config["vocab_size"],
+        text_hidden_size=config["hidden_size"],
+        hidden_activation="gelu_approximate",
+        rope_theta=rope["full_attention"]["rope_theta"],
+        rope_local_base_freq=rope["sliding_attention"]["rope_theta"],
+        final_logit_soft_cap=config["final_logit_softcapping"],
+        **{name: config[name] for name in same},
+    )
+
+
 def split(tensors, config):
     """Add the parts of fused projections by names of their own."""
     kind, parts = config["model_type"], ("query", "key", "value")
@@ -145,14 +184,19 @@ def load_backbone(folder):
     names, backbone = NAMES[config["model_type"]], make_backbone(config)
     tensors = split(load_file(folder / "model.safetensors"), config)
     used = set()
+    own_keys = len(config.get("layer_types") or ()) - config.get("num_kv_shared_layers", 0)
     for variable in backbone.weights:
         layer, block, path = re.fullmatch(
-            r"(transformer_layer)?_?(\d*)/?(.*)", variable.path
+            r"(?:text_model/)?(transformer_layer|decoder_block)?_?(\d*)/?(.*)", variable.path
         ).groups()
         *_, kind = path.split("/")
         where = path if path in names else path.removesuffix(f"/{kind}")
         ending = "bias" if kind in ("bias", "beta") else "weight"
-        key = ".".join([*([names[layer], block] if layer else []), names[where], ending])
+        if re.search(r"/[kv]_(proj|norm)", path) and int(block) >= own_keys:
+            continue  # of a block that attends to the keys of another one
+        inner = names.get(where, where.replace("/", "."))
+        key = ".".join([*([names[layer], block] if layer else []), inner, ending])
+        key = key if key in tensors else key.removesuffix(".weight")
         value, used = tensors[key], {*used, key}
         if kind not in ("embeddings", "reverse_embeddings") or value.shape != variable.shape:
             value = value.T

@@ -2,7 +2,8 @@
 
 The models and the expected values were made by `scripts/make_hf_family_fixtures.py`, whose recipes
 say what each of them has. KerasHub's own converters load them; BLOOM, Falcon, GPT-NeoX, OPT and
-Phi-3 have none, so there `hf_weights.py` copies the weights by name. This is left out:
+Phi-3 have none, and that of Gemma 3n takes no model of text alone, so there `hf_weights.py` copies
+the weights by name. This is left out:
 
 | model | left out, since KerasHub has it otherwise |
 |---|---|

@@ -5,7 +5,6 @@ import pytest
 from keras_hub.src.models.blip2.blip2_custom_opt import BLIP2CustomOPT
 from keras_hub.src.models.blip2.blip2_qformer import BLIP2QFormer
 from keras_hub.src.models.blip2.blip2_vision_encoder import BLIP2VisionEncoder
-from keras_hub.src.models.gemma3n.gemma3n_backbone import Gemma3nBackbone
 
 import backbone_surgery as bs
 from tests.families import ROWS
@@ -34,28 +33,6 @@ def test_a_drafter_is_refused():
         bs.open_backbone(backbone)
 
 
-def make_gemma3n():
-    return Gemma3nBackbone(
-        text_vocab_size=60,
-        text_hidden_size=16,
-        num_hidden_layers=1,
-        pad_token_id=0,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=[16],
-        hidden_activation="gelu_approximate",
-        layer_types=["full_attention"],
-        sliding_window=4,
-        rope_theta=10000.0,
-        max_position_embeddings=32,
-        vocab_size_per_layer_input=60,
-        hidden_size_per_layer_input=4,
-        altup_num_inputs=2,
-        laurel_rank=2,
-    )
-
-
 def make_pali_gemma():
     return keras_hub.models.PaliGemmaBackbone(
         60, 8, 1, 2, 1, 16, 16, 8, 4, 2, 8, 1, vit_intermediate_dim=8
@@ -75,7 +52,6 @@ def make_parseq():
 
 
 UNSUPPORTED = {
-    "gemma3n": (make_gemma3n, "Gemma 3n, .* four streams .* no block .* Use Gemma 3 or Gemma 4"),
     "pali_gemma": (make_pali_gemma, "PaliGemma, whose prompt attends .* both directions.* Gemma 3"),
     "bart": (lambda: keras_hub.models.BartBackbone(60, 1, 2, 16, 16), "an encoder-decoder model"),
     "t5": (lambda: keras_hub.models.T5Backbone(60, 1, 2, 16, 16), "an encoder-decoder model"),

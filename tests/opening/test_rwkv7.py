@@ -250,5 +250,5 @@ def test_what_is_refused():
         lm.quantize("gptq", config=config)
     outputs = backbone.get_layer("output_norm").output
     without_head = keras.Model(backbone.input, outputs)
-    with pytest.raises(bs.SurgeryError, match="one layer 'token_embedding' and one 'head' in the"):
+    with pytest.raises(bs.SurgeryError, match="expected layers 'token_embedding' and 'head' in"):
         bs.CachedCausalLM(without_head)

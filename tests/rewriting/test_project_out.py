@@ -58,9 +58,10 @@ def test_it_is_what_orthogonalized_weights_do(rng):
 @pytest.mark.parametrize("name", ROWS)
 def test_nothing_reads_the_directions(name, rng):
     """In each family: what stands at every site of the stream is at right angles to all."""
-    edited = bs.operate(
-        ROWS[name].make(), [bs.ProjectOut("none", SPAN), bs.Capture("embeddings", "blocks.*")]
-    )
+    backbone = ROWS[name].make()
+    beside = [path for path in bs.sites(backbone) if path.endswith("other_streams")]
+    capture = bs.Capture("embeddings", "blocks.*", *beside)
+    edited = bs.operate(backbone, [bs.ProjectOut("none", SPAN), capture])
     captured = edited.predict_on_batch(tokens(rng))["captures"]
     for path, states in captured.items():
         along = np.abs(np.asarray(states, "float64") @ SPAN.T).max()
