@@ -121,6 +121,9 @@ def _mlp(block, x):
     def activation(gate):
         return mlp.act_fn(mlp._gaussian_topk(gate) if mlp.activation_sparsity > 0 else gate)
 
+    # What is less than the mean by some deviations is nothing: devices add these up.
+    activation.sums = 2 if mlp.activation_sparsity > 0 else 0
+
     def down(x):
         return block.post_feedforward_layernorm(mlp.down_proj(x))
 

@@ -11,7 +11,7 @@ class GatedProduct(layers.Layer):
     """Multiply a projection by the activation of another one, the gate.
 
     Args:
-        activation: a function.
+        activation: a function; if it adds up over all features, `activation.sums` is how often.
         upcast: whether the activation is computed in float32.
 
     Call arguments:

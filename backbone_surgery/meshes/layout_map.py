@@ -39,6 +39,7 @@ class Split(NamedTuple):
         units: what lies along it: heads, inner units or tokens.
         summed: whether what the shares give has to be added up.
         vocabulary: whether the units are the tokens of the vocabulary.
+        width: how many numbers are added up for a token; `None` is `hidden_dim`.
     """
 
     variable: keras.Variable
@@ -46,6 +47,7 @@ class Split(NamedTuple):
     units: int
     summed: bool = False
     vocabulary: bool = False
+    width: int | None = None
 
 
 def layout_map(
@@ -164,14 +166,23 @@ def _of_vocabulary(opened: EditedBackbone) -> Iterator[Split]:
         for split in _of_projection(embedding.head, tokens, reads=False):
             yield split._replace(vocabulary=True)
     embedding = getattr(embedding, "table", embedding)  # where logits come of another layer
-    for variable in embedding.variables:
+    layers = (node.operation for node in graph.all_nodes(opened))
+    others = [x for x in dict.fromkeys(layers) if type(x) is keras.layers.Embedding]
+    yield from _of_table(embedding, vocabulary=True)
+    for table in others:  # such as that of what Gemma 3n and 4 give each block of a token
+        if table is not embedding:
+            yield from _of_table(table, vocabulary=False)
+
+
+def _of_table(table: Any, vocabulary: bool) -> Iterator[Split]:
+    for variable in table.variables:
         # Where a model has other weights for its logits, tokens are their columns.
         axis = 1 if variable.name == "reverse_embeddings" else 0
         if variable.name.endswith(("_scale", "_zero")):  # of what int4 packs, see below
             continue
-        if len(variable.shape) == 2 and variable.shape[axis] == embedding.input_dim:
-            split = Split(variable, axis, embedding.input_dim, summed=axis == 0, vocabulary=True)
-            yield from _as_stored(embedding, split)
+        if len(variable.shape) == 2 and variable.shape[axis] == table.input_dim:
+            split = Split(variable, axis, table.input_dim, axis == 0, vocabulary, table.output_dim)
+            yield from _as_stored(table, split)
 
 
 def _of_block(block: keras.Model, devices: int) -> Iterator[Split]:
@@ -242,7 +253,7 @@ def _as_stored(layer: keras.Layer, split: Split) -> Iterator[Split]:
     for variable in graph.own_weights(layer):
         if (axis := found.axes.get(variable.name)) is not None:
             summed = split.summed and variable is weight
-            yield Split(variable, axis, units, summed, split.vocabulary)
+            yield split._replace(variable=variable, axis=axis, units=units, summed=summed)
 
 
 def _axis(layer: keras.Layer, shape: tuple[int, ...], reads: bool) -> int | None:

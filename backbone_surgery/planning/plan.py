@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -297,20 +297,22 @@ def _collectives(
     model = sizes["model"]
     split = [s for s in shared.values() if model > 1 and s.units % model == 0]
     uses, scaled = _uses(cached.source), _scaled(cached.source)
-    summed = [id(s.variable) for s in split if s.summed]
+    width = cached.output["hidden_states"].shape[-1]
+    summed = {id(s.variable): s.width or width for s in split if s.summed}
     sums = sum(uses[variable] for variable in summed)
+    numbers = sum(uses[variable] * width for variable, width in summed.items())
     # What goes into a sum in int8 is scaled by its largest value over all shares; what is looked up
     # has a scale on one of them.
     scales = sum(uses[variable] for variable in {*summed} & scaled)
     # The likeliest token: its logit, and its number, over the shares of the vocabulary.
     choices = 2 if any(s.vocabulary for s in split) else 0
     test = 1 if sizes["batch"] > 1 else 0
-    count = sums + scales + choices + test
     shared_out = [x for x in _convolved(cached.source) if model > 1 and x.shape[-1] % model == 0]
+    within = sum(n for x, n in _summed_within(cached.source) if model > 1 and x % model == 0)
+    count = sums + scales + choices + test + within
     gathered = [_bytes_of_token(x) for x in shared_out]
-    size = _bytes_of_token(cached.output["hidden_states"])
-    scale = size // cached.output["hidden_states"].shape[-1]
-    each = sums * size + scales * scale + choices * 4 + sum(gathered)
+    scale = np.dtype(cached.output["hidden_states"].dtype).itemsize
+    each = (numbers + scales) * scale + (choices + within) * 4 + sum(gathered)
     counts = {"all-reduce": count, "all-gather": len(gathered)}
     return {
         "collectives": {kind: n for kind, n in counts.items() if n},
@@ -322,6 +324,14 @@ def _convolved(model: keras.Model) -> list[keras.KerasTensor]:
     """Return what convolutions give: their channels are shared, and then gathered for the heads."""
     nodes = graph.all_nodes(model)
     return [x.outputs[0] for x in nodes if isinstance(x.operation, CausalConvolution)]
+
+
+def _summed_within(model: keras.Model) -> Iterator[tuple[int, int]]:
+    """Yield for each activation that adds up over all units these, and how often."""
+    for node in graph.all_nodes(model):
+        sums = getattr(getattr(node.operation, "activation", None), "sums", 0)
+        if sums:
+            yield node.outputs[0].shape[-1], sums
 
 
 def _bytes_of_token(x: keras.KerasTensor) -> int:

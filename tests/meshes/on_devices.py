@@ -135,9 +135,15 @@ def make_divisible(name="gpt2", dtype="float32", **others):
     sizes = {"vocabulary_size": 64, "num_layers": 3, "hidden_dim": 64, "intermediate_dim": inner}
     if name == "qwen2_moe":
         sizes |= {"moe_intermediate_dim": 32, "shared_expert_intermediate_dim": 96}
+    if name == "gemma4":  # as many keys and values as queries, in all blocks
+        sizes |= {"num_global_key_value_heads": 8}
     if name == "qwen3_5":
         sizes |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
-    if name == "gpt2":
+    if name == "gemma3n":
+        sizes |= {"text_hidden_size": sizes.pop("hidden_dim"), "vocab_size_per_layer_input": 64}
+        sizes |= {"intermediate_size": [sizes.pop("intermediate_dim")] * 3}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    elif name == "gpt2":
         heads = {"num_heads": 8}
     elif name == "rwkv7":
         heads = {"hidden_size": sizes.pop("hidden_dim"), "head_size": 8}
@@ -171,12 +177,15 @@ def check_placement(name):
     # Two a block, one for the embedding, two for the choice.
     # Two blocks of three have channels of queries, keys and values side by side.
     channels = {"all-gather": 2} if name == "qwen3_5" else {}
-    assert step == {"all-reduce": 2 * 3 + 3, **channels}, step
+    # One MLP of Gemma 3n compares each unit with the mean and the deviation of all.
+    within = 2 if name == "gemma3n" else 0
+    assert step == {"all-reduce": 2 * 3 + 3 + within, **channels}, step
     assert test == {"all-reduce": 1}, test
     assert rest == {"all-gather": 2}, rest  # the tokens and flags that the host reads
     paper = bs.plan(lm.backbone, {"batch": 2, "model": 4}, batch=4, length=16)
-    # XLA sums what the mixture and the expert beside it give in one go.
-    beside = 3 if name == "qwen2_moe" else 0
+    # XLA sums what the mixture and the expert beside it give in one go, and what is looked up in
+    # two tables.
+    beside = {"qwen2_moe": 3, "gemma4": 1, "gemma3n": 1}.get(name, 0)
     assert paper.collectives == {"all-reduce": step["all-reduce"] + 1 + beside, **channels}
     shards = [v.value.addressable_shards[0].data.nbytes for v in lm.backbone.weights]
     assert paper.weight_bytes == sum(shards)

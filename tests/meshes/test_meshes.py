@@ -33,7 +33,9 @@ def run(*arguments):
 
 
 @slow
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "gpt_oss", "qwen3_5", "rwkv7"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gemma2", "gemma3n", "llama", "gpt_oss", "qwen3_5", "rwkv7"]
+)
 def test_texts_and_captures_are_those_of_one_device(name):
     run("-m", "tests.meshes.on_devices", "texts", name)
 
@@ -41,7 +43,10 @@ def test_texts_and_captures_are_those_of_one_device(name):
 @slow
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "gemma", "llama", "qwen3", "mixtral", "gpt_oss", "qwen2_moe", "qwen3_5", "rwkv7"],
+    [
+        *("gpt2", "gemma", "gemma3n", "gemma4", "llama", "qwen3"),
+        *("mixtral", "gpt_oss", "qwen2_moe", "qwen3_5", "rwkv7"),
+    ],
 )
 def test_what_is_exchanged_and_where_caches_lie(name):
     run("-m", "tests.meshes.on_devices", "placement", name)
