@@ -53,7 +53,6 @@ STREAMS = {
                 "head_dim": 6,
                 "sliding_window": 3,
                 "altup_num_inputs": 3,
-                "altup_active_idx": 1,
                 "altup_correct_scale": False,
                 "attention_bias": True,
                 "rope_scaling": 4.0,

@@ -93,7 +93,8 @@ def attribution(
 
     With `corrupted` this is attribution patching: what `patch_grid` measures by a pass for each
     cell, to first order, for all cells at once. It is the change from the activation in the
-    corrupted text to that in `text`, times the gradient in the corrupted text.
+    corrupted text to that in `text`, times the gradient in the corrupted text. At whole blocks of
+    Gemma 3n it is of the active stream alone, where `patch_grid` takes all streams.
 
     Source: gradient times input, Shrikumar et al. 2017, https://arxiv.org/abs/1704.02685, applied
     to activations; attribution patching, Nanda 2023,

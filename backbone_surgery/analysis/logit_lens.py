@@ -88,9 +88,8 @@ def logit_lens(
     question = read_text(lm, text, "logit_lens")
     check_selector(at, "logit_lens")
     beside = lm.opened.family.beside
-    others = [f"blocks.*.{beside}"] if beside else []
-    capturing = derived(lm, Capture(at, *others, name=_NAME))
-    sites = [x for x in capturing.report[-1].sites if not (beside and x.endswith(f".{beside}"))]
+    capturing = derived(lm, Capture(at, name=_NAME))
+    sites = list(capturing.report[-1].sites)
     for site in sites:
         if beside and site.count(".") != 1:
             raise SurgeryError(
@@ -103,6 +102,9 @@ def logit_lens(
                 "'embeddings', 'blocks.3' or 'blocks.3.residual_mid'. Received another one. Use "
                 "`at='blocks.*'`."
             )
+    if beside:
+        others = [f"{site}.{beside}" for site in sites]
+        capturing = derived(lm, Capture(*sites, *others, name=_NAME))
     reader = made_once(lm.opened, "reader", lambda: _reader(lm.opened))
     bound = bind_row(lm, controls, question, "logit_lens", prompt_length)
     inputs = lm.opened.with_defaults({**question.inputs(), **bound})

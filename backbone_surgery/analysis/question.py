@@ -110,8 +110,11 @@ def token_label(lm: CachedCausalLM, token_id: int) -> str:
     if lm.preprocessor is None:
         return str(int(token_id))
     (text,) = to_text([np.array([token_id])], lm.preprocessor)
-    name = None if text.strip() else token_name(int(token_id), lm.preprocessor.tokenizer)
-    shown = name if isinstance(name, str) else text or f"<{int(token_id)}>"
+    is_shown = text.strip(" \n\t\r\N{REPLACEMENT CHARACTER}")
+    name = None if is_shown else token_name(int(token_id), lm.preprocessor.tokenizer)
+    is_blank = text and not text.strip()
+    other = text if is_shown or is_blank else f"<{int(token_id)}>"
+    shown = name if isinstance(name, str) else other
     return shown.replace(" ", "·").replace("\u2581", "·").replace("\n", "\u23ce")
 
 

@@ -216,6 +216,9 @@ def refuse(block):
     """Say why a block cannot be opened, if it cannot."""
     if block.altup.altup_num_inputs < 2:
         return "two streams or more. Received `altup_num_inputs=1`. Use Gemma 3, which has one"
+    if block.altup.altup_active_idx != 0:
+        found = block.altup.altup_active_idx
+        return f"the first stream to be the active one, as published. Received index {found}"
     return None
 
 

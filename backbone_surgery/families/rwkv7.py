@@ -3,9 +3,6 @@
 Each block looks at the token before as well, and mixes the first block's values into its own.
 KerasHub's backbone ends in a layer that gives logits; the opened graph ends before it, as those of
 other families do.
-
-What stands at padding is another than in KerasHub, which sets the inputs of the recurrence to zero
-there; leave padding out of losses, as KerasHub's preprocessor does.
 """
 
 from keras_hub.src.models.rwkv7.rwkv7_layer import RWKV7_Block

@@ -10,6 +10,7 @@ from backbone_surgery.families.rwkv7_parts import (
     HeadNorm,
     Interpolate,
     LowRankMap,
+    Masked,
     RemovedKey,
     SquaredRelu,
     TokenMix,
@@ -21,7 +22,7 @@ from backbone_surgery.opening.site import Site
 
 
 class _Mixer:
-    """Mixes what stands at a token with what stood at the one before it.
+    """Mixes what stands at a token with what stood at the one before it; padding is zeros.
 
     Args:
         x: float[batch, time, hidden_dim].
@@ -31,8 +32,8 @@ class _Mixer:
     """
 
     def __init__(self, x, padding_mask, policy, name) -> None:
-        self.x, self.policy = x, policy
-        self.previous = TokenShift(dtype=policy, name=name)(x, padding_mask)
+        self.x = Masked(dtype=policy, name=f"{name}_input")(x, padding_mask)
+        self.previous, self.policy = TokenShift(dtype=policy, name=name)(x, padding_mask), policy
 
     def __call__(self, name: str, share: keras.Variable):
         return TokenMix(share, dtype=self.policy, name=f"{name}_mix")(self.x, self.previous)
@@ -41,6 +42,8 @@ class _Mixer:
 def _time_mix(layer, x, padding_mask, first_values, policy):
     """Spell out the recurrence, from its input to its output projection, and return its value."""
     mixed = _Mixer(x, padding_mask, policy, "attention_shift")
+    masked = Masked(dtype=policy, name="attention_shift_masked")
+    mixed.previous = masked(mixed.previous, padding_mask)
 
     def heads(name, x):
         return SplitHeads(layer.head_size, dtype=policy, name=f"{name}_heads")(x)
@@ -97,6 +100,7 @@ def embed(block, hidden_states):
 def open_rwkv7_block(block, hidden_states, padding_mask, positions, v_first=(), lends=False):
     """Spell out one block. The first one lends its values, and the others mix them into theirs."""
     policy = block.dtype_policy
+    v_first = v_first if isinstance(v_first, tuple) else (v_first,)  # what a user made of it
     normed = Site("attention_norm")(block.ln1(hidden_states))
     attended, value = _time_mix(block.att, normed, padding_mask, v_first, policy)
     x = layers.Add(dtype=policy, name="attention_residual")([attended, hidden_states])

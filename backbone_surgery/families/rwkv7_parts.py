@@ -4,6 +4,21 @@ import keras
 from keras import layers, ops
 
 
+class Masked(layers.Layer):
+    """Put zeros where a token is padding, as KerasHub does.
+
+    Call arguments:
+        x: float[batch, time, channels].
+        padding_mask: int or bool[batch, time].
+    """
+
+    def call(self, x, padding_mask):
+        return x * ops.cast(padding_mask, x.dtype)[..., None]
+
+    def compute_output_spec(self, x, padding_mask):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
+
 class TokenMix(layers.Layer):
     """Go from a token to the one before it, by a share for each channel.
 

@@ -252,7 +252,9 @@ def to_text(rows: list[np.ndarray], preprocessor: Any) -> list[str]:
     try:
         texts = preprocessor.generate_postprocess(pack_right(rows, max(width, 1), 0))
     except (UnicodeDecodeError, KeyError):  # RWKV-7's stops at half a character, or an unknown id
-        names = ([token_name(int(i), preprocessor.tokenizer) for i in row if i] for row in rows)
+        names = [[token_name(int(i), preprocessor.tokenizer) for i in row if i] for row in rows]
+        if not all(isinstance(n, bytes | None) for row in names for n in row):
+            raise
         texts = [b"".join(n or _UNKNOWN for n in row).decode(errors="replace") for row in names]
     return [str(t) for t in texts]
 
@@ -261,5 +263,5 @@ def token_name(token_id: int, tokenizer: Any) -> Any:
     """Return what a tokenizer calls a token, a string or bytes; `None` where it has none of it."""
     try:
         return tokenizer.id_to_token(token_id)
-    except (KeyError, ValueError):
+    except (IndexError, KeyError, ValueError):
         return None

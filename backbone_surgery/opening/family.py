@@ -56,7 +56,7 @@ class Family:
             hidden states, such as its keys and values, `open_block` of that block is called with
             `lends=True`, and returns the hidden states and what is lent: tensors, of which the
             later block is given a tuple. One that returns the hidden states alone hands on what it
-            was given.
+            was given, one argument.
         beside: the one of `further` that goes from each block to the next beside the hidden states,
             as they do: `open_block` returns it after them. It is a site of this name, too.
         spelled_out: `{class: function}` for layers outside of the blocks whose sub-layers are to be
@@ -65,8 +65,8 @@ class Family:
             `run_block(block, hidden_states, padding_mask, lends=False, **further)` runs a block,
             opened, and returns a list of what `open_block` does.
         position_inputs: names of inputs of the backbone that number the tokens of each row.
-        images: class of the layer that puts images into the text, given `text_embeddings=`, or
-            spelled out without them. Where it is given any, the text alone is opened.
+        images: class of the layer that puts images into the text: it is given `text_embeddings=`,
+            or is spelled out without images. In either case the text alone is opened.
         head: `(owner) -> layer`, which makes logits in reverse as a `ReversibleEmbedding` does; by
             default the one in the graph.
         most_positions: `(block) -> int`, where a block limits how long a row can be; `None` if not.
@@ -143,8 +143,11 @@ class Family:
             if not all(isinstance(x, str) and x for x in names):
                 raise self._wrong(f"`{name}` to be strings", repr(names))
             object.__setattr__(self, name, names)
-        if self.beside and self.beside not in self.further:
-            raise self._wrong("`beside` to be one of `further`", repr(self.beside))
+        if self.beside and not (self.beside in self.further and self.spelled_out):
+            rule = "`beside` to be one of `further`, of a family with `spelled_out`"
+            raise self._wrong(rule, repr(self.beside))
+        if self.ends_in and self.head is None:
+            raise self._wrong("a `head` beside `ends_in`", f"'{self.ends_in}' alone")
 
     def _check_spelled_out(self) -> None:
         given = self.spelled_out

@@ -8,20 +8,20 @@ import keras
 import numpy as np
 from keras import ops
 
-from backbone_surgery.opening.recurrence import (
-    cut_in_chunks,
-    join_chunks,
-    latest,
-    log_of_decay,
-)
+from backbone_surgery import target
+from backbone_surgery.opening.recurrence import inverse_of, latest, log_of_decay, run_chunks
 from backbone_surgery.opening.state import StateSpec
 
-_CHUNK = 16
-"""Tokens that one step of the rule takes: what each keeps of each other one has all channels."""
+_CHUNK, _CHUNK_ON_CPU = 16, 64
+"""Tokens that one step of the rule takes: what each keeps of each other one has all channels.
+
+On a CPU they run one after the other, which is many times as fast there. For gradients a chunk is
+run again, so that only the memories between chunks are kept.
+"""
 
 
 class TokenShift(keras.layers.Layer):
-    """Give each token what stands at the one before it; zeros at the first token of a row.
+    """Give each token what stands at the one before it; zeros at the first one, and for padding.
 
     Call arguments:
         x: float[batch, time, channels].
@@ -130,16 +130,11 @@ class GeneralizedDeltaRule(_GeneralizedDeltaRule):
         return read, {"state": last}
 
     def _run(self, state, query, value, steps):
-        time = query.shape[1]
-        count = -(-time // _CHUNK)
-        query = ops.cast(query, "float32")
-        chunks = [cut_in_chunks(x, count) for x in (query, *steps)]
-        if count == 1:
-            state, read = _step(state, *(x[0] for x in chunks))
-            read = read[None]
-        else:
-            state, read = ops.scan(lambda state, xs: _step(state, *xs), state, tuple(chunks))
-        return state, ops.cast(join_chunks(read, time), value.dtype)
+        arrays = ops.cast(query, "float32"), *steps
+        one_by_one = keras.config.backend() == "jax" and target.platform() == "cpu"
+        step, size = (_BY_TOKEN, _CHUNK_ON_CPU) if one_by_one else (_step, _CHUNK)
+        state, read = run_chunks(step, state, arrays, size)
+        return state, ops.cast(read, value.dtype)
 
 
 class MemoryStates(_GeneralizedDeltaRule):
@@ -223,13 +218,27 @@ def _step(state, query, key, value, log_decay, read_key, removed_key):
     cumulative, before = ops.exp(so_far), ops.exp(_one_later(so_far))
     asked = ops.concatenate([read_key * before, query * cumulative], axis=2)
     key_reads, query_reads = ops.split(ops.matmul(asked, state), 2, axis=2)
-    out = ops.matmul(_inverse(taken_of), key_reads + ops.matmul(written_of, value))
+    out = ops.matmul(inverse_of(taken_of), key_reads + ops.matmul(written_of, value))
     products = ops.sum((query[:, :, None, :, None] * kept[:, :, None]) * both, axis=-1)
     read = ops.matmul(products[:, :, 0], out) + ops.matmul(products[:, :, 1], value)
     last = kept[:, :, -1]
     written = ops.matmul(ops.swapaxes(removed_key * last, -1, -2), out)
     written = written + ops.matmul(ops.swapaxes(key * last, -1, -2), value)
     return cumulative[..., -1, :, None] * state + written, query_reads + read
+
+
+def _run_by_token(state, *arrays):
+    """Run `_one` for one token after the other, and return as `_step` does."""
+
+    def one(state, token):
+        query, key, value, log_decay, *keys = (x[:, :, None] for x in token)
+        return _one(state, query, key, value, ops.exp(log_decay), *keys)
+
+    state, read = ops.scan(one, state, tuple(ops.moveaxis(x, 2, 0) for x in arrays))
+    return state, ops.moveaxis(read[:, :, :, 0], 0, 2)
+
+
+_BY_TOKEN = keras.remat(_run_by_token)
 
 
 def _one(state, query, key, value, decay, read_key, removed_key):
@@ -250,25 +259,6 @@ def _kept(log_decay):
     between = ops.cumsum(log_decay[:, :, :, None] * after, axis=2)
     kept = ops.exp(between) * (after + np.eye(size, dtype="float32")[..., None])
     return kept, ops.exp(_one_later(between)) * after
-
-
-def _inverse(below):
-    """Return the inverse of I - A, of matrices A that are zero but below their diagonals.
-
-    From the inverses of blocks on the diagonal those of blocks twice as large are made, by products
-    alone. On a CPU, solvers of small systems of equations wait long where other work runs.
-
-    Args:
-        below: A, float32[..., size, size].
-    """
-    index = np.arange(below.shape[-1])
-    inverse = np.eye(len(index), dtype="float32")
-    for half in (2**i for i in range((len(index) - 1).bit_length())):
-        block, is_second = index // (2 * half), index // half % 2 == 1
-        joins = (block[:, None] == block) & is_second[:, None] & ~is_second
-        part = below * joins.astype("float32")
-        inverse = inverse + (ops.matmul(inverse, ops.matmul(part, inverse)) if half > 1 else part)
-    return inverse
 
 
 def _one_later(x):

@@ -258,8 +258,8 @@ class EditedBackbone(TrainsOwnLayers, WithControls):
         return outputs["hidden_states"] if isinstance(outputs, dict) else outputs
 
     @property
-    def token_embedding(self) -> keras.layers.Layer:
-        """The embedding of token ids, whose reverse gives the logits."""
+    def token_embedding(self) -> Any:
+        """The embedding of token ids, whose reverse gives the logits: a layer, or called as one."""
         return self.family.token_embedding(self)
 
     def save_weights(self, filepath: str, **kwargs: Any) -> None:

@@ -54,6 +54,13 @@ def open_backbone(backbone: keras.Model) -> EditedBackbone:
             f"{len(tree.flatten(backbone.output))}. Build the model with that output alone, and "
             "hand out other tensors by a rewrite."
         )
+    end = graph.node_of(tree.flatten(backbone.output)[0]).operation.name
+    if family.ends_in and end != family.ends_in:
+        raise SurgeryError(
+            f"open at '{backbone.name}': expected a backbone that ends in '{family.ends_in}', the "
+            f"layer that gives its logits. Received one that ends in '{end}'. Leave the logits as "
+            "they are."
+        )
     positions = TokenPositions(name="positions")(inputs["token_ids"], inputs["padding_mask"])
     opener = _Opener(family, positions, backbone)
     inputs, mapping = opener.begin(backbone, inputs)
@@ -188,9 +195,17 @@ class _Opener:
         others = graph.visited_node()[-1].outputs[1:]
         lends = any(id(t) in self.used for t in others)
         x, *lent = self._run(block, x, padding_mask, lends, **further)
+        if not lent and not lends:
+            return [x] * (1 + len(others))
+        if not lent and len(further) != 1:
+            raise SurgeryError(
+                f"open at '{block.name}': expected `open_block` to return the hidden states and "
+                "what is lent, since a later block is given it. Received the hidden states alone. "
+                "Return both where `lends` is true, but for a block that hands on the one argument "
+                "of `further` that it is given."
+            )
         if not lent:
-            handed_on = tree.flatten(further) or [x]
-            return [x] + handed_on[:1] * len(others)
+            return [x] + tree.flatten(further)[:1] * len(others)
         self.lent[id(lent[0])] = tuple(lent)
         return [x] + [lent[0]] * len(others)
 

@@ -7,6 +7,8 @@ Padding comes before the first token of a row, where the state is zero, or after
 run. It leaves the state as it is: its inputs count as zero, it writes nothing, and nothing decays.
 """
 
+import functools
+
 import keras
 import numpy as np
 from keras import ops
@@ -17,7 +19,7 @@ from backbone_surgery.opening.state import StateSpec
 DECAY, WRITE_STRENGTH = "decay", "write_strength"
 """Roles of the sites that count heads on their last axis, float[batch, time, heads]."""
 
-_CHUNK = 64
+_CHUNK, _CHUNK_ON_CPU = 64, 16
 """Tokens that one step of the delta rule takes."""
 _SMALLEST = 1e-30
 """What a decay is at least, so that it has a logarithm."""
@@ -152,15 +154,9 @@ class DeltaRule(_DeltaRule):
 
     def _run(self, state, query, value, steps):
         query = self.query_heads(query, value.shape[2] // query.shape[2])
-        time = query.shape[1]
-        count = -(-time // _CHUNK)
-        chunks = [cut_in_chunks(x, count) for x in (query, *steps)]
-        if count == 1:
-            state, read = _step(state, *(x[0] for x in chunks))
-            read = read[None]
-        else:
-            state, read = ops.scan(lambda state, xs: _step(state, *xs), state, tuple(chunks))
-        return state, ops.cast(join_chunks(read, time), value.dtype)
+        size = _CHUNK_ON_CPU if target.platform() == "cpu" else _CHUNK
+        state, read = run_chunks(_step, state, (query, *steps), size)
+        return state, ops.cast(read, value.dtype)
 
 
 class DeltaStates(_DeltaRule):
@@ -255,7 +251,55 @@ def _unit(x):
     return x * ops.rsqrt(ops.sum(ops.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def cut_in_chunks(x, count):
+def run_chunks(step, state, arrays, size):
+    """Run the tokens of a text, some in one step.
+
+    Args:
+        step: `(state, *arrays) -> (state, read)`, of arrays float[batch, heads, tokens, ...].
+        state: the memory before, float32[batch, heads, key_dim, value_dim].
+        arrays: what the tokens have, each float[batch, time, heads, ...].
+        size: how many tokens are run in one step at most.
+
+    Returns:
+        The memory after the last token, and what each has read, float[batch, time, heads, ...].
+    """
+    time = arrays[0].shape[1]
+    count = -(-time // size)
+    chunks = [_cut(x, count) for x in arrays]
+    if count == 1:
+        state, read = step(state, *(x[0] for x in chunks))
+        read = read[None]
+    else:
+        state, read = ops.scan(_unpacking(step), state, tuple(chunks))
+    return state, _join(read, time)
+
+
+@functools.cache
+def _unpacking(step):
+    """Return a step for `ops.scan`: always the same, so that JAX compiles it once for all calls."""
+    return lambda state, xs: step(state, *xs)
+
+
+def inverse_of(below):
+    """Return the inverse of I - A, of matrices A that are zero but below their diagonals.
+
+    From the inverses of blocks on the diagonal those of blocks twice as large are made, by products
+    alone. On a CPU, solvers of small systems of equations wait long where other work runs.
+
+    Args:
+        below: A, float32[..., size, size].
+    """
+    index = np.arange(below.shape[-1])
+    inverse = np.eye(len(index), dtype="float32")
+    for half in (2**i for i in range((len(index) - 1).bit_length())):
+        block, is_second = index // (2 * half), index // half % 2 == 1
+        joins = (block[:, None] == block) & is_second[:, None] & ~is_second
+        part = below * joins.astype("float32")
+        inverse = inverse + (ops.matmul(inverse, ops.matmul(part, inverse)) if half > 1 else part)
+    return inverse
+
+
+def _cut(x, count):
     """Cut [batch, time, heads, ...] into [count, batch, heads, chunk, ...], with zeros at the end.
 
     Zeros leave the memory as it is: a decay of one, by its logarithm, and no strength.
@@ -267,8 +311,8 @@ def cut_in_chunks(x, count):
     return ops.transpose(x, (1, 0, 3, 2, *range(4, len(x.shape))))
 
 
-def join_chunks(x, time):
-    """Undo `cut_in_chunks`."""
+def _join(x, time):
+    """Undo `_cut`."""
     count, batch, heads, size, *rest = ops.shape(x)
     x = ops.transpose(x, (1, 0, 3, 2, *range(4, len(x.shape))))
     return ops.reshape(x, (batch, count * size, heads, *rest))[:, :time]
@@ -304,8 +348,12 @@ def _step(state, query, key, value, log_decay, strength):
     key_products, query_products = ops.split(products, 2, axis=2)
     change = strength * (value - kept * key_reads)
     if size > 1:
-        system = strength * key_products * kept_of * before + np.eye(size, dtype="float32")
-        change = ops.solve_triangular(system, change, lower=True)
+        system = strength * key_products * kept_of * before
+        if target.platform() == "cpu":
+            change = ops.matmul(inverse_of(-system), change)
+        else:
+            system = system + np.eye(size, dtype="float32")
+            change = ops.solve_triangular(system, change, lower=True)
     read = kept * query_reads + ops.matmul(query_products * kept_of, change)
     written = ops.matmul(ops.swapaxes(key * kept_of[..., -1, :, None], -1, -2), change)
     return kept[..., -1:, :] * state + written, read

@@ -45,8 +45,9 @@ _MODULES = {
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn")
 _MLP = ("mlp", "mlp.shared_expert")
-_STREAMS = ("laurel", "altup")
 """What `transformers` calls the parts of a block that hold linear layers."""
+_STREAMS = ("laurel", "altup")
+"""Likewise, those of Gemma 3n beside them."""
 
 _ROOTS = {
     **dict.fromkeys(("gpt2", "bloom", "falcon"), "transformer.h"),

@@ -46,11 +46,9 @@ ODD = {
         "num_kv_shared_layers": 1,
         "num_key_value_heads": 4,
         "layer_types": [LOCAL, GLOBAL, GLOBAL, GLOBAL],
-        "altup_active_idx": 3,
     },
-    "the last stream is active": {
+    "two streams": {
         "altup_num_inputs": 2,
-        "altup_active_idx": 1,
         "altup_correct_scale": False,
         "activation_sparsity_pattern": [0.99, 0.01],
         "rope_local_base_freq": 50.0,

@@ -1,5 +1,6 @@
 """Linear attention: the delta rule in chunks against token by token, its sites, and its padding."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from keras import ops
 from keras_hub.src.models.qwen3_5.qwen3_5_vision_encoder import Qwen3_5VisionEncoder
 
 import backbone_surgery as bs
+from backbone_surgery import target
 from backbone_surgery.opening.recurrence import CausalConvolution, DeltaRule
 from backbone_surgery.opening.site import places
 from tests.families import ROWS
@@ -16,6 +18,9 @@ from tests.reference import run_chunks, tokens
 
 EXACT = 3e-6
 slow = pytest.mark.slow
+
+
+GATES = ["query", "key", "value", "decay", "write_strength"]
 
 
 def unit(x):
@@ -54,11 +59,18 @@ def make_arguments(rng, time, padding=0):
     }
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request):
+    """What the rule is for: a CPU runs one token after the other, a GPU and a TPU many at once."""
+    with target.made_for(request.param):
+        yield request.param
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("time", "padding"), [(7, 3), *(pytest.param(n, n // 2, marks=slow) for n in (1, 64, 150))]
 )
-def test_the_delta_rule_in_chunks_is_that_of_each_token(time, padding, rng):
+def test_the_delta_rule_in_chunks_is_that_of_each_token(time, padding, rng, platform):
     arguments = make_arguments(rng, time, padding)
     wanted, _ = by_hand(*arguments.values())
     rule = DeltaRule(name="rule")
@@ -71,6 +83,22 @@ def test_the_delta_rule_in_chunks_is_that_of_each_token(time, padding, rng):
             parts.append(np.asarray(read))
     assert relative(np.concatenate(parts, 1), wanted) <= EXACT
     assert relative(state["state"], by_hand(*arguments.values())[1][:, -1]) <= EXACT
+
+
+@pytest.mark.slow
+def test_gradients_of_one_token_after_the_other_are_those_of_many_at_once(rng):
+    arguments = make_arguments(rng, 150, 20)
+    rule, names = DeltaRule(name="rule"), [*GATES]
+
+    def total(*given):
+        return ops.sum(ops.square(rule(**{**arguments, **dict(zip(names, given, strict=True))})))
+
+    found = []
+    for platform in ("cpu", "gpu"):
+        with target.made_for(platform):
+            found.append(jax.grad(total, range(len(names)))(*(arguments[n] for n in names)))
+    for one, many in zip(*found, strict=True):
+        assert relative(one, many) <= 1e-5
 
 
 @pytest.mark.slow
@@ -93,9 +121,6 @@ def test_padding_leaves_the_state_bit_equal(rng):
 @pytest.fixture(scope="module")
 def backbone():
     return ROWS["qwen3_5"].make()
-
-
-GATES = ["query", "key", "value", "decay", "write_strength"]
 
 
 def captured(model, *paths, inputs):

@@ -1,5 +1,6 @@
 """RWKV-7: its recurrence against NumPy, its task against KerasHub's, what its blocks hand on."""
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from keras import ops
 
 import backbone_surgery as bs
+from backbone_surgery import target
 from backbone_surgery.opening.generalized_delta_rule import GeneralizedDeltaRule, TokenShift
 from tests.families import ROWS
 from tests.helpers import ragged, relative
@@ -45,10 +47,33 @@ def make_arguments(rng, time, padding=0):
     return {k: v.astype("int32" if k == "padding_mask" else "float32") for k, v in made.items()}
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=slow)])
+def platform(request):
+    """What the rule is for: a CPU runs one token after the other, a GPU and a TPU many at once."""
+    with target.made_for(request.param):
+        yield request.param
+
+
+@slow
+def test_gradients_of_one_token_after_the_other_are_those_of_many_at_once(rng):
+    arguments = make_arguments(rng, 50, 20)
+    rule, names = GeneralizedDeltaRule(name="rule"), NAMES[:-1]
+
+    def total(*given):
+        return ops.sum(ops.square(rule(**{**arguments, **dict(zip(names, given, strict=True))})))
+
+    found = []
+    for platform in ("cpu", "gpu"):
+        with target.made_for(platform):
+            found.append(jax.grad(total, range(len(names)))(*(arguments[n] for n in names)))
+    for one, many in zip(*found, strict=True):
+        assert relative(one, many) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("time", "padding"), [(19, 3), *(pytest.param(n, n // 2, marks=slow) for n in (1, 16, 50))]
 )
-def test_the_rule_in_chunks_is_that_of_each_token(time, padding, rng):
+def test_the_rule_in_chunks_is_that_of_each_token(time, padding, rng, platform):
     arguments = make_arguments(rng, time, padding)
     wanted, states = by_hand(*arguments.values())
     rule = GeneralizedDeltaRule(name="rule")
@@ -248,7 +273,49 @@ def test_what_is_refused():
     config = keras.quantizers.GPTQConfig(dataset=["a"], tokenizer=None)
     with pytest.raises(bs.SurgeryError, match="blocks of rwkv7, which can take v_first too"):
         lm.quantize("gptq", config=config)
-    outputs = backbone.get_layer("output_norm").output
-    without_head = keras.Model(backbone.input, outputs)
-    with pytest.raises(bs.SurgeryError, match="expected layers 'token_embedding' and 'head' in"):
-        bs.CachedCausalLM(without_head)
+    for output in (ops.tanh(backbone.output), backbone.get_layer("output_norm").output):
+        with pytest.raises(bs.SurgeryError, match=r"ends in 'head', the .* Received one that ends"):
+            bs.open_backbone(keras.Model(backbone.input, output))
+    table = keras.layers.Embedding(60, 32, name="mine")
+
+    def renamed(layer, *args, **kwargs):
+        return table(*args) if layer.name == "token_embedding" else layer(*args, **kwargs)
+
+    outputs = bs.clone_layer_graph(backbone.input, backbone.output, renamed)
+    with pytest.raises(
+        bs.SurgeryError, match="expected layers 'token_embedding' and 'head' in the"
+    ):
+        bs.CachedCausalLM(keras.Model(backbone.input, outputs))
+
+
+@slow
+def test_training_on_padded_texts_is_kerashubs(with_text):
+    """Its preprocessor pads on the left, and weighs what the last padding predicts."""
+    backbone, preprocessor = with_text
+    x, _, weights = preprocessor(["Once upon a time", "a time"], sequence_length=8)
+    assert (np.asarray(weights) * (1 - np.asarray(x["padding_mask"]))).any()
+    lm = bs.CachedCausalLM(backbone)
+    wanted, got = (np.asarray(model(x)) for model in (backbone, lm))
+    assert relative(got, wanted) <= 1e-5  # at padding too
+
+
+@slow
+def test_what_a_user_makes_of_the_first_values(backbone, rng):
+    inputs = tokens(rng, 2, 6)
+
+    def scale(layer, *args, **kwargs):
+        x, first = layer(*args, **kwargs)
+        return (x, 2.0 * first) if layer.name == "rwkv_layer_0" else (x, first)
+
+    scaled = bs.clone_layer_graph(
+        backbone.input,
+        backbone.output,
+        lambda layer, *a, **k: (
+            scale(layer, *a, **k) if layer.name.startswith("rwkv_layer") else layer(*a, **k)
+        ),
+    )
+    model = keras.Model(backbone.input, scaled)
+    opened = bs.open_backbone(model)
+    got = opened.token_embedding(opened(inputs), reverse=True)
+    assert relative(got, model(inputs)) <= 1e-5
+    assert relative(got, backbone(inputs)) > 1e-3
