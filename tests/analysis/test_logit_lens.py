@@ -73,3 +73,10 @@ def test_streams_beside_are_read_too():
     for at in ("embeddings", "blocks.0.residual_mid"):
         with pytest.raises(bs.SurgeryError, match="whole blocks, since several streams"):
             bs.logit_lens(lm, ids[0], at=at)
+
+
+@pytest.mark.slow
+def test_other_streams_are_read_with_their_block_alone():
+    lm = bs.CachedCausalLM(ROWS["gemma3n"].make())
+    with pytest.raises(bs.SurgeryError, match=r"other_streams': expected whole blocks.* Use `at="):
+        bs.logit_lens(lm, [1, 2, 3], at="blocks.*.other_streams")
