@@ -62,8 +62,8 @@ def faithfulness(
     clean text, and along all others what the model writes of the corrupted one. With all edges
     that is the model on the clean text, with none on the corrupted one. Edges count where a way
     along others that are left joins them to the embeddings and to the logits. What is not sent,
-    such as the embeddings for each layer of Gemma 4, and by head the gates and decays of Qwen 3.5,
-    stays that of the corrupted text.
+    such as the embeddings for each layer of Gemma 3n and 4, and by head the gates and decays of
+    Qwen 3.5 and RWKV-7, stays that of the corrupted text.
 
     Source: circuits of edges, Conmy et al. 2023, https://arxiv.org/abs/2304.14997; faithfulness as
     a share of what separates the texts, Hanna et al. 2024, https://arxiv.org/abs/2403.17806.

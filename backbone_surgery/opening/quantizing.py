@@ -47,7 +47,8 @@ def quantize(
             there is LoRA, which GPTQ and AWQ do not know, or weights in half precision, which GPTQ
             does not; several processes hold the model; there are no texts, or they have tokens
             that the model has not, or are longer than its positions; KerasHub does not say where
-            the blocks are; or they may be given more than hidden states, as Gemma 4's.
+            the blocks are; or they may be given more than hidden states, as those of Gemma 3n and 4
+            and RWKV-7.
     """
     chosen = mode or getattr(config, "mode", None)
     if chosen not in MODES:
