@@ -9,7 +9,14 @@ import numpy as np
 from keras import ops
 
 from backbone_surgery import target
-from backbone_surgery.opening.recurrence import inverse_of, latest, log_of_decay, run_chunks
+from backbone_surgery.opening.recurrence import (
+    inverse_of,
+    latest,
+    log_of_decay,
+    run_chunks,
+    sizes_of,
+    states_of,
+)
 from backbone_surgery.opening.state import StateSpec
 
 _CHUNK, _CHUNK_ON_CPU = 16, 64
@@ -70,12 +77,12 @@ class _GeneralizedDeltaRule(keras.layers.Layer):
 
     def before(self, key, value):
         """Return the state before the first token."""
-        return ops.zeros((ops.shape(key)[0], *_sizes(key, value)), "float32")
+        return ops.zeros((ops.shape(key)[0], *sizes_of(key, value)), "float32")
 
     def state_specs(self, *args):
         """Return the state: float32[batch, heads, key_dim, value_dim]."""
         key, value = args[-6:-4]
-        return [StateSpec("state", (None, *_sizes(key, value)), "float32", head_axis=1)]
+        return [StateSpec("state", (None, *sizes_of(key, value)), "float32", head_axis=1)]
 
 
 class GeneralizedDeltaRule(_GeneralizedDeltaRule):
@@ -106,7 +113,7 @@ class GeneralizedDeltaRule(_GeneralizedDeltaRule):
     inner_site = "state"
 
     def inner_shape(self, query, key, value, *others):
-        return (*value.shape[:2], *_sizes(key, value))
+        return (*value.shape[:2], *sizes_of(key, value))
 
     def split_around(self, edit, query, *others):
         states = MemoryStates(dtype=self.dtype_policy, name=f"{self.name}_states")
@@ -145,25 +152,15 @@ class MemoryStates(_GeneralizedDeltaRule):
 
     def call(self, key, value, decay, removed_key, write_strength, padding_mask):
         steps = self.steps(key, value, decay, removed_key, write_strength, padding_mask)
-        return self._run(self.before(key, value), steps)[1]
+        return states_of(_step, self.before(key, value), steps)[1]
 
     def compute_output_spec(self, key, value, *others):
-        return keras.KerasTensor((*value.shape[:2], *_sizes(key, value)), "float32")
+        return keras.KerasTensor((*value.shape[:2], *sizes_of(key, value)), "float32")
 
     def call_with_state(self, key, value, decay, removed_key, write_strength, padding_mask, state):
         steps = self.steps(key, value, decay, removed_key, write_strength, padding_mask)
-        last, states = self._run(state["state"], steps)
+        last, states = states_of(_step, state["state"], steps)
         return states, {"state": last}
-
-    def _run(self, state, steps):
-        def step(state, xs):
-            key, *others = (x[:, :, None] for x in xs)
-            state, _ = _step(state, key, key, *others)
-            return state, state
-
-        tokens = tuple(ops.moveaxis(x, 1, 0) for x in steps)
-        state, states = ops.scan(step, state, tokens)
-        return state, ops.moveaxis(states, 0, 1)
 
 
 class MemoryReading(keras.layers.Layer):
@@ -183,11 +180,6 @@ class MemoryReading(keras.layers.Layer):
 
     def compute_output_spec(self, query, states):
         return keras.KerasTensor((*states.shape[:3], states.shape[4]), self.output_dtype)
-
-
-def _sizes(key, value):
-    """Return the shape of the memory of one row."""
-    return value.shape[2], key.shape[3], value.shape[3]
 
 
 def _step(state, query, key, value, log_decay, read_key, removed_key):

@@ -97,12 +97,12 @@ class _DeltaRule(keras.layers.Layer):
 
     def before(self, key, value):
         """Return the state before the first token."""
-        return ops.zeros((ops.shape(key)[0], *_sizes(key, value)), "float32")
+        return ops.zeros((ops.shape(key)[0], *sizes_of(key, value)), "float32")
 
     def state_specs(self, *args):
         """Return the state: float32[batch, heads, key_dim, value_dim]."""
         key, value = args[-5:-3]
-        return [StateSpec("state", (None, *_sizes(key, value)), "float32", head_axis=1)]
+        return [StateSpec("state", (None, *sizes_of(key, value)), "float32", head_axis=1)]
 
 
 class DeltaRule(_DeltaRule):
@@ -131,7 +131,7 @@ class DeltaRule(_DeltaRule):
     inner_site = "state"
 
     def inner_shape(self, query, key, value, decay, write_strength, padding_mask):
-        return (*value.shape[:2], *_sizes(key, value))
+        return (*value.shape[:2], *sizes_of(key, value))
 
     def split_around(self, edit, query, *others):
         states = DeltaStates(dtype=self.dtype_policy, name=f"{self.name}_states")
@@ -167,25 +167,15 @@ class DeltaStates(_DeltaRule):
 
     def call(self, key, value, decay, write_strength, padding_mask):
         steps = self.steps(key, value, decay, write_strength, padding_mask)
-        return self._run(self.before(key, value), steps)[1]
+        return states_of(_step, self.before(key, value), steps)[1]
 
     def compute_output_spec(self, key, value, decay, write_strength, padding_mask):
-        return keras.KerasTensor((*value.shape[:2], *_sizes(key, value)), "float32")
+        return keras.KerasTensor((*value.shape[:2], *sizes_of(key, value)), "float32")
 
     def call_with_state(self, key, value, decay, write_strength, padding_mask, state):
         steps = self.steps(key, value, decay, write_strength, padding_mask)
-        last, states = self._run(state["state"], steps)
+        last, states = states_of(_step, state["state"], steps)
         return states, {"state": last}
-
-    def _run(self, state, steps):
-        def step(state, xs):
-            key, *others = (x[:, :, None] for x in xs)
-            state, _ = _step(state, key, key, *others)
-            return state, state
-
-        tokens = tuple(ops.moveaxis(x, 1, 0) for x in steps)
-        state, states = ops.scan(step, state, tokens)
-        return state, ops.moveaxis(states, 0, 1)
 
 
 class DeltaReading(_DeltaRule):
@@ -240,7 +230,7 @@ def whole(x):
     return x if placement is None else placement.pin_rows(x)
 
 
-def _sizes(key, value):
+def sizes_of(key, value):
     """Return the shape of the memory of one row."""
     return value.shape[2], key.shape[3], value.shape[3]
 
@@ -272,6 +262,27 @@ def run_chunks(step, state, arrays, size):
     else:
         state, read = ops.scan(_unpacking(step), state, tuple(chunks))
     return state, _join(read, time)
+
+
+def states_of(step, state, arrays):
+    """Run one token after the other, and keep the memory after each; see `run_chunks`.
+
+    Args:
+        step: see there.
+        state: likewise.
+        arrays: likewise, without the queries.
+
+    Returns:
+        The memory after the last token, and after each, float32[batch, time, ...].
+    """
+
+    def one(state, xs):
+        key, *others = (x[:, :, None] for x in xs)
+        state, _ = step(state, key, key, *others)
+        return state, state
+
+    state, states = ops.scan(one, state, tuple(ops.moveaxis(x, 1, 0) for x in arrays))
+    return state, ops.moveaxis(states, 0, 1)
 
 
 @functools.cache
