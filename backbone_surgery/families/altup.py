@@ -2,7 +2,7 @@
 
 A block predicts all streams from what came in, runs on the prediction of the active one, and
 corrects the others by how far off that was (https://arxiv.org/abs/2301.13310). Between blocks the
-active stream is float[batch, time, hidden_dim], and the others, in their order, are
+active stream, the first, is float[batch, time, hidden_dim], and the others, in order, are
 float[batch, time, others, hidden_dim].
 """
 
@@ -67,25 +67,15 @@ class AsLargeAs(layers.Layer):
 
 
 class _Streams(layers.Layer):
-    """What is computed of all streams: it returns the active one, and the others.
-
-    Args:
-        active: index of the active stream.
-    """
-
-    def __init__(self, active: int, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.active = active
+    """What is computed of all streams: it returns the active one, the first, and the others."""
 
     def joined(self, stream, others):
-        """Return all streams in order, float[batch, time, streams, hidden_dim]."""
-        before, after = others[:, :, : self.active], others[:, :, self.active :]
-        return ops.concatenate([before, stream[:, :, None], after], axis=2)
+        """Return all streams, float[batch, time, streams, hidden_dim]."""
+        return ops.concatenate([stream[:, :, None], others], axis=2)
 
     def parted(self, streams):
         """Return the active stream, and the others."""
-        others = [streams[:, :, : self.active], streams[:, :, self.active + 1 :]]
-        return streams[:, :, self.active], ops.concatenate(others, axis=2)
+        return streams[:, :, 0], streams[:, :, 1:]
 
     def compute_output_spec(self, _, stream, others, *more):
         shapes = stream.shape, others.shape
@@ -123,20 +113,19 @@ class CorrectStreams(_Streams):
         return self.parted(change + self.joined(stream, others))
 
 
-class AddToStreams(_Streams):
+class AddToStreams(layers.Layer):
     """Add something to all streams but the first.
 
     Call arguments:
         made: float[batch, time, hidden_dim].
-        stream: float[batch, time, hidden_dim], the active one.
         others: float[batch, time, others, hidden_dim].
     """
 
-    def call(self, made, stream, others):
-        if self.active == 0:
-            return stream, others + made[:, :, None]
-        first, rest = others[:, :, :1], others[:, :, 1:]
-        return stream + made, ops.concatenate([first, rest + made[:, :, None]], axis=2)
+    def call(self, made, others):
+        return others + made[:, :, None]
+
+    def compute_output_spec(self, made, others):
+        return keras.KerasTensor(others.shape, self.compute_dtype)
 
 
 class Tanh(layers.Layer):

@@ -48,9 +48,8 @@ from backbone_surgery.opening.site import Site
 def open_block(block, stream, padding_mask, positions, lends=False, **further):
     """Spell out one block; `shared_kv` in `further` is the keys and values of an earlier one."""
     policy, altup = block.dtype_policy, block.altup
-    settings = {"active": altup.altup_active_idx, "dtype": policy}
     weights = altup.prediction_coefs(_route(altup, stream, "prediction"))
-    predict = PredictStreams(**settings, name="predicted_streams")
+    predict = PredictStreams(dtype=policy, name="predicted_streams")
     stream, others = predict(weights, stream, further["other_streams"])
     x = Site("attention_norm")(block.input_layernorm(stream))
     attended, lent = _attend(block, x, padding_mask, positions, lends, further.get("shared_kv"))
@@ -61,10 +60,10 @@ def open_block(block, stream, padding_mask, positions, lends=False, **further):
     x = _mlp(block, Site("mlp_norm")(block.pre_feedforward_layernorm(residual)))
     made = layers.Add(dtype=policy, name="mlp_residual")([residual, x])
     weights = altup.correction_coefs(_route(altup, made, "correction"))
-    correct = CorrectStreams(**settings, name="corrected_streams")
+    correct = CorrectStreams(dtype=policy, name="corrected_streams")
     stream, others = correct(weights, stream, others, made)
     made = _per_layer(block, stream, further["per_layer_input"])
-    stream, others = AddToStreams(**settings, name="per_layer_residual")(made, stream, others)
+    others = AddToStreams(dtype=policy, name="per_layer_residual")(made, others)
     return stream, others, *(lent if lends else ())
 
 
@@ -172,12 +171,9 @@ def spell_embeddings(layer, _, inputs):
 
 def spell_model(model, run_block, input_ids, padding_mask, embedded, per_layer_inputs):
     """Spell out what runs the blocks: streams made of the embeddings, and one made of them."""
-    policy, active = model.dtype_policy, model.altup_active_idx
-    first = Site("embeddings")(embedded)
-    streams = [first]
-    for projection in model.altup_projections:
-        streams.append(_project(projection, first, first, policy))
-    x = streams.pop(active)
+    policy = model.dtype_policy
+    x = Site("embeddings")(embedded)
+    streams = [_project(projection, x, x, policy) for projection in model.altup_projections]
     others = Site("other_streams")(StackStreams(dtype=policy, name="stacked_streams")(*streams))
     shared_from = _shared_from(model)
     lenders = {kind: i for i, kind in enumerate(model.layer_types[:shared_from])}
@@ -195,10 +191,9 @@ def spell_model(model, run_block, input_ids, padding_mask, embedded, per_layer_i
             lent[kind] = tuple(kept)
     count = model.altup_num_inputs - 1
     streams = [TakeStream(i, dtype=policy, name=f"stream_{i}")(others) for i in range(count)]
-    streams.insert(active, x)
-    for i, projection in enumerate(model.altup_unembed_projections, 1):
-        streams[i] = _project(projection, streams[i], streams[0], policy)
-    return model.final_normalization(MeanStream(dtype=policy, name="mean_stream")(*streams))
+    pairs = zip(model.altup_unembed_projections, streams, strict=True)
+    streams = [_project(projection, stream, x, policy) for projection, stream in pairs]
+    return model.final_normalization(MeanStream(dtype=policy, name="mean_stream")(x, *streams))
 
 
 def _project(projection, x, other, policy):

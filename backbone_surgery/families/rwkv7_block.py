@@ -29,11 +29,15 @@ class _Mixer:
         padding_mask: int[batch, time].
         policy: dtype policy of the block.
         name: of the layer that looks at the token before.
+        both: whether padding is zeros of the token before, too, as KerasHub has it in attention.
     """
 
-    def __init__(self, x, padding_mask, policy, name) -> None:
+    def __init__(self, x, padding_mask, policy, name, both=False) -> None:
         self.x = Masked(dtype=policy, name=f"{name}_input")(x, padding_mask)
         self.previous, self.policy = TokenShift(dtype=policy, name=name)(x, padding_mask), policy
+        if both:
+            masked = Masked(dtype=policy, name=f"{name}_masked")
+            self.previous = masked(self.previous, padding_mask)
 
     def __call__(self, name: str, share: keras.Variable):
         return TokenMix(share, dtype=self.policy, name=f"{name}_mix")(self.x, self.previous)
@@ -41,9 +45,7 @@ class _Mixer:
 
 def _time_mix(layer, x, padding_mask, first_values, policy):
     """Spell out the recurrence, from its input to its output projection, and return its value."""
-    mixed = _Mixer(x, padding_mask, policy, "attention_shift")
-    masked = Masked(dtype=policy, name="attention_shift_masked")
-    mixed.previous = masked(mixed.previous, padding_mask)
+    mixed = _Mixer(x, padding_mask, policy, "attention_shift", both=True)
 
     def heads(name, x):
         return SplitHeads(layer.head_size, dtype=policy, name=f"{name}_heads")(x)

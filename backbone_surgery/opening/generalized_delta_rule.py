@@ -10,6 +10,7 @@ from keras import ops
 
 from backbone_surgery import target
 from backbone_surgery.opening.recurrence import (
+    Memory,
     inverse_of,
     latest,
     log_of_decay,
@@ -57,11 +58,10 @@ class TokenShift(keras.layers.Layer):
         return inputs[:, :-1], latest(inputs, padding_mask, 1)
 
 
-class _GeneralizedDeltaRule(keras.layers.Layer):
-    """What the rule and its two halves share. All of it is computed in float32."""
+class _GeneralizedDeltaRule(Memory):
+    """What the rule and its first half share."""
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(autocast=False, **kwargs)
+    taken = 6
 
     def steps(self, key, value, decay, removed_key, write_strength, padding_mask):
         """Return for each token, in float32, its key, its value, and so on; see `_step`."""
@@ -74,15 +74,6 @@ class _GeneralizedDeltaRule(keras.layers.Layer):
             -removed,
             removed * ops.cast(write_strength, "float32"),
         )
-
-    def before(self, key, value):
-        """Return the state before the first token."""
-        return ops.zeros((ops.shape(key)[0], *sizes_of(key, value)), "float32")
-
-    def state_specs(self, *args):
-        """Return the state: float32[batch, heads, key_dim, value_dim]."""
-        key, value = args[-6:-4]
-        return [StateSpec("state", (None, *sizes_of(key, value)), "float32", head_axis=1)]
 
 
 class GeneralizedDeltaRule(_GeneralizedDeltaRule):

@@ -75,11 +75,32 @@ class CausalConvolution(keras.layers.Layer):
         return ops.cast(sum(parts), x.dtype), latest(inputs, padding_mask, len(parts) - 1)
 
 
-class _DeltaRule(keras.layers.Layer):
-    """What the gated delta rule and its two halves share. All of it is computed in float32."""
+class Memory(keras.layers.Layer):
+    """A memory from keys to values, one for each head. All of it is computed in float32.
+
+    Attributes:
+        taken: how many arguments change it, the last ones of a call; key and value are the first.
+    """
+
+    taken: int
 
     def __init__(self, **kwargs) -> None:
         super().__init__(autocast=False, **kwargs)
+
+    def before(self, key, value):
+        """Return the state before the first token."""
+        return ops.zeros((ops.shape(key)[0], *sizes_of(key, value)), "float32")
+
+    def state_specs(self, *args):
+        """Return the state: float32[batch, heads, key_dim, value_dim]."""
+        key, value = args[-self.taken :][:2]
+        return [StateSpec("state", (None, *sizes_of(key, value)), "float32", head_axis=1)]
+
+
+class _DeltaRule(Memory):
+    """What the gated delta rule and its two halves share."""
+
+    taken = 5
 
     def query_heads(self, query, groups):
         """Return queries of length 1 / sqrt(key_dim), one for each value head."""
@@ -94,15 +115,6 @@ class _DeltaRule(keras.layers.Layer):
             log_of_decay(decay) * is_token,
             ops.cast(write_strength, "float32") * is_token,
         )
-
-    def before(self, key, value):
-        """Return the state before the first token."""
-        return ops.zeros((ops.shape(key)[0], *sizes_of(key, value)), "float32")
-
-    def state_specs(self, *args):
-        """Return the state: float32[batch, heads, key_dim, value_dim]."""
-        key, value = args[-5:-3]
-        return [StateSpec("state", (None, *sizes_of(key, value)), "float32", head_axis=1)]
 
 
 class DeltaRule(_DeltaRule):

@@ -1,6 +1,5 @@
 """Linear attention: the delta rule in chunks against token by token, its sites, and its padding."""
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from backbone_surgery.opening.recurrence import CausalConvolution, DeltaRule
 from backbone_surgery.opening.site import places
 from tests.families import ROWS
 from tests.helpers import relative
+from tests.opening.rules import check_gradients, run_pieces
 from tests.recording import recorded
 from tests.reference import run_chunks, tokens
 
@@ -75,30 +75,14 @@ def test_the_delta_rule_in_chunks_is_that_of_each_token(time, padding, rng, plat
     wanted, _ = by_hand(*arguments.values())
     rule = DeltaRule(name="rule")
     assert relative(rule(**arguments), wanted) <= EXACT
-    state, parts = {"state": np.zeros((2, 4, 6, 5), "float32")}, []
-    for start, stop in ((0, time // 2), (time // 2, time // 2 + 1), (time // 2 + 1, time)):
-        piece = {k: ops.convert_to_tensor(v[:, start:stop]) for k, v in arguments.items()}
-        if stop > start:
-            read, state = rule.call_with_state(**piece, state=state)
-            parts.append(np.asarray(read))
-    assert relative(np.concatenate(parts, 1), wanted) <= EXACT
-    assert relative(state["state"], by_hand(*arguments.values())[1][:, -1]) <= EXACT
+    read, state = run_pieces(rule, arguments, (2, 4, 6, 5))
+    assert relative(read, wanted) <= EXACT
+    assert relative(state, by_hand(*arguments.values())[1][:, -1]) <= EXACT
 
 
 @pytest.mark.slow
 def test_gradients_of_one_token_after_the_other_are_those_of_many_at_once(rng):
-    arguments = make_arguments(rng, 150, 20)
-    rule, names = DeltaRule(name="rule"), [*GATES]
-
-    def total(*given):
-        return ops.sum(ops.square(rule(**{**arguments, **dict(zip(names, given, strict=True))})))
-
-    found = []
-    for platform in ("cpu", "gpu"):
-        with target.made_for(platform):
-            found.append(jax.grad(total, range(len(names)))(*(arguments[n] for n in names)))
-    for one, many in zip(*found, strict=True):
-        assert relative(one, many) <= 1e-5
+    check_gradients(DeltaRule(name="rule"), make_arguments(rng, 150, 20))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """RWKV-7: its recurrence against NumPy, its task against KerasHub's, what its blocks hand on."""
 
-import jax
 import keras
 import keras_hub
 import numpy as np
@@ -12,6 +11,7 @@ from backbone_surgery import target
 from backbone_surgery.opening.generalized_delta_rule import GeneralizedDeltaRule, TokenShift
 from tests.families import ROWS
 from tests.helpers import ragged, relative
+from tests.opening.rules import check_gradients, run_pieces
 from tests.reference import run_chunks, tokens
 
 EXACT = 3e-6
@@ -56,18 +56,7 @@ def platform(request):
 
 @slow
 def test_gradients_of_one_token_after_the_other_are_those_of_many_at_once(rng):
-    arguments = make_arguments(rng, 50, 20)
-    rule, names = GeneralizedDeltaRule(name="rule"), NAMES[:-1]
-
-    def total(*given):
-        return ops.sum(ops.square(rule(**{**arguments, **dict(zip(names, given, strict=True))})))
-
-    found = []
-    for platform in ("cpu", "gpu"):
-        with target.made_for(platform):
-            found.append(jax.grad(total, range(len(names)))(*(arguments[n] for n in names)))
-    for one, many in zip(*found, strict=True):
-        assert relative(one, many) <= 1e-5
+    check_gradients(GeneralizedDeltaRule(name="rule"), make_arguments(rng, 50, 20))
 
 
 @pytest.mark.parametrize(
@@ -78,14 +67,9 @@ def test_the_rule_in_chunks_is_that_of_each_token(time, padding, rng, platform):
     wanted, states = by_hand(*arguments.values())
     rule = GeneralizedDeltaRule(name="rule")
     assert relative(rule(**arguments), wanted) <= EXACT
-    state, parts = {"state": np.zeros((2, 3, 6, 5), "float32")}, []
-    for start, stop in ((0, time // 2), (time // 2, time // 2 + 1), (time // 2 + 1, time)):
-        piece = {k: ops.convert_to_tensor(v[:, start:stop]) for k, v in arguments.items()}
-        if stop > start:
-            read, state = rule.call_with_state(**piece, state=state)
-            parts.append(np.asarray(read))
-    assert relative(np.concatenate(parts, 1), wanted) <= EXACT
-    assert relative(state["state"], states[:, -1]) <= EXACT
+    read, state = run_pieces(rule, arguments, (2, 3, 6, 5))
+    assert relative(read, wanted) <= EXACT
+    assert relative(state, states[:, -1]) <= EXACT
 
 
 def test_padding_leaves_the_state_bit_equal(rng):

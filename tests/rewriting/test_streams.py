@@ -1,6 +1,6 @@
 """Blocks between which several streams of hidden states go, edited as whole blocks.
 
-Gemma 3n with five blocks and three streams, of which the second is the active one: block 3 borrows
+Gemma 3n with five blocks and three streams, of which the first is the active one: block 3 borrows
 keys and values from block 1, and block 4 from block 2. KerasHub's own loop runs other lists of
 blocks here.
 """
