@@ -15,6 +15,7 @@ from backbone_surgery.analysis.direct import DirectLogitAttribution, direct_logi
 from backbone_surgery.analysis.edges import Edges, edge_attribution, edge_patching
 from backbone_surgery.analysis.logit_lens import LogitLens, logit_lens
 from backbone_surgery.analysis.patch_grid import PatchGrid, patch_grid
+from backbone_surgery.byte_pairs import repair_tokenizer
 from backbone_surgery.caching.cache import new_cache
 from backbone_surgery.caching.check import CheckReport, check
 from backbone_surgery.caching.model import BackboneWithCache
@@ -190,6 +191,7 @@ __all__ = [
     "plot_lens",
     "plot_model",
     "register_family",
+    "repair_tokenizer",
     "rewire",
     "rewrite_nested",
     "save_peft",

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from backbone_surgery import graph, hosts, hugging_face
+from backbone_surgery import byte_pairs, graph, hosts, hugging_face
 from backbone_surgery.bundled import bundled_models
 from backbone_surgery.errors import SurgeryError, WeightMismatchError, closest
 from backbone_surgery.files import as_path
@@ -67,10 +67,10 @@ def load_preset(preset: str, load_weights: bool = True, **kwargs: Any) -> tuple[
         SurgeryError: there is no such folder, or it lacks `config.json` or a tokenizer file.
     """
     path = preset_path(preset)
-    _loader(preset, path)
+    loader = _loader(preset, path)
     files = [(Path(path) / name).is_file() for name in _TOKENIZER_FILES]
     has_tokenizer = any(files) or not Path(path).is_dir()
-    preprocessor = _load_preprocessor(preset, path) if has_tokenizer else None
+    preprocessor = _load_preprocessor(preset, path, loader) if has_tokenizer else None
     return load_backbone(preset, load_weights=load_weights, **kwargs), preprocessor
 
 
@@ -135,7 +135,7 @@ def _loader(preset: str, path: str) -> Any:
     _check_there(preset, path)
     try:
         with _in_words(preset):
-            return graph.get_preset_loader(path)
+            return hugging_face.find_loader(path)
     except SurgeryError:
         raise
     except ValueError as error:
@@ -232,15 +232,17 @@ def _weights_file(preset: str, path: str) -> Path:
     )
 
 
-def _load_preprocessor(preset: str, path: str) -> Any:
+def _load_preprocessor(preset: str, path: str, loader: Any) -> Any:
     try:
         with _in_words(preset):
-            return keras_hub.models.CausalLMPreprocessor.from_preset(path)
+            preprocessor = hugging_face.load_preprocessor(loader)
+        pipeline = byte_pairs.load_pipeline(path, hugging_face.is_hugging_face(loader))
+        byte_pairs.repair(preprocessor.tokenizer, pipeline)
+        return preprocessor
     except FileNotFoundError as error:
         raise SurgeryError(
             f"from_preset at '{preset}': expected the tokenizer files that KerasHub reads for this "
             f"architecture. Received a folder where {error} Recent `transformers` save only "
-            "`tokenizer.json`: `tokenizer.backend_tokenizer.model.save(folder)` writes "
-            "`vocab.json` and `merges.txt`; a `tokenizer.model` is copied from the original. To go "
-            "without a preprocessor, remove the tokenizer files."
+            "`tokenizer.json`: a `tokenizer.model` is copied from the original. To go without a "
+            "preprocessor, remove the tokenizer files."
         ) from error

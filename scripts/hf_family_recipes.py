@@ -176,6 +176,16 @@ RECIPES = {
         ),
         embedding_scale=0.1,
     ),
+    "pythia": Recipe(
+        make_config(
+            "gpt_neox",
+            rope_parameters=rope(1000.0, partial_rotary_factor=0.25),
+            hidden_act="gelu",
+            tie_word_embeddings=False,
+        ),
+        matters=({"hidden_act": "gelu_new"}, {"use_parallel_residual": False}),
+        embedding_scale=0.1,
+    ),
     "bloom": Recipe(
         make_config("bloom", hidden_size=36, num_hidden_layers=2, num_attention_heads=6),
         embedding_scale=0.1,

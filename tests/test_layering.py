@@ -28,7 +28,7 @@ ORDER = [
     "families",
     "rewriting",
     "caching",
-    "hugging_face_settings",
+    "byte_pairs",
     "hugging_face",
     "presets",
     "meshes",

@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 import keras_hub
+from keras_hub.src.models.gpt_neo_x.gpt_neo_x_decoder import GPTNeoXDecoder
+from keras_hub.src.utils.keras_utils import gelu_approximate
 
 
 @keras.saving.register_keras_serializable("backbone_surgery")
@@ -51,6 +53,91 @@ class Gemma3Backbone(keras_hub.models.Gemma3Backbone):
         _hand_on_scale(self)
 
 
+@keras.saving.register_keras_serializable("backbone_surgery")
+class GPTNeoXBackbone(keras_hub.models.GPTNeoXBackbone):
+    """GPT-NeoX with the exact GELU and a head of its own, as Pythia has; KerasHub has neither.
+
+    Args:
+        activation: of the MLPs: "gelu" is exact, and "gelu_approximate" is KerasHub's own.
+        tie_word_embeddings: whether the head is the table of tokens.
+        **kwargs: see `keras_hub.models.GPTNeoXBackbone`.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        num_layers: int,
+        hidden_dim: int,
+        activation: str = "gelu",
+        tie_word_embeddings: bool = False,
+        dtype: Any = None,
+        name: str | None = None,
+        trainable: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        kwargs = {"dropout": 0.0, **_NEO_X, **kwargs}
+        epsilon = kwargs["layer_norm_epsilon"]
+        self.token_embedding = keras_hub.layers.ReversibleEmbedding(
+            vocabulary_size,
+            hidden_dim,
+            tie_weights=tie_word_embeddings,
+            embeddings_initializer=_small(0.01),
+            dtype=dtype,
+            name="token_embedding",
+        )
+        self.embeddings_dropout = keras.layers.Dropout(
+            kwargs["dropout"], dtype=dtype, name="embeddings_dropout"
+        )
+        self.transformer_layers = [
+            GPTNeoXDecoder(
+                activation=_ACTIVATIONS[activation],
+                kernel_initializer=_small(0.02),
+                dtype=dtype,
+                name=f"transformer_layer_{i}",
+                **kwargs,
+            )
+            for i in range(num_layers)
+        ]
+        self.layer_norm = keras.layers.LayerNormalization(
+            epsilon=epsilon, dtype=dtype, name="layer_norm"
+        )
+        ids, mask = (keras.Input((None,), dtype="int32", name=x) for x in _INPUTS)
+        x = self.embeddings_dropout(self.token_embedding(ids))
+        for block in self.transformer_layers:
+            x = block(x, decoder_padding_mask=mask)
+        super(keras_hub.models.GPTNeoXBackbone, self).__init__(
+            inputs=dict(zip(_INPUTS, (ids, mask), strict=True)),
+            outputs=self.layer_norm(x),
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+        self.vocabulary_size, self.num_layers = vocabulary_size, num_layers
+        self.hidden_dim, self.activation = hidden_dim, activation
+        self.tie_word_embeddings = tie_word_embeddings
+        for key, value in kwargs.items():
+            setattr(self, key, value)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the config, with the activation, and whether the head is tied."""
+        own = {"activation": self.activation, "tie_word_embeddings": self.tie_word_embeddings}
+        return {**super().get_config(), **own}
+
+
+_ACTIVATIONS = {"gelu": keras.activations.gelu, "gelu_approximate": gelu_approximate}
+_INPUTS = ("token_ids", "padding_mask")
+_NEO_X = {
+    "rotary_percentage": 0.25,
+    "rotary_max_wavelength": 10000,
+    "layer_norm_epsilon": 1e-5,
+    "max_sequence_length": 512,
+}
+
+
+def _small(stddev: float) -> keras.initializers.Initializer:
+    return keras.initializers.RandomNormal(stddev=stddev)
+
+
 def _hand_on_scale(backbone: Any) -> None:
     """Tell the attention of each block, which KerasHub leaves at True."""
     for block in backbone.transformer_layers:
@@ -69,6 +156,12 @@ def maker(kind: str, text: Mapping[str, Any], usual: type) -> Callable[..., kera
         types = text["layer_types"]
         if types != ["sliding_attention" if i % 2 else "full_attention" for i in range(len(types))]:
             return partial(GptOssBackbone, layer_types=types)
+    if kind == "gpt_neox":
+        tied = bool(text.get("tie_word_embeddings", False))
+        exact = text.get("hidden_act", "gelu") == "gelu"
+        activation = "gelu" if exact else "gelu_approximate"
+        if exact or not tied:
+            return partial(GPTNeoXBackbone, activation=activation, tie_word_embeddings=tied)
     if kind in ("gemma2", "gemma3_text") and text["query_pre_attn_scalar"] != text["head_dim"]:
         return GemmaBackbone if kind == "gemma2" else Gemma3Backbone
     return usual

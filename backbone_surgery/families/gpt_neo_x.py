@@ -5,8 +5,8 @@ not generate what its backbone computes. Here cached and uncached decoding are t
 the backbone.
 
 In training, KerasHub drops nothing of what the MLP gives, unlike Hugging Face; neither is anything
-dropped here. KerasHub has a tied head alone and cannot load the checkpoints of Hugging Face, such
-as Pythia's. `enable_lora` finds no layers by itself: pass
+dropped here. KerasHub has a tied head and the approximate GELU alone; `as_in_hugging_face` has what
+Pythia needs. `enable_lora` finds no layers by itself: pass
 `target_layer_names=["query_key_value"]`.
 """
 

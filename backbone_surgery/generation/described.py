@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from backbone_surgery import target
+from backbone_surgery.byte_pairs import pipeline_of
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.opening.placement import placement_of
 from backbone_surgery.presets import preset_of
@@ -67,6 +68,7 @@ def tokenizer_digest(preprocessor: Any) -> str | None:
         list(getattr(tokenizer, "merges", None) or ()),
         [getattr(tokenizer, name, None) for name in _SPECIAL],
         sorted(getattr(tokenizer, "special_token_ids", ())),
+        pipeline_of(tokenizer),
     ]
     total = hashlib.sha256(json.dumps(parts, default=repr, sort_keys=True).encode())
     total.update(getattr(tokenizer, "proto", None) or b"")  # of SentencePiece

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from backbone_surgery import byte_pairs
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation import chat
 from backbone_surgery.opening.model import EditedBackbone
@@ -119,7 +120,25 @@ class Presets:
     def _save_text(self, folder: Path) -> None:
         if self.preprocessor is not None:
             self.preprocessor.save_to_preset(str(folder))
+            byte_pairs.save_pipeline(self.preprocessor.tokenizer, folder)
             chat.save_chat(self.preprocessor, folder)
+
+    def get_config(self) -> dict[str, Any]:
+        """As upstream, and what the tokenizer was repaired with, for archives of Keras."""
+        config = super().get_config()  # type: ignore[misc]
+        tokenizer = getattr(self.preprocessor, "tokenizer", None)
+        pipeline = None if tokenizer is None else byte_pairs.pipeline_of(tokenizer)
+        return config if pipeline is None else {**config, "tokenizer_pipeline": pipeline}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """As upstream, with the tokenizer repaired as it was."""
+        config = dict(config)
+        pipeline = config.pop("tokenizer_pipeline", None)
+        lm = super().from_config(config)  # type: ignore[misc]
+        if pipeline is not None:
+            byte_pairs.repair(lm.preprocessor.tokenizer, pipeline)
+        return lm
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Save as Keras does, which cannot save an edit: `save_to_preset` can.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from backbone_surgery.byte_pairs import warn_of_words
 from backbone_surgery.errors import SurgeryError, shown, shown_array
 from backbone_surgery.generation.chat import ChatPrompt, chat_ids
 from backbone_surgery.numbers import read_array, read_mask
@@ -141,6 +142,7 @@ def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
             f"{operation} at 'inputs': expected text that the tokenizer can read. Received "
             f"{shown(texts)}: {type(error).__name__}, {error}. Pass other text."
         ) from error
+    warn_of_words(preprocessor.tokenizer, texts, tokens)
     if "predict_token_ids" in packed:  # RWKV-7's hands the last token over by itself
         whole = [np.asarray(row) for row in tokens]
     else:

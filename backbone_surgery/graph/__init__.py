@@ -4,12 +4,16 @@ from backbone_surgery.graph.building import building
 from backbone_surgery.graph.calibrating import calibrating, is_chosen
 from backbone_surgery.graph.hoisting import hoist
 from backbone_surgery.graph.hub_private import (
+    OpenLoader,
     SafetensorLoader,
     check_file_exists,
+    find_subclass,
+    get_file,
     get_preset_loader,
     jax_memory_cleanup,
     load_json,
 )
+from backbone_surgery.graph.hub_tokenizer import use_backend
 from backbone_surgery.graph.keras_private import (
     LISTS_OF_LAYERS,
     array_of,
@@ -64,6 +68,7 @@ __all__ = [
     "KEEP",
     "LISTS_OF_LAYERS",
     "CloneFn",
+    "OpenLoader",
     "SafetensorLoader",
     "Stage",
     "Stages",
@@ -78,6 +83,8 @@ __all__ = [
     "clone_layer_graph",
     "connect",
     "drop_kernel",
+    "find_subclass",
+    "get_file",
     "get_preset_loader",
     "graph_nodes",
     "hoist",
@@ -109,6 +116,7 @@ __all__ = [
     "sublayers",
     "topological_nodes",
     "untracked",
+    "use_backend",
     "values_as_assigned",
     "variables_of",
     "visited_node",

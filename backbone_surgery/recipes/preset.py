@@ -22,7 +22,7 @@ FOLDER = "recipe"
 _OURS = re.compile(
     r"(config|metadata|task|preprocessor|tokenizer)\.json|(model|task)(_\d+)?\.weights\.(h5|json)"
     r"|assets/tokenizer/(vocabulary\.(json|spm)|merges\.txt)"
-    r"|(tokenizer|generation)_config\.json|chat_template\.jinja"
+    r"|(tokenizer|generation)_config\.json|chat_template\.jinja|tokenizer_pipeline\.json"
     rf"|{FOLDER}/(recipe\.json|deltas-[0-9a-f]{{16}}\.safetensors)"
 )
 

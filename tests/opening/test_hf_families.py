@@ -1,15 +1,14 @@
 """Every family: logits and greedy text equal those of Hugging Face `transformers`.
 
 The models and the expected values were made by `scripts/make_hf_family_fixtures.py`, whose recipes
-say what each of them has. KerasHub's own converters load them; BLOOM, Falcon, GPT-NeoX, OPT and
-Phi-3 have none, and that of Gemma 3n takes no model of text alone, so there `hf_weights.py` copies
-the weights by name. This is left out:
+say what each of them has. KerasHub's own converters load them, or ours; Phi-3 has none, so there
+`hf_weights.py` copies the weights by name. This is left out:
 
 | model | left out, since KerasHub has it otherwise |
 |---|---|
-| Falcon, GPT-NeoX, OPT | variants that KerasHub has not: Falcon 7B, Pythia's head, OPT-350m |
+| Falcon, GPT-NeoX, OPT | variants that KerasHub has not: Falcon 7B, OPT-350m |
 | Falcon | 6 heads: `transformers` rounds the slopes of ALiBi to bfloat16 |
-| GPT-NeoX | exact GELU, as in Pythia: KerasHub has the approximation |
+| GPT-NeoX | attention and MLP one after the other: KerasHub has them side by side |
 | Llama | a head size of its own, biases: the backbone has none |
 | Mixtral | a head size of its own: the converter passes none |
 | Phi-3 | texts longer than what the short frequencies are for: refused |

@@ -157,9 +157,10 @@ def test_folder_that_does_not_exist_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("hf_gpt2", "merges.txt"), ("hf_gemma", "tokenizer.model")]
+    ("name", "file", "other"),
+    [("hf_gpt2", "merges.txt", "tokenizer.json"), ("hf_gemma", "tokenizer.model", "merges.txt")],
 )
-def test_folder_with_half_a_tokenizer_is_refused(name, file, tmp_path):
-    folder = copy(name, tmp_path, without=[file])
+def test_folder_with_half_a_tokenizer_is_refused(name, file, other, tmp_path):
+    folder = copy(name, tmp_path, without=[file, other])
     with pytest.raises(bs.SurgeryError, match=rf"Received a folder where `{file}` doesn't exist"):
         bs.CachedCausalLM.from_preset(str(folder))

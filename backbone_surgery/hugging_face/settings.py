@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from backbone_surgery.errors import SurgeryError, shown
-
-Config = dict[str, Any]
+from backbone_surgery.hugging_face.defaults import YARN, Config, every, wide_heads
 
 _SILU = {"hidden_act": ("silu", "swish")}
 _GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -37,10 +36,40 @@ SETTINGS: dict[str, dict[str, tuple]] = {
         "use_bidirectional_attention": (False,),
         "use_query_key_norm": (True,),
     },
+    "gemma3n_text": {
+        "hidden_activation": _GELU,
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (False,),
+        **_TIED,
+    },
     "gemma4_text": {
         "hidden_activation": _GELU,
         "attn_logit_softcapping": (),
         "use_bidirectional_attention": ("vision", False),
+    },
+    "bloom": {"apply_residual_connection_post_layernorm": (False,), **_TIED},
+    "falcon": {
+        "alibi": (True,),
+        "bias": (True,),
+        "new_decoder_architecture": (False,),
+        "multi_query": (False,),
+        "parallel_attn": (False,),
+        "activation": ("gelu",),
+        "layer_norm_epsilon": (1e-5,),
+        **_TIED,
+    },
+    "gpt_neox": {
+        "hidden_act": ("gelu", *_GELU),
+        "use_parallel_residual": (True,),
+        "attention_bias": (True,),
+    },
+    "opt": {
+        "activation_function": ("relu",),
+        "do_layer_norm_before": (True,),
+        "enable_bias": (True,),
+        "layer_norm_elementwise_affine": (True,),
+        "_remove_final_layer_norm": (False,),
+        **_TIED,
     },
     "gpt_oss": {
         "swiglu_alpha": (1.702,),
@@ -70,14 +99,6 @@ SETTINGS: dict[str, dict[str, tuple]] = {
 
 _HEADS_SHARE_WIDTH = ("llama", "mixtral", "qwen2", "qwen2_moe", "smollm3")
 
-_WITH_IMAGES = {
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
-"""The model type of the text, where a model takes images too."""
-
 _FREQUENCIES = {
     "gpt_oss": ("yarn",),
     "llama": ("llama3",),
@@ -87,15 +108,6 @@ _FREQUENCIES = {
 }
 """The types of rotary frequencies that the converters know, beside the default."""
 
-_YARN = {
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
-"""Of GPT-OSS: what `transformers` takes where a config says nothing of rotary positions."""
-
 _WAVELENGTHS = {
     "gemma": {"": 1e4},
     "gemma2": {"": 1e4},
@@ -103,152 +115,11 @@ _WAVELENGTHS = {
 }
 """Of rotary positions, where the backbone has no other, by the type of block."""
 
-_TURNED_IN_PART = ("gemma4_text", "qwen3_5_moe_text", "qwen3_5_text")
+_TURNED_IN_PART = ("gemma4_text", "gpt_neox", "qwen3_5_moe_text", "qwen3_5_text")
 """Model types that rotate a part of each head, in some blocks."""
 
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 """Of how many blocks the last attends to all tokens."""
-
-_EPSILON, _THETA = {"rms_norm_eps": 1e-6}, {"rope_theta": 1e4}
-_WIDE = {"use_sliding_window": False, "sliding_window": 4096}
-_BALANCE = {"decoder_sparse_step": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
-_LEFT_OUT: dict[str, Config] = {
-    "gemma2": {
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-    },
-    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
-    "gemma4_text": {
-        "global_head_dim": 512,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1e6,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "gpt2": {"resid_pdrop": 0.1},
-    "gpt_oss": {"rope_theta": 150_000.0},
-    "llama": {**_EPSILON, **_THETA, "tie_word_embeddings": False},
-    "mistral": {**_EPSILON, **_THETA},
-    "mixtral": {
-        "num_experts_per_tok": 2,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-    },
-    "qwen2": {**_EPSILON, **_THETA, **_WIDE, "tie_word_embeddings": False},
-    "qwen2_moe": {
-        **_EPSILON,
-        **_THETA,
-        **_WIDE,
-        **_BALANCE,
-        "num_experts_per_tok": 4,
-        "output_router_logits": False,
-    },
-    "qwen3": {**_EPSILON, **_THETA, **_WIDE, "tie_word_embeddings": False},
-    "qwen3_5_moe_text": {**_EPSILON, "linear_conv_kernel_dim": 4},
-    "qwen3_5_text": {**_EPSILON, "linear_conv_kernel_dim": 4},
-    "qwen3_moe": {**_EPSILON, **_THETA, **_BALANCE, "sliding_window": None},
-    "smollm3": {
-        **_EPSILON,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "rope_theta": 2e6,
-    },
-}
-"""What `transformers` takes where a published `config.json` says nothing and converters stop."""
-
-_NULL_IS_NONE = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
-"""Settings of these for which null is no default, but means that there is none."""
-
-_ALIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
-"""Where no number of heads of keys is one for each head of queries."""
-
-
-def text_of(config: Config) -> tuple[str, Config]:
-    """Return the model type and the settings of the part that reads text."""
-    kind = config["model_type"]
-    if kind not in _WITH_IMAGES:
-        return kind, config
-    return _WITH_IMAGES[kind], {**config, **(config.get("text_config") or {})}
-
-
-def filled(config: Config) -> Config:
-    """Return a config with what `transformers` takes for settings that are not there, or null."""
-    kind = config["model_type"]
-    if kind in _WITH_IMAGES and config.get("text_config"):
-        text = {**config["text_config"], "model_type": _WITH_IMAGES[kind]}
-        tied = {"tie_word_embeddings": False} if kind.startswith("qwen") else {}
-        return {**tied, **config, "text_config": filled(text)}
-    taken = {**_LEFT_OUT.get(kind, {}), **_by_others(kind, config)}
-    replaced = {*taken, "rope_parameters"} - {*_NULL_IS_NONE}
-    given = {name: x for name, x in config.items() if x is not None or name not in replaced}
-    return {**taken, **given, **_instead(kind, {**taken, **given})}
-
-
-def _by_others(kind: str, config: Config) -> Config:
-    """Return what `transformers` takes for settings that are left out, by what others are."""
-    heads, number = config.get("num_attention_heads"), config.get("num_hidden_layers", 0)
-    taken: Config = {}
-    if kind == "gpt_oss":
-        taken = {"layer_types": _every(number, 2, "full_attention", "sliding_attention")}
-        if not (config.get("rope_parameters") or config.get("rope_scaling")):
-            taken["rope_scaling"] = {"rope_type": "yarn", **_YARN}
-        return taken
-    if kind == "qwen3_moe" and heads:
-        return {"head_dim": config["hidden_size"] // heads}
-    if kind == "gemma4_text":
-        types = _every(number, 6, "full_attention", "sliding_attention")
-        return {"layer_types": [*types[:-1], "full_attention"]}
-    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
-        period = config.get("full_attention_interval") or 4
-        return {"layer_types": _every(number, period, "full_attention", "linear_attention")}
-    if kind == "llama" or (kind in _ALIKE and "num_key_value_heads" in config):
-        taken["num_key_value_heads"] = heads
-    if kind == "smollm3":
-        period = config.get("no_rope_layer_interval") or 4
-        taken["no_rope_layers"] = _every(number, period, 0, 1)
-        taken["layer_types"] = ["full_attention"] * number
-    return taken
-
-
-def _every(number: int, period: int, last: Any, others: Any) -> list[Any]:
-    """Return one value for the last of each `period` blocks, and another one for the others."""
-    return [others if i % period else last for i in range(1, number + 1)]
-
-
-def _instead(kind: str, config: Config) -> Config:
-    """Return what takes the place of settings that `transformers` 5 writes in another way."""
-    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
-        usual = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
-        rotary = {name: config.get(name) or x for name, x in usual.items()}
-        return {"rope_parameters": {**rotary, **(config.get("rope_parameters") or {})}}
-    heads = _wide_heads(config) if kind == "gemma4_text" else None
-    if heads is None or config.get("per_layer_config") is None:
-        return {}
-    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    return {"global_head_dim": None, **{names[name]: value for name, value in heads.items()}}
-
-
-def _wide_heads(text: Config) -> Config | None:
-    """Return what `per_layer_config` says of the heads of all blocks that attend to all tokens.
-
-    It is `None` where it says anything else.
-    """
-    blocks = {int(i): x for i, x in (text.get("per_layer_config") or {}).items() if x}
-    full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
-    heads: Config = next(iter(blocks.values()), {})
-    known = set(heads) <= {"head_dim", "num_key_value_heads"}
-    alike = all(x == heads for x in blocks.values()) and (not blocks or sorted(blocks) == full)
-    return heads if known and alike else None
 
 
 def check_settings(preset: str, kind: str, text: Config) -> None:
@@ -278,7 +149,7 @@ def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
         yield "head_dim", (text["hidden_size"] // text["num_attention_heads"],)
     if kind in _PERIODS:
         period = _PERIODS[kind]
-        yield "layer_types", (_every(number, period, "full_attention", "sliding_attention"),)
+        yield "layer_types", (every(number, period, "full_attention", "sliding_attention"),)
         if text.get("layer_types") is None:  # else it counts for nothing
             yield "sliding_window_pattern", (period,)
         widths = (text["head_dim"], text["hidden_size"] // text.get("num_attention_heads", 8))
@@ -288,13 +159,17 @@ def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
     if kind in ("mistral", "smollm3"):
         is_windowed = kind == "mistral" and text.get("sliding_window") is not None
         yield "layer_types", ([f"{'sliding' if is_windowed else 'full'}_attention"] * number,)
-    if kind == "gemma4_text" and _wide_heads(text) is None:
+    if kind == "opt":
+        yield "word_embed_proj_dim", (text["hidden_size"],)
+    if kind in ("bloom", "gpt_neox"):
+        yield "attention_dropout", (text.get("hidden_dropout", 0.0),)
+    if kind == "gemma4_text" and wide_heads(text) is None:
         yield "per_layer_config", ()
 
 
 def _rotary_settings(kind: str, text: Config) -> Iterator[tuple[str, Any, tuple]]:
     """Yield settings of rotary positions, what each is, and what it may be."""
-    for block, rotary in _rotary(text).items():
+    for block, rotary in rotary_of(text).items():
         types = ("default", *_FREQUENCIES.get(kind, ()))
         if kind == "gemma4_text" and block != "sliding_attention":
             types = ("proportional",)
@@ -311,19 +186,19 @@ def _rotary_settings(kind: str, text: Config) -> Iterator[tuple[str, Any, tuple]
 
 def _yarn(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
     """Yield what `transformers` makes of the settings of YaRN, and what KerasHub's are."""
-    absent: Config = {**_YARN, "truncate": True}
+    absent: Config = {**YARN, "truncate": True}
     absent["original_max_position_embeddings"] = text.get("max_position_embeddings")
-    for name, wanted in _YARN.items():
+    for name, wanted in YARN.items():
         if name != "factor":
             given = rotary.get(name)
             yield name, absent[name] if given is None else given, (wanted,)
-    factor = rotary.get("factor") or _YARN["factor"]
+    factor = rotary.get("factor") or YARN["factor"]
     yield "attention_factor", rotary.get("attention_factor"), (0.1 * math.log(factor) + 1,)
     for name in ("mscale", "mscale_all_dim"):
         yield name, rotary.get(name), ()
 
 
-def _rotary(text: Config) -> dict[str, Config]:
+def rotary_of(text: Config) -> dict[str, Config]:
     """Return the parameters of rotary positions, by the type of block where they differ.
 
     `transformers` 5 saves all as `rope_parameters`, earlier releases each beside the others.
@@ -349,7 +224,7 @@ def respelled(kind: str, config: Config) -> Config:
     """Return a config with what `transformers` 5 saves under other names than converters read."""
     config = dict(config)
     if kind in ("gpt_oss", "llama"):
-        rotary = _rotary(config)[""]
+        rotary = rotary_of(config)[""]
         scaled = rotary.get("rope_type") in _FREQUENCIES[kind]
         most = {"original_max_position_embeddings": config.get("max_position_embeddings")}
         config["rope_scaling"] = {**most, **rotary} if scaled else None

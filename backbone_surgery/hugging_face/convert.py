@@ -7,34 +7,37 @@ weights that nothing has read. Seen in KerasHub 0.32 and `transformers` 5.24.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
+import keras_hub
 import numpy as np
 import safetensors
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.families.as_in_hugging_face import maker
-from backbone_surgery.hugging_face_settings import (
+from backbone_surgery.hugging_face.converters import CONVERTERS, byte_pairs
+from backbone_surgery.hugging_face.defaults import filled, text_of
+from backbone_surgery.hugging_face.files import FilesOfFloatExperts, TensorFiles
+from backbone_surgery.hugging_face.settings import (
     SETTINGS,
     check_settings,
-    filled,
     further,
     is_tied,
     respelled,
-    text_of,
 )
 
 _NO_WEIGHTS = re.compile(
-    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"  # made anew, not learned
+    r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$"  # made anew, not learned
     r"|(^|\.)(mtp|vision|visual|audio|embed_vision|embed_audio|multi_modal)"  # not of the text
 )
 
 
 _FILES = ("model.safetensors", "model.safetensors.index.json")
+_TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 def is_hugging_face(loader: Any) -> bool:
@@ -42,6 +45,47 @@ def is_hugging_face(loader: Any) -> bool:
     config = loader.config
     is_keras = "registered_name" in config or "model_type" not in config
     return not is_keras and text_of(config)[0] in SETTINGS
+
+
+def find_loader(path: str) -> Any:
+    """Return KerasHub's loader of a preset or of a model of Hugging Face, with our converters.
+
+    Raises:
+        ValueError: neither KerasHub nor this library converts a model of its type.
+    """
+    try:
+        loader = graph.get_preset_loader(path)
+    except ValueError:  # KerasHub has no converter
+        loader = graph.OpenLoader(path, graph.load_json(path))
+        if not _is_ours(loader):
+            raise
+    if _is_ours(loader):
+        loader.converter = CONVERTERS[text_of(loader.config)[0]]
+    return loader
+
+
+def _is_ours(loader: Any) -> bool:
+    return is_hugging_face(loader) and text_of(loader.config)[0] in CONVERTERS
+
+
+def load_preprocessor(loader: Any) -> Any:
+    """Load the preprocessor of a causal LM.
+
+    Args:
+        loader: see `find_loader`.
+    """
+    models, preset = keras_hub.models, loader.preset
+    if _is_ours(loader):
+        return loader.load_preprocessor(loader.converter.preprocessor_cls)
+    if loader.config.get("model_type") == "gpt2":  # KerasHub reads no `tokenizer.json` of it
+        tokenizer = byte_pairs(models.GPT2Tokenizer, preset)
+        return loader.load_preprocessor(models.GPT2CausalLMPreprocessor, tokenizer=tokenizer)
+    own = loader.check_backbone_class()
+    usual = next(c for c in own.__mro__ if c.__module__.startswith("keras_hub."))
+    if usual is not own:  # one of `as_in_hugging_face`, in a preset
+        cls = graph.find_subclass(preset, models.CausalLMPreprocessor, usual)
+        return loader.load_preprocessor(cls, "preprocessor.json")
+    return models.CausalLMPreprocessor.from_preset(preset)
 
 
 def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> keras.Model:
@@ -70,84 +114,14 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
         _check_files(preset, Path(loader.preset))
         graph.jax_memory_cleanup(backbone)
         is_float = kind == "gpt_oss" and text.get("quantization_config") is None
-        found = _FilesOfFloatExperts(loader.preset, backbone) if is_float else _Files(loader.preset)
+        found = (
+            FilesOfFloatExperts(loader.preset, backbone) if is_float else TensorFiles(loader.preset)
+        )
         with found as files, _in_words(preset, kind):
             loader.converter.convert_weights(backbone, files, config)
             files.finish()
             _check_all_read(preset, kind, text, files)
     return backbone
-
-
-class _Files(graph.SafetensorLoader):
-    """The tensors of a model, which remember what was read of them."""
-
-    def __init__(self, preset: str) -> None:
-        super().__init__(preset)
-        self.read: set[str] = set()
-
-    def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
-        """Return the name of a tensor in the files, as upstream."""
-        if ".vision_model." in hf_weight_key:  # `transformers` 5 saves names without it
-            if not any(name.endswith(hf_weight_key) for name in dict_like.keys()):
-                hf_weight_key = hf_weight_key.replace(".vision_model.", ".")
-        name = super().get_prefixed_key(hf_weight_key, dict_like)
-        self.read.add(name)
-        return name
-
-    def port_weight(
-        self, keras_variable: Any, hf_weight_key: str, hook_fn: Callable | None = None
-    ) -> None:
-        """As upstream, but no hook rounds to float16, as those of Mistral do."""
-
-        def hook(tensor: np.ndarray, shape: list[int]) -> np.ndarray:
-            return np.asarray(hook_fn(tensor.view(_Unrounded), shape))  # type: ignore[misc]
-
-        super().port_weight(keras_variable, hf_weight_key, hook_fn and hook)
-
-    def unread(self) -> list[str]:
-        """Return the names of the tensors that nothing has read."""
-        if self.safetensor_config is None:
-            names = {name for file in self.safetensor_files.values() for name in file.keys()}
-        else:
-            names = set(self.safetensor_config["weight_map"])
-        return sorted(names - self.read)
-
-    def finish(self) -> None:
-        """Load what a converter does not."""
-
-
-class _FilesOfFloatExperts(_Files):
-    """The tensors of a GPT-OSS that was saved in floats: the converter reads MXFP4 experts alone.
-
-    It is given zeros for these, and the kernels are loaded afterwards.
-    """
-
-    def __init__(self, preset: str, backbone: Any) -> None:
-        super().__init__(preset)
-        self.banks = [block.sparse_moe_block.experts for block in backbone.transformer_layers]
-
-    def get_tensor(self, hf_weight_key: str) -> np.ndarray:
-        """Return a tensor of the files, or zeros in MXFP4 for the kernels of experts."""
-        name, _, part = hf_weight_key.rpartition("_")
-        if part not in ("blocks", "scales"):
-            return super().get_tensor(hf_weight_key)
-        experts, inputs, outputs = getattr(self.banks[0], name.rpartition(".")[2]).shape
-        size = (experts, outputs, 1)
-        return np.zeros((*size, inputs // 2) if part == "blocks" else size, np.uint8)
-
-    def finish(self) -> None:
-        """Load the kernels of the experts, [experts, inputs, outputs] in both."""
-        for i, bank in enumerate(self.banks):
-            for name in ("gate_up_proj", "down_proj"):
-                kernels = self.get_tensor(f"model.layers.{i}.mlp.experts.{name}")
-                getattr(bank, name).assign(kernels)
-
-
-class _Unrounded(np.ndarray):
-    """An array that stays what it is where it is to become float16."""
-
-    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        return self if dtype == np.float16 else super().astype(dtype, *args, **kwargs)
 
 
 def _check_files(preset: str, folder: Path) -> None:
@@ -180,7 +154,7 @@ def _check_adapter(preset: str, folder: Path) -> None:
         )
 
 
-def _check_all_read(preset: str, kind: str, text: dict[str, Any], files: "_Files") -> None:
+def _check_all_read(preset: str, kind: str, text: dict[str, Any], files: TensorFiles) -> None:
     """Refuse a file with weights that the converter left out; a head may be that of the table."""
     left = [name for name in files.unread() if not _NO_WEIGHTS.search(name)]
     if text.get("num_kv_shared_layers"):
@@ -192,16 +166,16 @@ def _check_all_read(preset: str, kind: str, text: dict[str, Any], files: "_Files
         _check_heads(preset, files, heads)
     if left:
         raise SurgeryError(
-            f"from_preset at '{preset}': expected a file whose weights KerasHub's converter of "
+            f"from_preset at '{preset}': expected a file whose weights the converter of "
             f"'{kind}' reads all. Received {len(left)} tensors that it leaves out, such as "
             f"'{left[0]}'. Compare config.json with the original. If that is what you want, load "
             "it with `keras_hub.models.Backbone.from_preset`."
         )
 
 
-def _check_heads(preset: str, files: "_Files", heads: list[str]) -> None:
+def _check_heads(preset: str, files: TensorFiles, heads: list[str]) -> None:
     """Refuse a head in the files that is another than the table of tokens it is to be tied to."""
-    tables = [name for name in files.read if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    tables = [name for name in files.read if name.endswith(_TABLES)]
     for head in heads:
         for table in tables:
             if not np.array_equal(files.get_tensor(head), files.get_tensor(table)):
@@ -236,6 +210,6 @@ def _in_words(preset: str, kind: str) -> Iterator[None]:
     ) as error:
         raise SurgeryError(
             f"from_preset at '{preset}': expected a config and `.safetensors` files that "
-            f"KerasHub's converter of '{kind}' takes. Received others ({type(error).__name__}: "
+            f"the converter of '{kind}' takes. Received others ({type(error).__name__}: "
             f"{str(error)[:200]}). Compare them with those of the original."
         ) from error

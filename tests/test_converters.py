@@ -1,0 +1,237 @@
+"""Models of Hugging Face that KerasHub does not convert: names, settings, tokens, presets.
+
+`tests/opening/test_hf_families.py` compares their logits with those of `transformers`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import keras_hub
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import backbone_surgery as bs
+from backbone_surgery.families.as_in_hugging_face import GPTNeoXBackbone
+
+FAMILIES = Path(__file__).parent / "fixtures" / "hf_families"
+SPACES = [" " * n for n in range(8, 1, -1)]
+TEXT = "def f(x):\n        return  x\n\n    # 12345 don't caf\u00e9   <|endoftext|> end"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copy the folder of a model, with other settings, without some, and with other names."""
+
+    def copy_folder(source, without=(), rename=lambda name: name, wrap=None, **settings):
+        folder = tmp_path / "model"
+        shutil.copytree(FAMILIES / source, folder)
+        config = json.loads((folder / "config.json").read_text()) | settings
+        config = {name: value for name, value in config.items() if name not in without}
+        (folder / "config.json").write_text(json.dumps(wrap(config) if wrap else config))
+        tensors = load_file(folder / "model.safetensors")
+        save_file({rename(k): x for k, x in tensors.items()}, folder / "model.safetensors")
+        return folder
+
+    return copy_folder
+
+
+def load(folder, **kwargs):
+    return bs.CachedCausalLM.from_preset(str(folder), **kwargs)
+
+
+def logits_of(lm):
+    ids = np.array([[5, 9, 2, 77, 31, 8]])
+    return np.asarray(lm({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
+
+
+def pythias_tokenizer(vocabulary_size):
+    """As that of Pythia: byte pairs of GPT-2's words, and a token for each run of spaces."""
+    own = Tokenizer(models.BPE())
+    own.normalizer = normalizers.NFC()
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size - len(SPACES),
+        special_tokens=["<|endoftext|>", "<|padding|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    own.train([str(path) for path in sorted(FAMILIES.parents[1].glob("*.py"))], trainer)
+    own.add_tokens(SPACES)
+    return own
+
+
+@pytest.fixture
+def pythia(copy, tmp_path):
+    folder = copy("pythia", vocab_size=600)
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("gpt_neox.embed_in.weight", "embed_out.weight"):
+        tensors[name] = np.tile(tensors[name], (5, 1))[:600].copy()
+    save_file(tensors, folder / "model.safetensors")
+    pythias_tokenizer(600).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_pythia_reads_and_writes_the_tokens_of_its_tokenizer(pythia, tmp_path):
+    reference = Tokenizer.from_file(str(pythia / "tokenizer.json"))
+    lm = load(pythia)
+    ids = lm.preprocessor.tokenizer(TEXT).tolist()
+    assert ids == reference.encode(TEXT).ids
+    assert reference.token_to_id(" " * 8) in ids
+    assert lm.preprocessor.tokenizer.detokenize(ids) == TEXT
+    steer = bs.Steer("mood", {1: np.ones(32, np.float32)})
+    edited = bs.CachedCausalLM(bs.operate(lm.backbone, [steer]), lm.preprocessor)
+    texts = ["    return", "one two"]
+    edited.save_to_preset(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    options = {"max_new_tokens": 5, "stop_token_ids": None, "controls": {"mood": 1.0}, "seed": 0}
+    assert again.generate(texts, **options) == edited.generate(texts, **options)
+    assert again.preprocessor.tokenizer(TEXT).tolist() == ids
+
+
+def test_keras_hub_loads_what_was_saved(tmp_path):
+    lm = load(FAMILIES / "pythia")
+    assert isinstance(lm.backbone, GPTNeoXBackbone)
+    assert (lm.backbone.activation, lm.backbone.tie_word_embeddings) == ("gelu", False)
+    lm.save_to_preset(tmp_path / "saved")
+    backbone = keras_hub.models.Backbone.from_preset(str(tmp_path / "saved"))
+    assert isinstance(backbone, GPTNeoXBackbone)
+    task = keras_hub.models.GPTNeoXCausalLM(backbone)
+    ids = np.array([[5, 9, 2, 77, 31, 8]])
+    theirs = task({"token_ids": ids, "padding_mask": np.ones_like(ids)})
+    np.testing.assert_allclose(logits_of(lm), theirs, atol=2e-6 * np.abs(theirs).max())
+
+
+def test_gpt_neo_x_that_keras_hub_has_is_its_own_class(copy):
+    assert type(load(FAMILIES / "gpt_neox").backbone) is keras_hub.models.GPTNeoXBackbone
+    tied = load(copy("gpt_neox", hidden_act="gelu")).backbone
+    assert (tied.activation, tied.tie_word_embeddings) == ("gelu", True)
+
+
+@pytest.mark.parametrize(
+    ("source", "root"),
+    [
+        ("pythia", "gpt_neox."),
+        ("opt", "model."),
+        ("bloom", "transformer."),
+        ("falcon", "transformer."),
+        ("gemma3n_text", "model."),
+    ],
+)
+def test_names_of_a_base_model(copy, source, root):
+    """A base model is saved without the name that the others stand under, as BLOOM is published."""
+    folder = copy(source, rename=lambda name: name.removeprefix(root))
+    np.testing.assert_array_equal(logits_of(load(folder)), logits_of(load(FAMILIES / source)))
+
+
+@pytest.mark.slow
+def test_gemma_3n_as_it_is_published(copy):
+    """The text stands within a model of images and sounds, whose tensors are passed over."""
+    settings = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {}}
+    folder = copy(
+        "gemma3n_text",
+        rename=lambda name: name.replace("model.", "model.language_model.", 1),
+        wrap=lambda text: {"model_type": "gemma3n", "text_config": text, **settings},
+    )
+    tensors = load_file(folder / "model.safetensors")
+    others = ("vision_tower.timm_model.conv_stem.conv.weight", "embed_audio.embedding.weight")
+    tensors |= {f"model.{name}": np.ones((2, 2), np.float32) for name in others}
+    save_file(tensors, folder / "model.safetensors")
+    lm = load(folder)
+    np.testing.assert_array_equal(logits_of(lm), logits_of(load(FAMILIES / "gemma3n_text")))
+    assert lm.backbone.vision_encoder is None
+
+
+def test_settings_of_gemma_3n_that_are_left_out(copy):
+    left = ("rope_parameters", "layer_types", "altup_coef_clip", "activation_sparsity_pattern")
+    folder = copy("gemma3n_text", without=left, num_kv_shared_layers=0)
+    backbone = load(folder, load_weights=False).backbone
+    config = backbone.get_config()
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e6, 1e4)
+    assert config["layer_types"] == 4 * ["sliding_attention"] + ["full_attention"]
+    assert config["altup_coef_clip"] == 120
+    assert config["activation_sparsity_pattern"] == 5 * [0.0]
+
+
+def test_names_of_early_configs(copy):
+    config = json.loads((FAMILIES / "pythia" / "config.json").read_text())
+    rotary = {"rotary_pct": 0.25, "rotary_emb_base": config["rope_parameters"]["rope_theta"]}
+    early = load(copy("pythia", without=("rope_parameters", "num_key_value_heads"), **rotary))
+    np.testing.assert_array_equal(logits_of(early), logits_of(load(FAMILIES / "pythia")))
+
+
+def test_names_of_early_configs_of_bloom(copy):
+    config = json.loads((FAMILIES / "bloom" / "config.json").read_text())
+    early = {"n_embed": config["hidden_size"], "num_attention_heads": config["n_head"]}
+    lm = load(copy("bloom", without=("hidden_size", "n_head"), **early))
+    np.testing.assert_array_equal(logits_of(lm), logits_of(load(FAMILIES / "bloom")))
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "words"),
+    [
+        ("pythia", {"use_parallel_residual": False}, "True as `use_parallel_residual`"),
+        ("pythia", {"hidden_act": "relu"}, "'gelu' or .* as `hidden_act`.*Received 'relu'"),
+        ("pythia", {"attention_bias": False}, "True as `attention_bias`"),
+        ("pythia", {"attention_dropout": 0.5}, "0.0 as `attention_dropout`"),
+        (
+            "pythia",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "'default' as `rope_type`",
+        ),
+        ("opt", {"word_embed_proj_dim": 16}, "32 as `word_embed_proj_dim`.*Received 16"),
+        ("opt", {"do_layer_norm_before": False}, "True as `do_layer_norm_before`"),
+        ("opt", {"activation_function": "gelu"}, "'relu' as `activation_function`"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "False as `apply_res"),
+        ("falcon", {"alibi": None}, "True as `alibi`.*Received False"),
+        ("falcon", {"new_decoder_architecture": True}, "False as `new_decoder_architecture`"),
+        ("gemma3n_text", {"hidden_activation": "relu"}, "'gelu_new' or"),
+        ("gemma3n_text", {"tie_word_embeddings": False}, "True as `tie_word_embeddings`"),
+    ],
+)
+def test_settings_that_kerashub_has_not(copy, source, settings, words):
+    with pytest.raises(bs.SurgeryError, match=f"from_preset at .*model': expected {words}"):
+        load(copy(source, **settings), load_weights=False)
+
+
+def test_weights_that_nothing_reads_are_refused(copy):
+    folder = copy("pythia")
+    tensors = load_file(folder / "model.safetensors")
+    masks = {"gpt_neox.layers.0.attention.bias": np.ones((1, 1, 4, 4), bool)}
+    save_file({**tensors, **masks}, folder / "model.safetensors")
+    load(folder)  # masks of early files are not learned
+    more = {"gpt_neox.layers.9.attention.dense.bias": np.ones(32, np.float32)}
+    save_file({**tensors, **more}, folder / "model.safetensors")
+    with pytest.raises(bs.SurgeryError, match=r"reads all. Received 1 tensors .*layers\.9"):
+        load(folder)
+
+
+def test_weights_that_are_not_there_are_refused(copy):
+    folder = copy("opt", rename=lambda name: name.replace("layers.1.fc1", "layers.1.fc"))
+    with pytest.raises(bs.SurgeryError, match=r"converter of 'opt' takes.*layers\.1\.fc1"):
+        load(folder)
+    save_file({"x": np.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(bs.SurgeryError, match=r"0 tensors named 'embed_tokens\.weight'"):
+        load(folder)
+
+
+def test_table_of_positions_of_opt_is_whole():
+    """Two rows more than positions are in the file; KerasHub has none for them."""
+    lm = load(FAMILIES / "opt")
+    tensors = load_file(FAMILIES / "opt" / "model.safetensors")
+    table = tensors["model.decoder.embed_positions.weight"]
+    own = lm.backbone.embeddings.position_embedding.position_embeddings
+    np.testing.assert_array_equal(own, table[2:])
+
+
+def test_gpt2_without_vocab_json(tmp_path):
+    """`transformers` 5 saves `tokenizer.json` alone."""
+    source = FAMILIES.parent / "hf_gpt2"
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+    own, whole = (load(x).preprocessor.tokenizer for x in (tmp_path, source))
+    assert dict(own.vocabulary) == dict(whole.vocabulary)
+    assert own(TEXT).tolist() == whole(TEXT).tolist()
