@@ -194,6 +194,13 @@ def warn_of_words(tokenizer: Any, texts: Sequence[str], tokens: Sequence[Any]) -
             return
 
 
+_NOTHING_ELSE: dict[str, Any] = {
+    "version": "1.0",
+    **dict.fromkeys(("truncation", "padding", "post_processor", "decoder")),
+    "added_tokens": [],
+}
+
+
 def _make(
     unsplittable: Sequence[str], pipeline: Pipeline, vocabulary: dict[str, int], merges: Any
 ) -> tokenizers.Tokenizer:
@@ -211,20 +218,15 @@ def _make(
         if name in vocabulary:
             own = {"id": vocabulary[name], "content": name, "special": True, **plain}
             added.setdefault(name, own)
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": sorted(added.values(), key=lambda token: token["id"]),
-        "normalizer": pipeline.get("normalizer"),
-        "pre_tokenizer": pipeline.get("pre_tokenizer"),
-        "post_processor": None,
-        "decoder": {**_BYTES, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            **(pipeline.get("model") or {}),
-            "vocab": vocabulary,
-            "merges": [m.split(" ") for m in merges if not m.lstrip().startswith("#version:")],
-        },
-    }
-    return tokenizers.Tokenizer.from_str(json.dumps(document))
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    parts = {name: pipeline.get(name) for name in ("normalizer", "pre_tokenizer")}
+    made = tokenizers.Tokenizer.from_str(json.dumps({**_NOTHING_ELSE, **parts, "model": empty}))
+    options = {k: x for k, x in (pipeline.get("model") or {}).items() if k != "type" and x}
+    pairs = [tuple(m.split(" ")) for m in merges if not m.lstrip().startswith("#version:")]
+    made.model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, **options)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    for token in sorted(added.values(), key=lambda token: token["id"]):
+        settings = {k: x for k, x in token.items() if k not in ("id", "special")}
+        add = made.add_special_tokens if token["special"] else made.add_tokens
+        add([tokenizers.AddedToken(**settings)])
+    return made

@@ -22,7 +22,7 @@ def use_backend(tokenizer: Any, make: Callable[[dict[str, int], list[str]], Any]
     tokenizer._set_vocabulary_and_merges_tokenizers = partial(_set, tokenizer, make)
     tokenizer._tokenize_tf = partial(_tokenize_in_graph, tokenizer)
     if tokenizer.vocabulary is not None:
-        _set(tokenizer, make, tokenizer.vocabulary, tokenizer.merges)
+        tokenizer._tokenizer = make(tokenizer.vocabulary, tokenizer.merges)
 
 
 def _set(tokenizer: Any, make: Callable[..., Any], vocabulary: Any, merges: Any) -> None:
