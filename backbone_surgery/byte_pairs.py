@@ -27,6 +27,7 @@ Pipeline = dict[str, Any]
 FILE = "tokenizer_pipeline.json"
 """In a preset of KerasHub: the pipeline of its tokenizer, where it is not that of its class."""
 
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _WHOLE_WORDS = {"ignore_merges": True}
 _MARKS = r"\p{L}\p{M}"
@@ -148,7 +149,7 @@ def load_pipeline(preset: str, is_hugging_face: bool) -> Pipeline | None:
         if model.get("type", "BPE") != "BPE":
             return None
         pipeline = {"model": {k: x for k, x in model.items() if k not in ("vocab", "merges")}}
-        for part in ("added_tokens", "normalizer", "pre_tokenizer"):
+        for part in ("added_tokens", *_PARTS):
             pipeline[part] = found.get(part)
         _make((), pipeline, {}, [])
     except Exception as error:  # `tokenizers` raises nothing more special
@@ -196,7 +197,7 @@ def warn_of_words(tokenizer: Any, texts: Sequence[str], tokens: Sequence[Any]) -
 
 _NOTHING_ELSE: dict[str, Any] = {
     "version": "1.0",
-    **dict.fromkeys(("truncation", "padding", "post_processor", "decoder")),
+    **dict.fromkeys(("truncation", "padding", "post_processor", *_PARTS)),
     "added_tokens": [],
 }
 
@@ -219,12 +220,11 @@ def _make(
             own = {"id": vocabulary[name], "content": name, "special": True, **plain}
             added.setdefault(name, own)
     empty = {"type": "BPE", "vocab": {}, "merges": []}
-    parts = {name: pipeline.get(name) for name in ("normalizer", "pre_tokenizer")}
+    parts = {"decoder": _BYTES, **{x: pipeline[x] for x in _PARTS if pipeline.get(x)}}
     made = tokenizers.Tokenizer.from_str(json.dumps({**_NOTHING_ELSE, **parts, "model": empty}))
     options = {k: x for k, x in (pipeline.get("model") or {}).items() if k != "type" and x}
     pairs = [tuple(m.split(" ")) for m in merges if not m.lstrip().startswith("#version:")]
     made.model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, **options)
-    made.decoder = tokenizers.decoders.ByteLevel()
     for token in sorted(added.values(), key=lambda token: token["id"]):
         settings = {k: x for k, x in token.items() if k not in ("id", "special")}
         add = made.add_special_tokens if token["special"] else made.add_tokens

@@ -182,6 +182,37 @@ def test_folder_of_hugging_face_brings_its_own_words(tmp_path):
     assert tokenizer_digest(bs.CachedCausalLM.from_preset("tiny_gpt2").preprocessor) not in digests
 
 
+def test_folder_of_llama_2(tmp_path):
+    """Its tokenizer marks spaces, and falls back to bytes; KerasHub reads it as that of Llama 3."""
+    reference = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    reference.normalizer = normalizers.Sequence(spaces)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    reference.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=specials, show_progress=False)
+    reference.train_from_iterator((ROOT / "README.md").read_text().splitlines(), trainer)
+    whole = json.loads(reference.to_str())
+    whole["added_tokens"] = whole["added_tokens"][:3]
+    reference = Tokenizer.from_str(json.dumps(whole))
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "tests" / "fixtures" / "hf_families" / "llama", folder)
+    reference.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 600}))
+    ends = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    lm = bs.CachedCausalLM.from_preset(str(folder), load_weights=False)
+    lm.save_to_preset(tmp_path / "saved")
+    for each in (lm, bs.CachedCausalLM.from_preset(str(tmp_path / "saved"))):
+        tokenizer = each.preprocessor.tokenizer
+        for text in ("Steering  a model (2020) \u4e2d", "</s>x"):
+            ids = tokenizer(text).tolist()
+            assert ids == reference.encode(text).ids
+            assert tokenizer.detokenize(ids) == reference.decode(ids, skip_special_tokens=False)
+        assert (tokenizer.start_token_id, tokenizer.end_token_id) == (1, 2)
+
+
 def test_preset_of_keras_hub_gets_the_words_of_its_class(tmp_path):
     reference = train("GPT2")
     tokenizer = in_keras_hub("GPT2", reference)

@@ -19,7 +19,7 @@ import safetensors
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.families.as_in_hugging_face import maker
-from backbone_surgery.hugging_face.converters import CONVERTERS, byte_pairs
+from backbone_surgery.hugging_face.converters import CONVERTERS
 from backbone_surgery.hugging_face.defaults import filled, text_of
 from backbone_surgery.hugging_face.files import FilesOfFloatExperts, TensorFiles
 from backbone_surgery.hugging_face.settings import (
@@ -29,6 +29,7 @@ from backbone_surgery.hugging_face.settings import (
     is_tied,
     respelled,
 )
+from backbone_surgery.hugging_face.tokens import byte_pairs, llama
 
 _NO_WEIGHTS = re.compile(
     r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$"  # made anew, not learned
@@ -80,6 +81,8 @@ def load_preprocessor(loader: Any) -> Any:
     if loader.config.get("model_type") == "gpt2":  # KerasHub reads no `tokenizer.json` of it
         tokenizer = byte_pairs(models.GPT2Tokenizer, preset)
         return loader.load_preprocessor(models.GPT2CausalLMPreprocessor, tokenizer=tokenizer)
+    if loader.config.get("model_type") == "llama":  # KerasHub forgets what begins and ends a text
+        return loader.load_preprocessor(models.Llama3CausalLMPreprocessor, **llama(preset))
     own = loader.check_backbone_class()
     usual = next(c for c in own.__mro__ if c.__module__.startswith("keras_hub."))
     if usual is not own:  # one of `as_in_hugging_face`, in a preset

@@ -12,28 +12,13 @@ from typing import Any
 import numpy as np
 from keras_hub import models
 
-from backbone_surgery import graph
 from backbone_surgery.hugging_face.defaults import Config, text_of
 from backbone_surgery.hugging_face.files import TensorFiles
 from backbone_surgery.hugging_face.settings import rotary_of
+from backbone_surgery.hugging_face.tokens import byte_pairs, sentence_pieces
 
 Part = Callable[[np.ndarray, Config], np.ndarray]
 """Takes from a tensor of Hugging Face the part that a weight of KerasHub is."""
-
-
-def byte_pairs(cls: type, preset: str, **kwargs: Any) -> Any:
-    """Read a tokenizer of byte pairs: from `tokenizer.json`, or from `vocab.json` and merges."""
-    if not graph.check_file_exists(preset, "tokenizer.json"):
-        vocabulary, merges = (graph.get_file(preset, x) for x in ("vocab.json", "merges.txt"))
-        return cls(vocabulary=vocabulary, merges=merges, **kwargs)
-    found = graph.load_json(preset, "tokenizer.json")
-    added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
-    pairs = [x if isinstance(x, str) else " ".join(x) for x in found["model"]["merges"]]
-    return cls(vocabulary={**found["model"]["vocab"], **added}, merges=pairs, **kwargs)
-
-
-def _sentence_pieces(cls: type, preset: str, **kwargs: Any) -> Any:
-    return cls(proto=graph.get_file(preset, "tokenizer.model"), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -320,7 +305,7 @@ CONVERTERS = {
                 f"attention/{x}_{y}": f"self_attn.{x}_{y}" for x in "qkvo" for y in ("proj", "norm")
             },
         },
-        tokenizer=_sentence_pieces,
+        tokenizer=sentence_pieces,
     ),
 }
 """By the model type of the text."""
