@@ -102,8 +102,13 @@ def repair_tokenizer(tokenizer: Any) -> None:
 
     Examples:
         >>> import backbone_surgery as bs, keras_hub
-        >>> preprocessor = keras_hub.models.CausalLMPreprocessor.from_preset("./gpt2")
-        >>> bs.repair_tokenizer(preprocessor.tokenizer)  # doctest: +SKIP
+        >>> table = {"a": 0, "-": 1, "a-": 2, "<|endoftext|>": 3}
+        >>> tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=table, merges=["a -"])
+        >>> tokenizer("a-").tolist()
+        [2]
+        >>> bs.repair_tokenizer(tokenizer)
+        >>> tokenizer("a-").tolist()
+        [0, 1]
     """
     if type(tokenizer).__name__ not in _PIPELINES:
         raise SurgeryError(
@@ -177,7 +182,9 @@ def warn_of_words(tokenizer: Any, texts: Sequence[str], tokens: Sequence[Any]) -
         tokens: what it made of each.
     """
     pipeline = _PIPELINES.get(type(tokenizer).__name__)
-    if pipeline is None or tokenizer in _repaired or _seen.get(tokenizer, "") is None:
+    if pipeline is None or tokenizer in _repaired or tokenizer.sequence_length:
+        return
+    if _seen.get(tokenizer, "") is None:
         return
     if tokenizer not in _seen:
         unsplittable = tokenizer.unsplittable_tokens or ()

@@ -10,6 +10,7 @@ import importlib
 from pathlib import Path
 
 import keras
+import keras_hub
 import pytest
 
 ENGINE = Path(__file__).parents[2] / "backbone_surgery" / "graph"
@@ -49,6 +50,10 @@ ATTRIBUTES = {
     "_kernel",
     "_embeddings",
     "_value",
+    "_set_vocabulary_and_merges_tokenizers",
+    "_tokenize_tf",
+    "_tokenize_tokenizers",
+    "_tokenizer",
 }
 """The private names that are pinned below. A new one in the engine needs a test of its own."""
 
@@ -409,6 +414,17 @@ def test_variables_without_values():
 
 
 # None is forgotten.
+
+
+def test_byte_pair_tokenizers_of_keras_hub():
+    cls, table = keras_hub.tokenizers.BytePairTokenizer, {"a": 0, "b": 1, "ab": 2}
+    tokenizer = cls(vocabulary=table, merges=["a b"])
+    assert tokenizer._tokenizer.get_vocab() == table, moved("BytePairTokenizer._tokenizer")
+    names = ("_set_vocabulary_and_merges_tokenizers", "_tokenize_tf", "_tokenize_tokenizers")
+    for name in names:
+        assert callable(getattr(cls, name, None)), moved(f"BytePairTokenizer.{name}")
+    tokenizer._set_vocabulary_and_merges_tokenizers({"a": 0}, [])
+    assert tokenizer._tokenizer.get_vocab() == {"a": 0}, moved("BytePairTokenizer._tokenizer")
 
 
 def test_every_private_name_the_engine_uses_is_pinned_here():
