@@ -182,6 +182,6 @@ def _check_shapes(shapes: Mapping[str, Sequence[Any]], by_head: bool, by_feature
     if by_feature and (len(sizes) > 1 or len(sizes.pop()) > 1):
         listed = {path: list(shape) for path, shape in shapes.items()}
         raise SurgeryError(
-            "attribution with by_feature=True: expected sites of as many features each, such as "
-            f"'blocks.*.mlp_hidden'. Received {shown(listed)}. Select others by `at`."
+            "attribution with by_feature=True: expected sites of one size, without heads, such as "
+            f"those of one block. Received {shown(listed)}. Select others by `at`."
         )

@@ -235,6 +235,8 @@ def select(selector: str, paths: list[str]) -> list[str]:
     if not picked:
         patterns = [re.sub(r"^blocks\.\d+", "blocks.*", p) for p in paths]
         hint = closest(selector, dict.fromkeys(patterns))
+        if match and match["role"] == PATTERN and not any(map(is_pattern, paths)):
+            hint = "The model has no attention, and so no patterns."
         if match and count and not chosen:
             hint = f"The blocks are blocks.0 ... blocks.{count - 1}."
         raise SelectorError(

@@ -51,7 +51,8 @@ class Lora(Rewrite):
         rank: of a new adapter, at most the smaller of inputs and outputs of each layer.
         alpha: of a new adapter: scale is alpha / rank; by default 1.
         target_modules: beside which linear layers of the graph a new adapter goes, by the names of
-            `transformers`, such as `"down_proj"`, or by KerasHub's; queries and values by default.
+            `transformers`, such as `"down_proj"`, by KerasHub's, or by what they
+            make, such as `"query"`; queries and values by default, in Qwen 3.5 with keys.
 
     Raises:
         SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.

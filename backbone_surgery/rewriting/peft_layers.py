@@ -16,7 +16,7 @@ from backbone_surgery.opening.site import is_block
 from backbone_surgery.rewriting.peft_files import Factors
 
 _LAYERS = {
-    "query": ("query", "query_dense", "q_proj"),
+    "query": ("query", "query_dense", "q_proj", "receptance"),
     "key": ("key", "key_dense", "k_proj"),
     "value": ("value", "value_dense", "v_proj"),
     "output": ("attention_output", "output_dense", "o_proj"),
@@ -27,7 +27,7 @@ _LAYERS = {
 }
 """What the linear layers of a block are called in KerasHub's families."""
 
-_QUERIES_AND_VALUES = (*_LAYERS["query"], *_LAYERS["value"], "query_key_value")
+_QUERIES_AND_VALUES = (*_LAYERS["query"], *_LAYERS["value"], "query_key_value", "in_proj_qkv")
 
 _MODULES = {
     **dict.fromkeys(("q_proj",), ("query",)),
@@ -143,8 +143,8 @@ def paths_of(
 
     Args:
         name: of the rewrite, for errors.
-        targets: names of layers of KerasHub, or of modules of `transformers`, by how they end;
-            queries and values if `None`.
+        targets: names of layers of KerasHub, or of modules of `transformers`, by how they end, or
+            what a layer makes, such as `"query"`; queries and values if `None`.
         model: the model.
         nodes: see `linear_nodes`.
         left: the paths of those that the graph still has.
@@ -165,7 +165,8 @@ def paths_of(
         return usual
     modules, chosen = module_names(model, nodes), set()
     for target in targets:
-        found = {path for path, layer in layers.items() if layer == target}
+        own = (target, *_LAYERS.get(target, ()))
+        found = {path for path, layer in layers.items() if layer in own}
         for module, paths in modules.items():
             if f".{module}".endswith(f".{target}"):  # as PEFT matches them
                 found.update(layers.keys() & paths)

@@ -251,6 +251,13 @@ def test_quantised_and_served(mode, rng):
             assert list(request.result()) == list(row)
 
 
+def test_there_are_no_patterns_to_edit(backbone):
+    with pytest.raises(
+        bs.SelectorError, match=r"sites\. The model has no attention, and so no pat"
+    ):
+        bs.operate(backbone, [bs.Knockout("cut")])
+
+
 def test_what_is_refused():
     backbone = ROWS["rwkv7"].make()
     lm = bs.CachedCausalLM(backbone)

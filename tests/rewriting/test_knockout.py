@@ -72,7 +72,7 @@ def test_sinks_keep_their_share(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "rwkv7"])
 def test_cached_equals_uncached(name):
     report = bs.check(bs.operate(ROWS[name].make(), [bs.Knockout("cut", **CUT, heads=[0, 1])]))
     assert report

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import backbone_surgery as bs
+from tests.families import ROWS
 from tests.helpers import relative
 from tests.opening.hf_weights import NAMES, load_backbone
 
@@ -177,6 +178,24 @@ def test_blocks_in_another_order(llama):
     same = bs.operate(backbone, [bs.Remove("blocks.0"), bs.Lora("tuned", adapters=kept)])
     found = logits(bs.CachedCausalLM(removed), ids)
     assert relative(found, logits(bs.CachedCausalLM(same), ids)) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "queries"),
+    [
+        ("rwkv7", ("receptance", "value"), ("receptance",)),
+        ("qwen3_5", ("in_proj_qkv", "query", "value"), ("query",)),
+        ("gemma3n", ("q_proj", "v_proj"), ("q_proj",)),
+    ],
+)
+def test_a_new_adapter_goes_into_each_block_by_default(name, usual, queries):
+    backbone = ROWS[name].make()
+    for targets, layers in ((None, usual), (["query"], queries)):
+        edited = bs.operate(backbone, [bs.Lora("tuned", rank=2, target_modules=targets)])
+        places = [path.split(".") for path in edited.rewrites[0].adapters]
+        assert {layer for _, _, layer in places} == set(layers)
+        if targets is None:
+            assert {block for _, block, _ in places} == {"0", "1"}
 
 
 def test_a_new_adapter_goes_beside_the_layers_that_are_left(llama):
