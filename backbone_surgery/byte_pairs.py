@@ -90,8 +90,9 @@ def repair_tokenizer(tokenizer: Any) -> None:
     """Have a byte-pair tokenizer of KerasHub cut a text into words as its models were trained.
 
     `CachedCausalLM.from_preset` does so by itself. Call this for a tokenizer that KerasHub loaded.
-    It is changed in place, and its ids become those of Hugging Face's tokenizer of the model, in
-    `tf.data` too.
+    It is changed in place, in `tf.data` too. It gets the pattern of its class; a folder of Hugging
+    Face with another one is loaded by `from_preset`. A copy of the tokenizer alone is KerasHub's
+    again.
 
     Args:
         tokenizer: such as `preprocessor.tokenizer`; of GPT-2, OPT, BLOOM, Falcon, GPT-NeoX, Llama
@@ -128,9 +129,21 @@ def repair(tokenizer: Any, pipeline: Pipeline | None = None) -> None:
     usual = _PIPELINES.get(type(tokenizer).__name__)
     if usual is None:
         return
-    pipeline = usual if pipeline is None else pipeline
+    if pipeline is None:
+        pipeline = _after_a_space(usual) if tokenizer.add_prefix_space else usual
     graph.use_backend(tokenizer, partial(_make, tokenizer.unsplittable_tokens or (), pipeline))
     _repaired[tokenizer] = pipeline
+
+
+def _after_a_space(pipeline: Pipeline) -> Pipeline:
+    """Return a pipeline that puts a space before each text, as `add_prefix_space` asks for."""
+    parts = pipeline["pre_tokenizer"]
+    if parts["type"] == "Sequence":
+        *others, last = parts["pretokenizers"]
+        parts = {**parts, "pretokenizers": [*others, {**last, "add_prefix_space": True}]}
+    else:
+        parts = {**parts, "add_prefix_space": True}
+    return {**pipeline, "pre_tokenizer": parts}
 
 
 def pipeline_of(tokenizer: Any) -> Pipeline | None:
@@ -138,12 +151,17 @@ def pipeline_of(tokenizer: Any) -> Pipeline | None:
     return _repaired.get(tokenizer)
 
 
-def load_pipeline(preset: str, is_hugging_face: bool) -> Pipeline | None:
-    """Read the pipeline that comes with a model, in a folder or repository, if there is one.
+def load_pipeline(tokenizer: Any, preset: str, is_hugging_face: bool) -> Pipeline | None:
+    """Read the pipeline that comes with a tokenizer, in a folder or repository.
+
+    Returns:
+        It; `None` where there is none, or the tokenizer needs none.
 
     Raises:
         SurgeryError: the file is damaged.
     """
+    if type(tokenizer).__name__ not in _PIPELINES:
+        return None
     name = "tokenizer.json" if is_hugging_face else FILE
     is_hub = preset.startswith("hf://")
     if not (graph.check_file_exists(preset, name) if is_hub else (Path(preset) / name).is_file()):

@@ -236,8 +236,8 @@ def _load_preprocessor(preset: str, path: str, loader: Any) -> Any:
     try:
         with _in_words(preset):
             preprocessor = hugging_face.load_preprocessor(loader)
-        pipeline = byte_pairs.load_pipeline(path, hugging_face.is_hugging_face(loader))
-        byte_pairs.repair(preprocessor.tokenizer, pipeline)
+        tokenizer, is_foreign = preprocessor.tokenizer, hugging_face.is_hugging_face(loader)
+        byte_pairs.repair(tokenizer, byte_pairs.load_pipeline(tokenizer, path, is_foreign))
         return preprocessor
     except FileNotFoundError as error:
         raise SurgeryError(

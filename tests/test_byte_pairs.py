@@ -13,7 +13,16 @@ import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 import backbone_surgery as bs
 from backbone_surgery import byte_pairs
@@ -92,7 +101,11 @@ def train(name, *further):
         show_progress=False,
     )
     own.train([str(path) for source in SOURCES for path in sorted(ROOT.glob(source))], trainer)
-    return own
+    if name not in ALL_WORDS:
+        return own
+    whole = json.loads(own.to_str())  # with a word that no merges lead to
+    whole["model"]["vocab"]["\u0120xylophones"] = len(whole["model"]["vocab"])
+    return Tokenizer.from_str(json.dumps(whole))
 
 
 def in_keras_hub(name, reference):
@@ -115,7 +128,8 @@ def texts_of_a_corpus():
 def test_tokens_are_those_of_the_model(pair):
     reference, tokenizer = pair
     bs.repair_tokenizer(tokenizer)
-    for text in [*TEXTS, *texts_of_a_corpus()]:
+    special = tokenizer.unsplittable_tokens[0]
+    for text in [*TEXTS, f"{special}two xylophones {special}\n", *texts_of_a_corpus()]:
         wanted = reference.encode(text).ids
         assert np.asarray(tokenizer(text)).tolist() == wanted
         normal = text if reference.normalizer is None else reference.normalizer.normalize_str(text)
@@ -144,8 +158,9 @@ def test_rows_of_one_length():
     tokenizer = in_keras_hub("GPT2", reference)
     tokenizer.sequence_length = 6
     bs.repair_tokenizer(tokenizer)
-    wanted = np.asarray(tokenizer(["a (b", TEXTS[0]]))
-    assert wanted.shape == (2, 6)
+    short, long = (reference.encode(text).ids for text in ("a (b", TEXTS[0]))
+    wanted = [short + [0] * (6 - len(short)), long[:6]]
+    np.testing.assert_array_equal(tokenizer(["a (b", TEXTS[0]]), wanted)
     data = tf.data.Dataset.from_tensor_slices(["a (b", TEXTS[0]]).batch(2).map(tokenizer)
     np.testing.assert_array_equal(next(iter(data)), wanted)
 
@@ -166,14 +181,15 @@ def folder_with(tokenizer, tmp_path):
 def test_folder_of_hugging_face_brings_its_own_words(tmp_path):
     """A tokenizer of GPT-2's class that cuts as Llama 3's does, with a token between others."""
     reference = train("Llama3", "<|endoftext|>")
-    reference.add_tokens(["        "])
+    reference.add_tokens(["        ", AddedToken("<x>", lstrip=True, rstrip=True)])
+    reference.add_tokens([AddedToken("cafe\u0301", single_word=True, normalized=True)])
     lm = bs.CachedCausalLM.from_preset(str(folder_with(reference, tmp_path)), load_weights=False)
     saved = tmp_path / "saved"
     lm.save_to_preset(saved)
     lm.save(tmp_path / "lm.keras")
     again = bs.CachedCausalLM.from_preset(str(saved))
     archive = keras.models.load_model(tmp_path / "lm.keras", compile=False)
-    texts = ["12345 (he said)", TEXTS[1], "<|endoftext|>x"]
+    texts = ["12345 (he said)", TEXTS[1], "<|endoftext|>x", "a  <x>  b", "cafe\u0301s cafe\u0301"]
     wanted = [reference.encode(text).ids for text in texts]
     for each in (lm, again, archive):
         assert [np.asarray(row).tolist() for row in each.preprocessor.tokenizer(texts)] == wanted
@@ -224,6 +240,28 @@ def test_preset_of_keras_hub_gets_the_words_of_its_class(tmp_path):
     assert row.tolist() == reference.encode(TEXTS[1]).ids != tokenizer(TEXTS[1]).tolist()
     lm.save_to_preset(tmp_path / "saved")
     assert not (tmp_path / "saved" / byte_pairs.FILE).exists()
+
+
+def test_space_before_each_text():
+    reference = train("GPT2")
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    model = json.loads(reference.to_str())["model"]
+    merges = [" ".join(pair) for pair in model["merges"]]
+    tokenizer = keras_hub.models.GPT2Tokenizer(
+        vocabulary=model["vocab"], merges=merges, add_prefix_space=True
+    )
+    bs.repair_tokenizer(tokenizer)
+    assert tokenizer("two words").tolist() == reference.encode("two words").ids
+
+
+def test_what_a_pipeline_of_tensorflow_may_hold():
+    tokenizer = in_keras_hub("GPT2", train("GPT2"))
+    bs.repair_tokenizer(tokenizer)
+    data = tf.data.Dataset.from_tensor_slices([b"caf\xe9"])
+    wanted = tokenizer("caf\ufffd").tolist()
+    assert [x.numpy().tolist() for x in data.map(tokenizer)] == [wanted]
+    with pytest.raises(ValueError, match="a string or a batch of strings, received rank 2"):
+        tf.data.Dataset.from_tensors([["a"]]).map(tokenizer)
 
 
 def test_damaged_pipeline_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -176,7 +177,6 @@ def test_names_of_early_configs_of_bloom(copy):
         ("pythia", {"use_parallel_residual": False}, "True as `use_parallel_residual`"),
         ("pythia", {"hidden_act": "relu"}, "'gelu' or .* as `hidden_act`.*Received 'relu'"),
         ("pythia", {"attention_bias": False}, "True as `attention_bias`"),
-        ("pythia", {"attention_dropout": 0.5}, "0.0 as `attention_dropout`"),
         (
             "pythia",
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
@@ -218,6 +218,18 @@ def test_weights_that_are_not_there_are_refused(copy):
         load(folder)
 
 
+def test_a_head_that_is_the_table(copy):
+    """As an untied file of a tied model has it; another head is refused."""
+    folder = copy("gpt_neox")
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["gpt_neox.embed_in.weight"]
+    save_file({**tensors, "embed_out.weight": table}, folder / "model.safetensors")
+    np.testing.assert_array_equal(logits_of(load(folder)), logits_of(load(FAMILIES / "gpt_neox")))
+    save_file({**tensors, "embed_out.weight": table + 1}, folder / "model.safetensors")
+    with pytest.raises(bs.SurgeryError, match=r"expected 'embed_out.weight' to be 'gpt_neox\.emb"):
+        load(folder)
+
+
 def test_table_of_positions_of_opt_is_whole():
     """Two rows more than positions are in the file; KerasHub has none for them."""
     lm = load(FAMILIES / "opt")
@@ -225,6 +237,58 @@ def test_table_of_positions_of_opt_is_whole():
     table = tensors["model.decoder.embed_positions.weight"]
     own = lm.backbone.embeddings.position_embedding.position_embeddings
     np.testing.assert_array_equal(own, table[2:])
+
+
+def test_opt_with_tokens_that_were_added(copy):
+    """A folder of before `tokenizer.json`, whose tokenizer was given tokens."""
+    own = pythias_tokenizer(400)
+    folder = copy("opt", vocab_size=402)
+    ends = {"</s>": 400, "<pad>": 401}
+    added = {name: own.token_to_id(name) for name in SPACES}
+    plain = {k: i for k, i in own.get_vocab().items() if k not in added}
+    (folder / "vocab.json").write_text(json.dumps({**plain, **ends}))
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    own.model.save(str(folder), "own")
+    shutil.move(folder / "own-merges.txt", folder / "merges.txt")
+    tokenizer = load(folder, load_weights=False).preprocessor.tokenizer
+    text = TEXT.replace("<|endoftext|>", "").replace("\u00e9", "e")
+    assert tokenizer(text).tolist() == own.encode(text).ids
+    assert own.token_to_id(" " * 8) in tokenizer(text)
+
+
+@pytest.mark.slow
+def test_parts_that_were_saved_by_themselves(pythia, tmp_path):
+    lm = load(pythia)
+    lm.backbone.save_to_preset(str(tmp_path / "parts"))
+    lm.preprocessor.save_to_preset(str(tmp_path / "parts"))
+    again = load(tmp_path / "parts").preprocessor.tokenizer
+    assert again(TEXT).tolist() == lm.preprocessor.tokenizer(TEXT).tolist()
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnBackbone(keras_hub.models.GPT2Backbone):
+    """An architecture of a user."""
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnPreprocessor(keras_hub.models.GPT2CausalLMPreprocessor):
+    """Its preprocessor."""
+
+    backbone_cls = OwnBackbone
+
+
+def test_preset_of_an_architecture_of_a_user(tmp_path):
+    tokenizer = load("tiny_gpt2").preprocessor.tokenizer
+    OwnBackbone(tokenizer.vocabulary_size(), 1, 2, 8, 16).save_to_preset(str(tmp_path))
+    OwnPreprocessor(tokenizer, 64).save_to_preset(str(tmp_path))
+    assert type(load(tmp_path).preprocessor) is OwnPreprocessor
+
+
+def test_file_that_no_tokenizer_needs_is_not_read(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(FAMILIES.parent / "hf_gemma", folder)
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Newer"}, "pre_tokenizer": 3}')
+    assert type(load(folder).preprocessor.tokenizer) is keras_hub.models.GemmaTokenizer
 
 
 def test_gpt2_without_vocab_json(tmp_path):

@@ -36,11 +36,13 @@ def _tokenize_in_graph(tokenizer: Any, inputs: Any) -> Any:
     import tensorflow as tf
 
     rank = tf.convert_to_tensor(inputs).shape.rank
+    if rank is not None and rank > 1:
+        raise ValueError(f"expected a string or a batch of strings, received rank {rank}")
     texts = tf.reshape(inputs, [-1])
     dtype, length = tf.as_dtype(tokenizer.compute_dtype), tokenizer.sequence_length
 
     def encode(texts: Any) -> Any:
-        rows = tokenizer._tokenize_tokenizers([text.decode() for text in texts.numpy()])
+        rows = tokenizer._tokenize_tokenizers([x.decode(errors="replace") for x in texts.numpy()])
         if length:
             return tf.constant(np.asarray(rows).tolist(), dtype, shape=(len(rows), length))
         return tf.ragged.constant(rows, dtype, ragged_rank=1)

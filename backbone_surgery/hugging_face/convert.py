@@ -18,7 +18,7 @@ import safetensors
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError
-from backbone_surgery.families.as_in_hugging_face import maker
+from backbone_surgery.families import as_in_hugging_face
 from backbone_surgery.hugging_face.converters import CONVERTERS
 from backbone_surgery.hugging_face.defaults import filled, text_of
 from backbone_surgery.hugging_face.files import FilesOfFloatExperts, TensorFiles
@@ -38,6 +38,7 @@ _NO_WEIGHTS = re.compile(
 
 
 _FILES = ("model.safetensors", "model.safetensors.index.json")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 _TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
@@ -84,9 +85,8 @@ def load_preprocessor(loader: Any) -> Any:
     if loader.config.get("model_type") == "llama":  # KerasHub forgets what begins and ends a text
         return loader.load_preprocessor(models.Llama3CausalLMPreprocessor, **llama(preset))
     own = loader.check_backbone_class()
-    usual = next(c for c in own.__mro__ if c.__module__.startswith("keras_hub."))
-    if usual is not own:  # one of `as_in_hugging_face`, in a preset
-        cls = graph.find_subclass(preset, models.CausalLMPreprocessor, usual)
+    if own.__module__ == as_in_hugging_face.__name__:  # KerasHub has a preprocessor for its own
+        cls = graph.find_subclass(preset, models.CausalLMPreprocessor, own.__base__)
         return loader.load_preprocessor(cls, "preprocessor.json")
     return models.CausalLMPreprocessor.from_preset(preset)
 
@@ -108,10 +108,10 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
     kind, text = text_of(whole)
     with _in_words(preset, kind):
         _check_adapter(preset, Path(loader.preset))
-        check_settings(preset, kind, text)
+        check_settings(preset, kind, text, _is_ours(loader))
         config, own = respelled(kind, whole), further(kind, text)
         found = loader.converter.convert_backbone_config(config)
-        make = maker(kind, text, loader.check_backbone_class())
+        make = as_in_hugging_face.maker(kind, text, loader.check_backbone_class())
         backbone = make(**{**found, **own, **kwargs})
     if load_weights:
         _check_files(preset, Path(loader.preset))
@@ -123,7 +123,7 @@ def convert(loader: Any, preset: str, load_weights: bool, **kwargs: Any) -> kera
         with found as files, _in_words(preset, kind):
             loader.converter.convert_weights(backbone, files, config)
             files.finish()
-            _check_all_read(preset, kind, text, files)
+            _check_all_read(preset, kind, text, files, _is_ours(loader))
     return backbone
 
 
@@ -157,22 +157,24 @@ def _check_adapter(preset: str, folder: Path) -> None:
         )
 
 
-def _check_all_read(preset: str, kind: str, text: dict[str, Any], files: TensorFiles) -> None:
+def _check_all_read(
+    preset: str, kind: str, text: dict[str, Any], files: TensorFiles, is_ours: bool
+) -> None:
     """Refuse a file with weights that the converter left out; a head may be that of the table."""
     left = [name for name in files.unread() if not _NO_WEIGHTS.search(name)]
     if text.get("num_kv_shared_layers"):
         first = text["num_hidden_layers"] - text["num_kv_shared_layers"]
         left = [name for name in left if not _is_borrowed(name, first)]
     if is_tied(kind, text):
-        heads = [name for name in left if name.endswith("lm_head.weight")]
+        heads = [name for name in left if name.endswith(_HEADS)]
         left = [name for name in left if name not in heads]
         _check_heads(preset, files, heads)
     if left:
+        how = "" if is_ours else " If that is what you want, load it with KerasHub's `from_preset`."
         raise SurgeryError(
             f"from_preset at '{preset}': expected a file whose weights the converter of "
             f"'{kind}' reads all. Received {len(left)} tensors that it leaves out, such as "
-            f"'{left[0]}'. Compare config.json with the original. If that is what you want, load "
-            "it with `keras_hub.models.Backbone.from_preset`."
+            f"'{left[0]}'. Compare config.json with the original.{how}"
         )
 
 

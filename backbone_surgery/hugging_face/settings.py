@@ -122,7 +122,14 @@ _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 """Of how many blocks the last attends to all tokens."""
 
 
-def check_settings(preset: str, kind: str, text: Config) -> None:
+_NO_OTHER = "Use a model that has it so."
+_AS_KERAS_HUB = (
+    "If that is what you want, load it with `keras_hub.models.Backbone.from_preset`, and make a "
+    "`CachedCausalLM` of it."
+)
+
+
+def check_settings(preset: str, kind: str, text: Config, is_ours: bool) -> None:
     """Refuse what KerasHub's backbone has not, or its converter does not give it."""
     known = [*SETTINGS[kind].items(), *_computed(kind, text)]
     settings = [(name, text.get(name), accepted) for name, accepted in known]
@@ -137,8 +144,7 @@ def check_settings(preset: str, kind: str, text: Config) -> None:
             raise SurgeryError(
                 f"from_preset at '{preset}': expected {wanted} as `{name}` in config.json, since "
                 f"KerasHub computes a model of type '{kind}' as if it were so. Received "
-                f"{shown(value)}. If that is what you want, load it with "
-                "`keras_hub.models.Backbone.from_preset`, and make a `CachedCausalLM` of it."
+                f"{shown(value)}. {_NO_OTHER if is_ours else _AS_KERAS_HUB}"
             )
 
 
@@ -161,8 +167,6 @@ def _computed(kind: str, text: Config) -> Iterator[tuple[str, tuple]]:
         yield "layer_types", ([f"{'sliding' if is_windowed else 'full'}_attention"] * number,)
     if kind == "opt":
         yield "word_embed_proj_dim", (text["hidden_size"],)
-    if kind in ("bloom", "gpt_neox"):
-        yield "attention_dropout", (text.get("hidden_dropout", 0.0),)
     if kind == "gemma4_text" and wide_heads(text) is None:
         yield "per_layer_config", ()
 

@@ -44,14 +44,21 @@ class Llama3Tokenizer(keras_hub.models.Llama3Tokenizer):
 
 
 def byte_pairs(cls: type, preset: str, **kwargs: Any) -> Any:
-    """Read a tokenizer of byte pairs: from `tokenizer.json`, or from `vocab.json` and merges."""
-    if not graph.check_file_exists(preset, "tokenizer.json"):
-        vocabulary, merges = (graph.get_file(preset, x) for x in ("vocab.json", "merges.txt"))
-        return cls(vocabulary=vocabulary, merges=merges, **kwargs)
-    found = graph.load_json(preset, "tokenizer.json")
-    added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
-    pairs = [x if isinstance(x, str) else " ".join(x) for x in found["model"]["merges"]]
-    return cls(vocabulary={**found["model"]["vocab"], **added}, merges=pairs, **kwargs)
+    """Read a tokenizer of byte pairs: from `tokenizer.json`, or from `vocab.json` and others."""
+    if graph.check_file_exists(preset, "tokenizer.json"):
+        found = graph.load_json(preset, "tokenizer.json")
+        added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
+        vocabulary, pairs = found["model"]["vocab"], found["model"]["merges"]
+        merges: Any = [x if isinstance(x, str) else " ".join(x) for x in pairs]
+    else:
+        vocabulary = graph.load_json(preset, "vocab.json")
+        merges = graph.get_file(preset, "merges.txt")
+        has_more = graph.check_file_exists(preset, "added_tokens.json")
+        added = graph.load_json(preset, "added_tokens.json") if has_more else {}
+    tokenizer = cls(vocabulary={**vocabulary, **added}, merges=merges, **kwargs)
+    whole = {*(tokenizer.unsplittable_tokens or ()), *added}
+    tokenizer.unsplittable_tokens = sorted(whole)  # as KerasHub's own converters have it
+    return tokenizer
 
 
 def sentence_pieces(cls: type, preset: str, **kwargs: Any) -> Any:
