@@ -4,6 +4,7 @@ The reference is a tokenizer of `tokenizers`, trained with the pattern of words 
 published `tokenizer.json` of a model.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -68,6 +69,7 @@ WORDS = {
     "Qwen3_5Moe": (QWEN_3_5, (*CHAT, *VISION)),
     "GptOss": (GPT_OSS, ("<|startoftext|>", "<|return|>", "<|endoftext|>")),
 }
+BY_DEFAULT = ("GPT2", "Bloom", "Llama3", "Qwen3_5", "GptOss")
 COMPOSED = ("GPTNeoX", "Qwen", "Qwen3", "QwenMoe", "Qwen3Moe", "Qwen3_5", "Qwen3_5Moe")
 ALL_WORDS = ("Llama3", "SmolLM3", "GptOss")
 """What is in the vocabulary is one token, whatever the merges say."""
@@ -82,7 +84,12 @@ SOURCES = ("docs/*.md", "backbone_surgery/opening/*.py", "tests/opening/*.py")
 
 
 def train(name, *further):
-    """Train what `tokenizers` makes of the pattern of a model."""
+    """Return what `tokenizers` makes of the pattern of a model."""
+    return Tokenizer.from_str(trained(name, *further))
+
+
+@functools.cache
+def trained(name, *further):
     pattern, specials = WORDS[name]
     own = Tokenizer(models.BPE(ignore_merges=name in ALL_WORDS))
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
@@ -101,11 +108,10 @@ def train(name, *further):
         show_progress=False,
     )
     own.train([str(path) for source in SOURCES for path in sorted(ROOT.glob(source))], trainer)
-    if name not in ALL_WORDS:
-        return own
-    whole = json.loads(own.to_str())  # with a word that no merges lead to
-    whole["model"]["vocab"]["\u0120xylophones"] = len(whole["model"]["vocab"])
-    return Tokenizer.from_str(json.dumps(whole))
+    whole = json.loads(own.to_str())
+    if name in ALL_WORDS:  # one that no merges lead to
+        whole["model"]["vocab"]["\u0120xylophones"] = len(whole["model"]["vocab"])
+    return json.dumps(whole)
 
 
 def in_keras_hub(name, reference):
@@ -114,7 +120,10 @@ def in_keras_hub(name, reference):
     return cls(vocabulary=model["vocab"], merges=[" ".join(pair) for pair in model["merges"]])
 
 
-@pytest.fixture(scope="module", params=WORDS)
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in WORDS if name not in BY_DEFAULT]
+
+
+@pytest.fixture(scope="module", params=[*BY_DEFAULT, *OTHERS])
 def pair(request):
     reference = train(request.param)
     return reference, in_keras_hub(request.param, reference)

@@ -93,6 +93,7 @@ def test_pythia_reads_and_writes_the_tokens_of_its_tokenizer(pythia, tmp_path):
     assert again.preprocessor.tokenizer(TEXT).tolist() == ids
 
 
+@pytest.mark.slow
 def test_keras_hub_loads_what_was_saved(tmp_path):
     lm = load(FAMILIES / "pythia")
     assert isinstance(lm.backbone, GPTNeoXBackbone)
@@ -106,6 +107,7 @@ def test_keras_hub_loads_what_was_saved(tmp_path):
     np.testing.assert_allclose(logits_of(lm), theirs, atol=2e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.slow
 def test_gpt_neo_x_that_keras_hub_has_is_its_own_class(copy):
     assert type(load(FAMILIES / "gpt_neox").backbone) is keras_hub.models.GPTNeoXBackbone
     tied = load(copy("gpt_neox", hidden_act="gelu")).backbone
@@ -115,7 +117,7 @@ def test_gpt_neo_x_that_keras_hub_has_is_its_own_class(copy):
 @pytest.mark.parametrize(
     ("source", "root"),
     [
-        ("pythia", "gpt_neox."),
+        pytest.param("pythia", "gpt_neox.", marks=pytest.mark.slow),
         ("opt", "model."),
         ("bloom", "transformer."),
         ("falcon", "transformer."),
@@ -146,6 +148,7 @@ def test_gemma_3n_as_it_is_published(copy):
     assert lm.backbone.vision_encoder is None
 
 
+@pytest.mark.slow
 def test_settings_of_gemma_3n_that_are_left_out(copy):
     left = ("rope_parameters", "layer_types", "altup_coef_clip", "activation_sparsity_pattern")
     folder = copy("gemma3n_text", without=left, num_kv_shared_layers=0)
@@ -157,6 +160,7 @@ def test_settings_of_gemma_3n_that_are_left_out(copy):
     assert config["activation_sparsity_pattern"] == 5 * [0.0]
 
 
+@pytest.mark.slow
 def test_names_of_early_configs(copy):
     config = json.loads((FAMILIES / "pythia" / "config.json").read_text())
     rotary = {"rotary_pct": 0.25, "rotary_emb_base": config["rope_parameters"]["rope_theta"]}
@@ -164,6 +168,7 @@ def test_names_of_early_configs(copy):
     np.testing.assert_array_equal(logits_of(early), logits_of(load(FAMILIES / "pythia")))
 
 
+@pytest.mark.slow
 def test_names_of_early_configs_of_bloom(copy):
     config = json.loads((FAMILIES / "bloom" / "config.json").read_text())
     early = {"n_embed": config["hidden_size"], "num_attention_heads": config["n_head"]}
@@ -218,6 +223,7 @@ def test_weights_that_are_not_there_are_refused(copy):
         load(folder)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_the_table(copy):
     """As an untied file of a tied model has it; another head is refused."""
     folder = copy("gpt_neox")
@@ -230,6 +236,7 @@ def test_a_head_that_is_the_table(copy):
         load(folder)
 
 
+@pytest.mark.slow
 def test_table_of_positions_of_opt_is_whole():
     """Two rows more than positions are in the file; KerasHub has none for them."""
     lm = load(FAMILIES / "opt")
@@ -239,6 +246,7 @@ def test_table_of_positions_of_opt_is_whole():
     np.testing.assert_array_equal(own, table[2:])
 
 
+@pytest.mark.slow
 def test_opt_with_tokens_that_were_added(copy):
     """A folder of before `tokenizer.json`, whose tokenizer was given tokens."""
     own = pythias_tokenizer(400)
