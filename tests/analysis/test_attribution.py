@@ -132,8 +132,8 @@ def test_features_of_an_autoencoder(tmp_path, rng):
     [
         ({"by_feature": "yes"}, "at 'by_feature': expected True or False"),
         ({"by_feature": True, "by_head": True}, "expected `by_head` or `by_feature`"),
-        ({"by_feature": True, "at": "blocks.0.query"}, r"as many features each.*\[4, 8\]"),
-        ({"by_feature": True, "at": "blocks.0.mlp_*"}, "as many features each"),
+        ({"by_feature": True, "at": "blocks.0.query"}, r"sites of one size.*\[4, 8\]"),
+        ({"by_feature": True, "at": "blocks.0.mlp_*"}, "sites of one size"),
         ({"corrupted": CLEAN}, "two different texts"),
         ({"corrupted": [1, 2]}, "two different texts of as many tokens"),
     ],
