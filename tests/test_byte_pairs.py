@@ -236,6 +236,11 @@ def test_folder_of_llama_2(tmp_path):
             assert ids == reference.encode(text).ids
             assert tokenizer.detokenize(ids) == reference.decode(ids, skip_special_tokens=False)
         assert (tokenizer.start_token_id, tokenizer.end_token_id) == (1, 2)
+        assert each.preprocessor.generate_preprocess(["a"])["token_ids"][0][0] == 1
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    lm = bs.CachedCausalLM.from_preset(str(folder), load_weights=False)
+    packed = lm.preprocessor.generate_preprocess(["a"])["token_ids"][0]
+    assert packed[:2].tolist() == [2, *reference.encode("a").ids]
 
 
 def test_preset_of_keras_hub_gets_the_words_of_its_class(tmp_path):

@@ -83,7 +83,8 @@ def load_preprocessor(loader: Any) -> Any:
         tokenizer = byte_pairs(models.GPT2Tokenizer, preset)
         return loader.load_preprocessor(models.GPT2CausalLMPreprocessor, tokenizer=tokenizer)
     if loader.config.get("model_type") == "llama":  # KerasHub forgets what begins and ends a text
-        return loader.load_preprocessor(models.Llama3CausalLMPreprocessor, **llama(preset))
+        tokenizer = llama(preset)
+        return loader.load_preprocessor(models.Llama3CausalLMPreprocessor, tokenizer=tokenizer)
     own = loader.check_backbone_class()
     if own.__module__ == as_in_hugging_face.__name__:  # KerasHub has a preprocessor for its own
         cls = graph.find_subclass(preset, models.CausalLMPreprocessor, own.__base__)

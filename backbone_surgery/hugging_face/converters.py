@@ -112,8 +112,7 @@ def _of_each_head(index: int) -> Part:
     """Return a part of what holds the query, the key and the value of each head, in that order."""
 
     def part(x: np.ndarray, text: Config) -> np.ndarray:
-        heads = text.get("num_attention_heads") or text["n_head"]
-        x = x.reshape(heads, 3, -1, *x.shape[1:])[:, index]
+        x = x.reshape(_heads(text), 3, -1, *x.shape[1:])[:, index]
         return x.reshape(-1, *x.shape[2:])
 
     return part

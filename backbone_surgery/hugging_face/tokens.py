@@ -66,18 +66,18 @@ def sentence_pieces(cls: type, preset: str, **kwargs: Any) -> Any:
     return cls(proto=graph.get_file(preset, "tokenizer.model"), **kwargs)
 
 
-def llama(preset: str) -> dict[str, Any]:
-    """Return the arguments of the preprocessor of a model of type `llama`.
+def llama(preset: str) -> Any:
+    """Read the tokenizer of a model of type `llama`.
 
-    One without a token that begins a text has none put before it.
+    Where no token begins a text, that which ends one does, as KerasHub has it for GPT-2.
     """
     config = graph.load_json(preset, "tokenizer_config.json")
     names = (config.get("bos_token"), config.get("eos_token"))
-    given, end = (x["content"] if isinstance(x, dict) else x for x in names)
-    begin = end if given is None else given
+    begin, end = (x["content"] if isinstance(x, dict) else x for x in names)
+    begin = end if begin is None else begin
     is_llama_3 = begin == _LLAMA_3[0] and end in _LLAMA_3[1]
     cls = keras_hub.models.Llama3Tokenizer if is_llama_3 else Llama3Tokenizer
     added = graph.load_json(preset, "tokenizer.json").get("added_tokens") or ()
     others = {token["content"] for token in added if token["special"]} - {begin, end}
     ends = {"bos_token": begin, "eos_token": end, "misc_special_tokens": others}
-    return {"tokenizer": byte_pairs(cls, preset, **ends), "add_start_token": given is not None}
+    return byte_pairs(cls, preset, **ends)
