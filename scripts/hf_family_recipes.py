@@ -158,6 +158,28 @@ RECIPES = {
         ),
         matters=({"rope_parameters": rope(10_000.0)},),
     ),
+    "phi3_mini": Recipe(
+        make_config("phi3", rope_parameters=rope(1000.0), sliding_window=5),
+        matters=({"sliding_window": 6}, {"rope_parameters": rope(10_000.0)}),
+    ),
+    "phi4_mini": Recipe(
+        make_config(
+            "phi3",
+            rope_parameters=rope(
+                1000.0,
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.5, 2.5],
+                long_factor=[2.0, 4.0, 8.0],
+                original_max_position_embeddings=40,
+            ),
+            original_max_position_embeddings=40,
+            max_position_embeddings=80,
+            tie_word_embeddings=True,
+        ),
+        matters=({"rope_parameters": rope(1000.0, partial_rotary_factor=0.75)},),
+        embedding_scale=0.1,
+    ),
     "opt": Recipe(
         make_config("opt", ffn_dim=48, dropout=0.0),
         matters=({"activation_function": "gelu"},),

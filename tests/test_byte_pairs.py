@@ -27,7 +27,9 @@ from tokenizers import (
 
 import backbone_surgery as bs
 from backbone_surgery import byte_pairs
+from backbone_surgery.families.phi3 import FAMILY
 from backbone_surgery.generation.described import tokenizer_digest
+from backbone_surgery.generation.request import resolve_stop_ids
 
 ROOT = Path(__file__).parents[1]
 HF_GPT2 = ROOT / "tests" / "fixtures" / "hf_gpt2"
@@ -207,8 +209,8 @@ def test_folder_of_hugging_face_brings_its_own_words(tmp_path):
     assert tokenizer_digest(bs.CachedCausalLM.from_preset("tiny_gpt2").preprocessor) not in digests
 
 
-def test_folder_of_llama_2(tmp_path):
-    """Its tokenizer marks spaces, and falls back to bytes; KerasHub reads it as that of Llama 3."""
+def llama_2_tokenizer(*added):
+    """Byte pairs with marks of spaces, which fall back to bytes."""
     reference = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     reference.normalizer = normalizers.Sequence(spaces)
@@ -220,13 +222,25 @@ def test_folder_of_llama_2(tmp_path):
     whole = json.loads(reference.to_str())
     whole["added_tokens"] = whole["added_tokens"][:3]
     reference = Tokenizer.from_str(json.dumps(whole))
-    folder = tmp_path / "model"
-    shutil.copytree(ROOT / "tests" / "fixtures" / "hf_families" / "llama", folder)
+    reference.add_special_tokens([*added])
+    return reference
+
+
+def put_into(reference, folder, source, **settings):
+    """Copy a model without a tokenizer, and give it one."""
+    shutil.copytree(ROOT / "tests" / "fixtures" / "hf_families" / source, folder)
     reference.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 600}))
+    config["vocab_size"] = reference.get_vocab_size()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_folder_of_llama_2(tmp_path):
+    """KerasHub reads its tokenizer as that of Llama 3."""
+    reference, folder = llama_2_tokenizer(), tmp_path / "model"
     ends = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    put_into(reference, folder, "llama", **ends)
     lm = bs.CachedCausalLM.from_preset(str(folder), load_weights=False)
     lm.save_to_preset(tmp_path / "saved")
     for each in (lm, bs.CachedCausalLM.from_preset(str(tmp_path / "saved"))):
@@ -241,6 +255,32 @@ def test_folder_of_llama_2(tmp_path):
     lm = bs.CachedCausalLM.from_preset(str(folder), load_weights=False)
     packed = lm.preprocessor.generate_preprocess(["a"])["token_ids"][0]
     assert packed[:2].tolist() == [2, *reference.encode("a").ids]
+
+
+def test_folder_of_phi_3(tmp_path):
+    """The tokens of its turns take the space behind them, and are in no file of SentencePiece."""
+    turns = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
+    reference = llama_2_tokenizer(*(AddedToken(x, rstrip=x != turns[0]) for x in turns))
+    template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    ends = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "chat_template": template}
+    put_into(reference, tmp_path / "model", "phi3", **ends)
+    lm = bs.CachedCausalLM.from_preset(str(tmp_path / "model"), load_weights=False)
+    lm.save_to_preset(tmp_path / "saved")
+    text = "<|user|>\nIs it  42?<|end|>\n<|assistant|>\n"
+    wanted = reference.encode(text).ids
+    assert reference.token_to_id("\n") not in wanted
+    for each in (lm, bs.CachedCausalLM.from_preset(str(tmp_path / "saved"))):
+        packed = each.preprocessor.generate_preprocess([text])
+        ids = packed["token_ids"][0][packed["padding_mask"][0] == 1].tolist()
+        assert ids == [1, *wanted]
+        assert each.preprocessor.tokenizer.detokenize(wanted) == reference.decode(
+            wanted, skip_special_tokens=False
+        )
+        ends = resolve_stop_ids("auto", each.preprocessor, 700, FAMILY.stop_tokens, "generate")
+        assert ends == [reference.token_to_id(turns[0]), reference.token_to_id("<|end|>")]
 
 
 def test_preset_of_keras_hub_gets_the_words_of_its_class(tmp_path):

@@ -2,8 +2,8 @@
 
 With `rope_scaling_type="su"`, KerasHub rotates all tokens of a call by other frequencies as soon as
 one of them lies beyond `pretraining_sequence_length`. What is in a cache then depends on how the
-text was cut, so rows end there: longer ones are refused. KerasHub cannot load the checkpoints of
-Hugging Face.
+text was cut, so rows end there: longer ones are refused. KerasHub has no windows, tied heads and
+partly rotated ones; `as_in_hugging_face` has what Phi-3 mini and Phi-4 mini need.
 """
 
 import keras_hub
@@ -11,6 +11,7 @@ from keras import ops
 from keras_hub.src.models.phi3.phi3_decoder import Phi3Decoder
 from keras_hub.src.models.phi3.phi3_layernorm import Phi3LayerNorm
 
+from backbone_surgery.families.as_in_hugging_face import FirstFeaturesRotary
 from backbone_surgery.families.pre_norm import attend, gated_mlp, pre_norm, rotary
 from backbone_surgery.opening.family import Family
 from backbone_surgery.opening.site import Site
@@ -40,7 +41,9 @@ class ShortRotary(keras_hub.layers.RotaryEmbedding):
 def open_block(block, hidden_states, padding_mask, positions):
     """Spell out one block."""
     layer, policy = block.attention, block.dtype_policy
-    rotating = layer.rotary_embedding_layer
+    rotating, features = layer.rotary_embedding_layer, getattr(block, "rotary_dim", None)
+    if isinstance(rotating, FirstFeaturesRotary):
+        rotating = rotating.rotary
     if block.rope_scaling_type == "su":
         rotating = ShortRotary(rotating, dtype=policy, name="rotary")
 
@@ -54,8 +57,9 @@ def open_block(block, hidden_states, padding_mask, positions):
             output=layer.output_dense,
             scale=layer._inv_norm_factor,
             policy=policy,
-            rotate=rotary(rotating, positions),
+            rotate=rotary(rotating, positions, features),
             mixed_dropout=layer.dropout_layer,
+            sliding_window_size=getattr(block, "sliding_window", None),
         )
         return block.attention_dropout(Site("attention_output")(x))
 

@@ -15,7 +15,7 @@ from keras_hub import models
 from backbone_surgery.hugging_face.defaults import Config, text_of
 from backbone_surgery.hugging_face.files import TensorFiles
 from backbone_surgery.hugging_face.settings import rotary_of
-from backbone_surgery.hugging_face.tokens import byte_pairs, sentence_pieces
+from backbone_surgery.hugging_face.tokens import byte_pairs, phi3, sentence_pieces
 
 Part = Callable[[np.ndarray, Config], np.ndarray]
 """Takes from a tensor of Hugging Face the part that a weight of KerasHub is."""
@@ -180,6 +180,41 @@ def _gpt_neo_x(text: Config) -> dict[str, Any]:
     }
 
 
+def _phi3(text: Config) -> dict[str, Any]:
+    turned = rotary_of(text)[""]
+    is_scaled = turned.get("rope_type", "default") != "default"
+    scaling = {
+        "rope_scaling_type": "su",  # as KerasHub calls LongRoPE
+        "rope_scaling_short_factor": turned.get("short_factor"),
+        "rope_scaling_long_factor": turned.get("long_factor"),
+    }
+    return {
+        **_size(text),
+        "intermediate_dim": text["intermediate_size"],
+        "num_query_heads": text["num_attention_heads"],
+        "num_key_value_heads": text.get("num_key_value_heads") or text["num_attention_heads"],
+        "layer_norm_epsilon": text["rms_norm_eps"],
+        "dropout": text.get("resid_pdrop", 0.0),
+        "max_sequence_length": text["max_position_embeddings"],
+        "pretraining_sequence_length": turned["original_max_position_embeddings"],
+        "rope_max_wavelength": turned["rope_theta"],
+        **(scaling if is_scaled else {}),
+    }
+
+
+def _query(x: np.ndarray, text: Config) -> np.ndarray:
+    return x[: text["hidden_size"]]
+
+
+def _key(x: np.ndarray, text: Config) -> np.ndarray:
+    first = text["hidden_size"]
+    return x[first : (first + len(x)) // 2]
+
+
+def _value(x: np.ndarray, text: Config) -> np.ndarray:
+    return x[(text["hidden_size"] + len(x)) // 2 :]
+
+
 def _gemma3n(text: Config) -> dict[str, Any]:
     turned = rotary_of(text)
     same = (
@@ -279,6 +314,31 @@ CONVERTERS = {
             **{x: f"mlp.{x}" for x in _FEEDFORWARD},
         },
         parts={f"attention/{x}": _of_each_head(i) for i, x in enumerate(_QUERY_KEY_VALUE)},
+    ),
+    "phi3": Converter(
+        backbone_cls=models.Phi3Backbone,
+        preprocessor_cls=models.Phi3CausalLMPreprocessor,
+        arguments=_phi3,
+        table="embed_tokens",
+        blocks=("transformer_layer", "layers"),
+        outside={"token_embedding": "embed_tokens", "sequence_output_layernorm": "norm"},
+        inside={
+            **{f"attention/{x}": "self_attn.qkv_proj" for x in ("query", "key", "value")},
+            "attention/attention_output": "self_attn.o_proj",
+            "pre_attention_layernorm": "input_layernorm",
+            "post_attention_layernorm": "post_attention_layernorm",
+            "feedforward_gate_dense": "mlp.gate_up_proj",
+            "feedforward_intermediate_dense": "mlp.gate_up_proj",
+            "feedforward_output_dense": "mlp.down_proj",
+        },
+        parts={
+            "attention/query": _query,
+            "attention/key": _key,
+            "attention/value": _value,
+            "feedforward_gate_dense": lambda x, text: x[: len(x) // 2],
+            "feedforward_intermediate_dense": lambda x, text: x[len(x) // 2 :],
+        },
+        tokenizer=phi3,
     ),
     "gemma3n_text": Converter(
         backbone_cls=models.Gemma3nBackbone,

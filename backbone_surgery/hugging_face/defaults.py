@@ -75,6 +75,13 @@ _LEFT_OUT: dict[str, Config] = {
         "rope_theta": 1e6,
         "sliding_window": None,
     },
+    "phi3": {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    },
     "qwen2": {**_EPSILON, **_THETA, **_WIDE, "tie_word_embeddings": False},
     "qwen2_moe": {
         **_EPSILON,

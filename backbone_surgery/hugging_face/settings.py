@@ -80,6 +80,7 @@ SETTINGS: dict[str, dict[str, tuple]] = {
     "llama": {**_SILU, **_UNBIASED},
     "mistral": {**_SILU, **_UNTIED},
     "mixtral": {**_SILU, **_UNTIED},
+    "phi3": _SILU,
     "qwen2": {**_SILU, **_NO_WINDOW},
     "qwen2_moe": {**_SILU, **_UNTIED, **_ALL_MIXTURES, **_NO_WINDOW, "qkv_bias": (True,)},
     # The norms of queries and keys have an epsilon of 1e-5 in KerasHub, and of 1e-6 in mixtures.
@@ -97,12 +98,13 @@ SETTINGS: dict[str, dict[str, tuple]] = {
 }
 """By model type, what a setting of `config.json` must be, if it is there and not null."""
 
-_HEADS_SHARE_WIDTH = ("llama", "mixtral", "qwen2", "qwen2_moe", "smollm3")
+_HEADS_SHARE_WIDTH = ("llama", "mixtral", "phi3", "qwen2", "qwen2_moe", "smollm3")
 
 _FREQUENCIES = {
     "gpt_oss": ("yarn",),
     "llama": ("llama3",),
     "gemma3_text": ("linear",),
+    "phi3": ("longrope", "su", "yarn"),  # other names of early configs for the first
     "qwen3_5_text": ("mrope",),
     "qwen3_5_moe_text": ("mrope",),
 }
@@ -115,7 +117,7 @@ _WAVELENGTHS = {
 }
 """Of rotary positions, where the backbone has no other, by the type of block."""
 
-_TURNED_IN_PART = ("gemma4_text", "gpt_neox", "qwen3_5_moe_text", "qwen3_5_text")
+_TURNED_IN_PART = ("gemma4_text", "gpt_neox", "phi3", "qwen3_5_moe_text", "qwen3_5_text")
 """Model types that rotate a part of each head, in some blocks."""
 
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
@@ -182,10 +184,21 @@ def _rotary_settings(kind: str, text: Config) -> Iterator[tuple[str, Any, tuple]
             yield "partial_rotary_factor", rotary.get("partial_rotary_factor"), (1.0,)
         if kind.startswith("gemma") and rotary.get("rope_type") != "linear":
             yield "factor", rotary.get("factor"), (1.0,)
+        if kind == "phi3":
+            yield from _long_rope(rotary, text)
         if kind == "gpt_oss" and rotary.get("rope_type") == "yarn":
             yield from _yarn(rotary, text)
         if kind in _WAVELENGTHS:
             yield "rope_theta", rotary.get("rope_theta"), (_WAVELENGTHS[kind].get(block),)
+
+
+def _long_rope(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
+    """Yield what KerasHub makes of the two lengths of Phi-3, and `transformers` perhaps not."""
+    first = rotary["original_max_position_embeddings"]
+    factor = text["max_position_embeddings"] / first
+    yield "factor", rotary.get("factor"), (factor,)
+    usual = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
+    yield "attention_factor", rotary.get("attention_factor"), (usual,)
 
 
 def _yarn(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:

@@ -66,6 +66,14 @@ def sentence_pieces(cls: type, preset: str, **kwargs: Any) -> Any:
     return cls(proto=graph.get_file(preset, "tokenizer.model"), **kwargs)
 
 
+def phi3(cls: type, preset: str) -> Any:
+    """Read the tokenizer of a model of type `phi3`, whose own tokens KerasHub's class has not.
+
+    Those of Phi-3 are not in its file of SentencePiece, and Phi-4 has byte pairs as GPT-4's.
+    """
+    return llama(preset)
+
+
 def llama(preset: str) -> Any:
     """Read the tokenizer of a model of type `llama`.
 

@@ -1,8 +1,7 @@
 """Every family: logits and greedy text equal those of Hugging Face `transformers`.
 
 The models and the expected values were made by `scripts/make_hf_family_fixtures.py`, whose recipes
-say what each of them has. KerasHub's own converters load them, or ours; Phi-3 has none, so there
-`hf_weights.py` copies the weights by name. This is left out:
+say what each of them has. KerasHub's own converters load them, or ours. This is left out:
 
 | model | left out, since KerasHub has it otherwise |
 |---|---|
@@ -27,7 +26,6 @@ import pytest
 import backbone_surgery as bs
 from tests.helpers import relative
 from tests.opening.hf_cases import Case, generate, run_whole
-from tests.opening.hf_weights import NAMES, load_backbone
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +41,7 @@ ROUNDED_MORE = {"gemma4_text": 1e-5, "qwen3_5_moe": 1e-5}
 @pytest.fixture(scope="module", params=FOLDERS)
 def case(request):
     folder = FIXTURES / request.param
-    if request.param in NAMES:
-        lm = bs.CachedCausalLM(load_backbone(folder))
-    else:
-        lm = bs.CachedCausalLM.from_preset(str(folder))
+    lm = bs.CachedCausalLM.from_preset(str(folder))
     lm.compile(sampler="greedy")
     return Case(lm, dict(np.load(folder / "expected.npz")))
 

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 import backbone_surgery as bs
 from tests.families import ROWS
 from tests.helpers import relative
-from tests.opening.hf_weights import NAMES, load_backbone
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PEFT = FIXTURES / "peft"
@@ -30,8 +29,6 @@ def load(name):
     folder = own if own.is_dir() else FIXTURES / "hf_families" / name
     with np.load(folder / "expected.npz") as arrays:
         ids = arrays["token_ids"][arrays["lengths"].argmax()][None]
-    if name in NAMES:
-        return load_backbone(folder), ids
     return bs.CachedCausalLM.from_preset(str(folder)).backbone, ids
 
 
