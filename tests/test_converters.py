@@ -15,9 +15,17 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import backbone_surgery as bs
-from backbone_surgery.families.as_in_hugging_face import GPTNeoXBackbone
+from backbone_surgery.families import as_in_hugging_face
 
 FAMILIES = Path(__file__).parent / "fixtures" / "hf_families"
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 40,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
 SPACES = [" " * n for n in range(8, 1, -1)]
 TEXT = "def f(x):\n        return  x\n\n    # 12345 don't caf\u00e9   <|endoftext|> end"
 
@@ -44,7 +52,7 @@ def load(folder, **kwargs):
 
 
 def logits_of(lm):
-    ids = np.array([[5, 9, 2, 77, 31, 8]])
+    ids = np.array([[5, 9, 2, 77, 31, 8, 4, 12]])
     return np.asarray(lm({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
 
 
@@ -94,17 +102,73 @@ def test_pythia_reads_and_writes_the_tokens_of_its_tokenizer(pythia, tmp_path):
 
 
 @pytest.mark.slow
-def test_keras_hub_loads_what_was_saved(tmp_path):
-    lm = load(FAMILIES / "pythia")
-    assert isinstance(lm.backbone, GPTNeoXBackbone)
-    assert (lm.backbone.activation, lm.backbone.tie_word_embeddings) == ("gelu", False)
+@pytest.mark.parametrize(
+    ("source", "task", "own"),
+    [
+        (
+            "pythia",
+            keras_hub.models.GPTNeoXCausalLM,
+            {"activation": "gelu", "tie_word_embeddings": False},
+        ),
+        (
+            "phi3_mini",
+            keras_hub.models.Phi3CausalLM,
+            {"sliding_window": 5, "partial_rotary_factor": 1.0},
+        ),
+        (
+            "phi4_mini",
+            keras_hub.models.Phi3CausalLM,
+            {"tie_word_embeddings": True, "num_layers": 3},
+        ),
+    ],
+)
+def test_keras_hub_loads_what_was_saved(source, task, own, tmp_path):
+    lm = load(FAMILIES / source)
     lm.save_to_preset(tmp_path / "saved")
     backbone = keras_hub.models.Backbone.from_preset(str(tmp_path / "saved"))
-    assert isinstance(backbone, GPTNeoXBackbone)
-    task = keras_hub.models.GPTNeoXCausalLM(backbone)
-    ids = np.array([[5, 9, 2, 77, 31, 8]])
-    theirs = task({"token_ids": ids, "padding_mask": np.ones_like(ids)})
+    assert type(backbone) is type(lm.backbone)
+    assert type(backbone).__module__ == as_in_hugging_face.__name__
+    assert {name: getattr(backbone, name) for name in own} == own
+    ids = np.array([[5, 9, 2, 77, 31, 8, 4, 12]])
+    theirs = task(backbone)({"token_ids": ids, "padding_mask": np.ones_like(ids)})
     np.testing.assert_allclose(logits_of(lm), theirs, atol=2e-6 * np.abs(theirs).max())
+    lm.quantize("int8")
+    assert backbone.token_embedding.quantization_mode is None
+    assert lm.backbone.token_embedding.quantization_mode == "int8"
+    np.testing.assert_allclose(logits_of(lm), theirs, atol=0.1 * np.abs(theirs).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["phi3", "phi4_mini"])
+def test_phi_3_with_long_texts_alone(source):
+    """KerasHub's backbone takes the long frequencies for all tokens of a text beyond the short."""
+    short = load(FAMILIES / source)
+    factors = short.backbone.rope_scaling_long_factor
+    long = load(FAMILIES / source, rope_scaling_short_factor=factors)
+    ids = np.random.default_rng(0).integers(2, 120, (1, 50))
+    inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    hidden = short.backbone(inputs)
+    wanted = np.asarray(short.backbone.token_embedding(hidden, reverse=True))
+    np.testing.assert_allclose(np.asarray(long(inputs)), wanted, atol=1e-5 * np.abs(wanted).max())
+    with pytest.raises(bs.SurgeryError, match="at most 40 tokens in a row"):
+        short.generate(inputs, max_length=60, stop_token_ids=None)
+    long.compile(sampler="greedy")
+    answer = long.generate(inputs, max_new_tokens=4, stop_token_ids=None)["token_ids"]
+    assert answer[0, 50] == wanted[0, -1].argmax()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["phi3", "phi3_mini", "phi4_mini"])
+def test_the_task_of_keras_hub_writes_the_same(source):
+    lm = load(FAMILIES / source)
+    ids = np.zeros((2, 20), int)
+    ids[:, :7] = [[5, 9, 2, 77, 31, 8, 4], [8, 3, 60, 60, 2, 9, 1]]
+    prompts = {"token_ids": ids, "padding_mask": (np.arange(20) < 7) * np.ones_like(ids)}
+    answers = []
+    for each in (keras_hub.models.Phi3CausalLM(lm.backbone), lm):
+        each.compile(sampler="greedy")
+        answers.append(each.generate(dict(prompts), stop_token_ids=None)["token_ids"])
+    np.testing.assert_array_equal(*answers)
 
 
 @pytest.mark.slow
@@ -193,6 +257,10 @@ def test_names_of_early_configs_of_bloom(copy):
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "False as `apply_res"),
         ("falcon", {"alibi": None}, "True as `alibi`.*Received False"),
         ("falcon", {"new_decoder_architecture": True}, "False as `new_decoder_architecture`"),
+        ("phi3", {"hidden_act": "gelu"}, "'silu' or 'swish' as `hidden_act`"),
+        ("phi3", {"head_dim": 16}, "8 as `head_dim`"),
+        ("phi3", {"max_position_embeddings": 160, "rope_parameters": LONG}, "4.0 as `factor`"),
+        ("phi3", {"rope_parameters": LONG | {"attention_factor": 1.5}}, "1.08.* as `attention_f"),
         ("gemma3n_text", {"hidden_activation": "relu"}, "'gelu_new' or"),
         ("gemma3n_text", {"tie_word_embeddings": False}, "True as `tie_word_embeddings`"),
     ],

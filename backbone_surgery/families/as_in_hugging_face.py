@@ -258,7 +258,7 @@ _PHI_3 = {
 
 
 def _table(size: int, width: int, is_tied: bool, dtype: Any) -> keras.layers.Layer:
-    return keras_hub.layers.ReversibleEmbedding(
+    return keras.layers.ReversibleEmbedding(
         size,
         width,
         tie_weights=is_tied,

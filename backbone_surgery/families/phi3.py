@@ -2,8 +2,9 @@
 
 With `rope_scaling_type="su"`, KerasHub rotates all tokens of a call by other frequencies as soon as
 one of them lies beyond `pretraining_sequence_length`. What is in a cache then depends on how the
-text was cut, so rows end there: longer ones are refused. KerasHub has no windows, tied heads and
-partly rotated ones; `as_in_hugging_face` has what Phi-3 mini and Phi-4 mini need.
+text was cut, so rows end there: longer ones are refused, unless both sets are the same. KerasHub
+has no windows, tied heads and partly rotated heads; `as_in_hugging_face` has what Phi-3 mini and
+Phi-4 mini need.
 """
 
 import keras_hub
@@ -80,7 +81,10 @@ def open_block(block, hidden_states, padding_mask, positions):
 
 def most_positions(block):
     """Return up to where the frequencies for short texts hold."""
-    return block.pretraining_sequence_length if block.rope_scaling_type == "su" else None
+    if block.rope_scaling_type != "su":
+        return None
+    is_same = block.rope_scaling_short_factor == block.rope_scaling_long_factor
+    return None if is_same else block.pretraining_sequence_length
 
 
 FAMILY = Family(
