@@ -189,6 +189,7 @@ def folder_with(tokenizer, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_folder_of_hugging_face_brings_its_own_words(tmp_path):
     """A tokenizer of GPT-2's class that cuts as Llama 3's does, with a token between others."""
     reference = train("Llama3", "<|endoftext|>")
@@ -327,6 +328,7 @@ def test_damaged_pipeline_is_refused(tmp_path):
         bs.CachedCausalLM.from_preset(str(folder), load_weights=False)
 
 
+@pytest.mark.slow
 def test_tokenizer_of_keras_hub_is_warned_of_once():
     tokenizer = in_keras_hub("GPT2", train("GPT2"))
     backbone = keras_hub.models.GPT2Backbone(tokenizer.vocabulary_size(), 1, 2, 8, 16)

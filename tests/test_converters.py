@@ -84,6 +84,7 @@ def pythia(copy, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_pythia_reads_and_writes_the_tokens_of_its_tokenizer(pythia, tmp_path):
     reference = Tokenizer.from_file(str(pythia / "tokenizer.json"))
     lm = load(pythia)

@@ -304,6 +304,7 @@ def test_windows_of_gpt_oss_on_the_other_blocks(copy):
         bs.load_recipe(folder.parent / "recipe", usual)
 
 
+@pytest.mark.slow
 def test_experts_of_gpt_oss_in_floats(copy):
     """As a fine-tuned one is saved; KerasHub's converter reads MXFP4 alone."""
     folder = copy(FAMILIES / "gpt_oss", quantization_config=None)

@@ -198,7 +198,7 @@ def test_another_text_and_token_compile_nothing(lm, ask):
         assert compiled
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 17, 18])
 def test_texts_as_long_as_the_positions_of_a_model(length):
     """Padding does not go past them, and nothing is read from it."""
@@ -390,6 +390,7 @@ def test_errors(plain, call, words):
         call(plain)
 
 
+@pytest.mark.slow
 def test_edits_of_generated_tokens_are_analysed_with_a_prompt_length(rng):
     """By default all tokens are a prompt, so that such an edit does nothing."""
     steer = bs.Steer("mood", {0: rng.normal(size=32)}, tokens="generated", strength=3.0)

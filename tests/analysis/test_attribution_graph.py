@@ -188,7 +188,7 @@ def test_edges_into_logits_are_direct_attributions(name, tmp_path, rng):
     assert np.isclose(graph.metric, direct.metric, rtol=1e-4)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMS)
 def test_without_biases_nothing_is_left(name, tmp_path, rng):
     """What features and logits are is a sum of the edges into them, and nothing more."""
@@ -207,6 +207,7 @@ def test_without_biases_nothing_is_left(name, tmp_path, rng):
     assert np.abs(graph.rest).max() <= 1e-4 * np.abs(total).max()
 
 
+@pytest.mark.slow
 def test_features_that_a_rewrite_sets_come_of_nothing(tmp_path, rng):
     lm, _ = make("gpt2", tmp_path, rng)
     clamp = bs.Clamp("blocks.1.transcoder_latents", features=(3,), values=50.0)
@@ -223,6 +224,7 @@ def test_features_that_a_rewrite_sets_come_of_nothing(tmp_path, rng):
     assert np.isclose(graph.influence[len(is_set) :].sum() + roots, 1)
 
 
+@pytest.mark.slow
 def test_numbers_past_a_dtype_are_refused(tmp_path, rng):
     backbone = ROWS["gpt2"].make(num_layers=1, dtype="float16")
     w = arrays(rng)
@@ -233,6 +235,7 @@ def test_numbers_past_a_dtype_are_refused(tmp_path, rng):
         bs.attribution_graph(lm, IDS, PAIR)
 
 
+@pytest.mark.slow
 def test_fewer_features_are_those_of_the_greatest_influence(tmp_path, rng):
     lm, _ = make("gpt2", tmp_path, rng)
     whole = bs.attribution_graph(lm, IDS, PAIR)

@@ -72,7 +72,7 @@ ENDS = {"gpt2": lambda: ROWS["gpt2"].make(), **ODD}
 PARTS = [("gpt2", False), ("gpt2", True), *ODD_PARTS]
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "by_head"), PARTS)
 def test_all_edges_are_the_clean_text_and_none_the_corrupted_one(model, by_head):
     """But for Gemma 3n and 4, whose embeddings for each layer nobody sends."""
@@ -115,7 +115,7 @@ def test_bad_input_is_refused():
         bs.faithfulness(*asked[:3], lambda logits: 0 * logits[:, 0], edges, [1])
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "by_head"), PARTS)
 def test_edges_that_do_not_join_carry_nothing(model, by_head):
     """And the others do, but where MLPs alone are on their way: those know one token each."""
@@ -143,6 +143,7 @@ def test_a_circuit_of_some_receivers_is_refused():
             some.circuit()
 
 
+@pytest.mark.slow
 def test_the_mean_over_several_pairs_of_texts():
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
     pairs = (CLEAN, CORRUPTED), (CORRUPTED, CLEAN), (CLEAN[:3], CORRUPTED[:3])

@@ -81,6 +81,7 @@ def test_shares_are_those_of_numpy(lm):
     )
 
 
+@pytest.mark.slow
 def test_heads_are_those_of_numpy(lm):
     got = bs.direct_logit_attribution(lm, IDS, (7, 8), by_head=True)
     shares = Shares(lm.backbone)
@@ -117,6 +118,7 @@ def test_streams_that_are_mixed_are_refused():
         bs.direct_logit_attribution(lm, IDS, (7, 8))
 
 
+@pytest.mark.slow
 def test_what_edits_add_is_in_the_rest(rng):
     """Steered at the last block, after what it wrote: no layer of the model writes that."""
     backbone, direction = make_gpt2(), rng.normal(size=32).astype("float32")
@@ -157,6 +159,7 @@ def test_narrow_models(mode):
     assert abs(got.rest) <= 0.02 * np.abs(got.values).sum()
 
 
+@pytest.mark.slow
 def test_a_norm_with_a_large_bias_in_half_precision():
     """It leaves few digits of what the norm scaled."""
     backbone = make_gpt2(dtype="bfloat16")
@@ -174,6 +177,7 @@ class TanhNorm(keras.layers.Layer):
         return keras.ops.tanh(3 * x)
 
 
+@pytest.mark.slow
 def test_another_kind_of_norm_is_refused():
     lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Insert("final_norm", TanhNorm())]))
     with pytest.raises(bs.SurgeryError, match="norms that scale a vector to one length"):

@@ -101,6 +101,7 @@ def test_edges_are_those_of_rewrites(family):
     assert f"Edges({len(got.senders)} senders x {len(got.receivers)} receivers;" in repr(got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3"])
 def test_edges_by_head_are_those_of_rewrites(family):
     lm = bs.CachedCausalLM(ROWS[family].make())
@@ -109,7 +110,7 @@ def test_edges_by_head_are_those_of_rewrites(family):
     assert {"blocks.1.query[0]", "blocks.1.key[0]", "blocks.1.value[0]"} <= {*got.receivers}
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("make", [make_deep_gpt2, ROWS["gemma2"].make, ROWS["gemma4"].make])
 def test_mlps_hand_on_what_reaches_them_where_they_are_not_held(make, by_head):
@@ -136,6 +137,7 @@ def nodes(lm, senders):
     return np.array(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(ROWS))
 def test_edges_of_a_sender_make_up_all_that_it_does(family):
     """Every way from it begins by one of its edges."""
@@ -242,6 +244,7 @@ PARTS = [(model, by_head) for model in ODD for by_head in (False, True)]
 PARTS.remove(("handed_on", True))  # by head, its gates and decays are not sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "by_head"),
     [
@@ -260,6 +263,7 @@ def test_what_goes_beside_the_stream_takes_part(model, by_head):
     assert np.abs(np.nansum(got.values, axis=1) - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_a_block_without_the_sites_is_passed_as_it_computes(monkeypatch):
     """Its family has no site for what attention writes, so one edge is all that there is."""
     monkeypatch.setattr(family, "_families", dict(family._families))
@@ -355,7 +359,7 @@ def with_lora(backbone):
         variable.assign(np.random.default_rng(3).normal(0, 0.3, variable.shape))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [scaled, with_lora, lambda backbone: backbone.quantize("int8")])
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_change_between_calls_count(tied, change):

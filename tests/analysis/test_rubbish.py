@@ -68,6 +68,7 @@ def test_metrics_that_give_no_number_are_refused(lm, metric, words):
         bs.attribution(lm, [1, 2], lambda logits: keras.ops.argmax(logits, axis=-1))
 
 
+@pytest.mark.slow
 def test_a_metric_that_divides_by_zero_is_not_taken_for_a_broken_model(lm):
     texts = lm, [1, 2, 3], [1, 4, 3]
     for call in (bs.patch_grid, bs.edge_attribution, bs.edge_patching):
@@ -91,6 +92,7 @@ def test_a_metric_that_divides_by_zero_is_not_taken_for_a_broken_model(lm):
         bs.attribution(lm, [1, 2], lambda logits: 0 * logits[:, 0] - np.inf)
 
 
+@pytest.mark.slow
 def test_a_model_past_the_range_of_float16_is_told_of():
     backbone = make_gpt2(num_layers=2, dtype="float16")
     backbone.transformer_layers[0]._feedforward_output_dense.bias.assign(np.full(32, 6e4))

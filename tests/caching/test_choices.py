@@ -64,6 +64,7 @@ class RoundsOtherwise(keras.layers.Layer):
         return keras.KerasTensor(x.shape, x.dtype)
 
 
+@pytest.mark.slow
 def test_check_does_not_count_features_that_rounding_kept(tmp_path, monkeypatch):
     backbone = make_gpt2(num_layers=2, dtype="bfloat16")
     tensors = arrays(np.random.default_rng(0), "topk", backbone.hidden_dim)

@@ -50,7 +50,7 @@ def inputs_of(rng, rows, time=1, top_k=2):
     return x, np.array(TopExperts(top_k)(logits))
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("piece_bytes", [1, 500, 2**22])
 @pytest.mark.parametrize(("rows", "time"), [(1, 1), (3, 1), (1, 2), (2, 2), (4, 5)])
@@ -248,7 +248,7 @@ def test_a_block_that_runs_twice_may_be_edited_once(rng):
     assert relative(run_chunks(cached, inputs, [3, 1, 1, 1])[0], wanted) <= 1e-5
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 3])
 def test_on_a_tpu_a_row_of_nans_is_lost_alone(rng, mixed, lost):
     x = rng.normal(size=(3, 1, HIDDEN)).astype("float32")

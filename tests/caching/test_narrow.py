@@ -62,6 +62,7 @@ def test_elsewhere_the_layer_itself_is_called(rng, monkeypatch):
         np.testing.assert_array_equal(narrow(x), layer(x))
 
 
+@pytest.mark.slow
 def test_lora_and_another_quantisation_call_the_layer(rng):
     layer, x = make(PLAIN, rng)
     narrow = NarrowProjection(layer)

@@ -68,7 +68,7 @@ def make(case, rng, block=32, dtype="bfloat16"):
     return layer, rng.normal(size=shape).astype("float32")
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("block", [32, 128, None])
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_the_layer(rng, calls, case, block):
@@ -100,7 +100,7 @@ def test_else_the_layer_itself_is_called(rng, calls):
     assert not calls
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_kernels_whose_heads_come_first(rng, calls, heads, block):
@@ -109,7 +109,7 @@ def test_kernels_whose_heads_come_first(rng, calls, heads, block):
     check_equal(layer, x, calls)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "inputs", "block"), [(2, 192, 32), (2, 192, 64), (4, 384, 128), (4, 128, 128)]
 )
@@ -137,7 +137,7 @@ def test_a_dense_layer_of_another_rank_is_called_itself(rng, calls, shape):
     assert not calls
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("block", [32, 48, None])
 @pytest.mark.parametrize("kind", [keras.layers.Embedding, keras.layers.ReversibleEmbedding])

@@ -124,7 +124,7 @@ MIXING = {
 }
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -325,6 +325,7 @@ def test_trust_is_by_layer_or_name_and_never_a_no_op(gpt2):
         bs.check(model)  # measures, whatever is trusted
 
 
+@pytest.mark.slow
 def test_check_finds_rows_that_are_mixed(gpt2):
     mixed = edited(gpt2, Function(lambda x: x + ops.mean(x, axis=0, keepdims=True)))
     with pytest.raises(bs.CacheMismatchError, match="Some layer mixes rows, or lets padding count"):

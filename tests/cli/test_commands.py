@@ -29,6 +29,7 @@ def test_generate_prints_one_text_for_each_prompt(run):
     assert len(lines[0]) > len(PROMPT) + 10
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft(run, tmp_path):
     size = bs.CachedCausalLM.from_preset("tiny_gpt2").backbone.hidden_dim
     modules = {"transformer.h.1.attn.c_attn": (size, 3 * size)}

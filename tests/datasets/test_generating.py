@@ -58,6 +58,7 @@ def test_rows_of_json_lines_give_what_they_give_alone(lm, lines, rows, tmp_path)
         assert whole == {**row, "generated": alone(lm, row, name, row["strength"])}
 
 
+@pytest.mark.slow
 def test_rows_name_their_vectors(lm, lines, rows, tmp_path):
     rng = np.random.default_rng(5)
     vectors = {name: bs.ControlVector({1: rng.normal(size=8) * 9}) for name in ("up", "down")}
@@ -440,6 +441,7 @@ def test_other_files_are_left_alone(lm, lines, tmp_path):
         bs.generate_dataset(lm, lines, tmp_path / "out", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_patch_at_a_position_that_only_some_rows_have(tmp_path):
     """Those are patched; a job does not stop at the others."""
     lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Patch("blocks.0")]))

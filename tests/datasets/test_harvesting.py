@@ -22,6 +22,7 @@ def read(path, site):
     return *columns, values.flatten().to_numpy().reshape(len(table), -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "float32"])
 def test_activations_are_those_of_the_edited_model(lm, lines, rows, tmp_path, dtype):
     options = {**OPTIONS, "dtype": dtype, "controls": {"mood": 2.0}, "shard_rows": 5}

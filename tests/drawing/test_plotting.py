@@ -181,6 +181,7 @@ def edges():
     return bs.edge_attribution(lm, [1, 2, 3], [1, 4, 3], (5, 6), by_head=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphviz")
 def test_a_picture_of_a_circuit_has_an_arrow_for_each_edge(edges, tmp_path):
     path = tmp_path / "circuit.svg"
@@ -202,6 +203,7 @@ def test_a_picture_of_a_circuit_has_an_arrow_for_each_edge(edges, tmp_path):
     assert path.read_text().count("stroke: #8c959f") == len(zero.order())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphviz")
 def test_a_key_of_several_heads_leads_to_each_of_them(tmp_path):
     lm = bs.CachedCausalLM(ROWS["llama"].make())

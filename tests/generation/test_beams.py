@@ -56,6 +56,7 @@ def pair(request):
     return Pair(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_beams", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in STOPS if n != 3)]
 )

@@ -314,6 +314,7 @@ def test_a_prompt_without_tokens(lm):
         lm.generate(lm.chat_prompt(HELLO, template=""))
 
 
+@pytest.mark.slow
 def test_a_folder_says_which_tokens_end_a_text(tmp_path):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm.compile(sampler="greedy")

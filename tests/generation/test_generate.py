@@ -58,6 +58,7 @@ def assert_same(got, wanted):
     assert np.array_equal(got["token_ids"][mask], wanted["token_ids"][mask])
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "lengths",
     [(3, 9, 5), pytest.param((1, 1, 20), marks=pytest.mark.slow), (24, 2, 7)],

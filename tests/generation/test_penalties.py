@@ -99,6 +99,7 @@ def test_a_sampler_draws_of_what_is_left(lm, rng):
         assert new == by_hand(lm, prompt, penalties, draw)
 
 
+@pytest.mark.slow
 def test_hugging_face_has_the_same_logits(rng):
     processors = pytest.importorskip("transformers").generation.logits_process
     torch = pytest.importorskip("torch")
@@ -157,7 +158,7 @@ def test_pieces_are_those_of_the_whole_text():
     assert row.result() == wanted
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("captures", [False, True])
 def test_an_engine_chooses_as_it_does_alone(lm, rng, captures):
     """Beside rows without, after chunks of a prompt, drawn and not."""
@@ -195,6 +196,7 @@ def test_an_engine_chooses_as_it_does_alone(lm, rng, captures):
         assert request.token_ids.tolist() == rows_of(alone)[0]
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model(lm):
     """Not of what penalties make of its logits."""
     engine = bs.Engine(lm, rows=1, length=64)

@@ -43,7 +43,7 @@ def test_none_is_what_jax_is_set_to_at_the_call():
         assert lm.programs.compilations["decode"] == min(count, 2)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_jax_set_to_64_bits_changes_nothing(name):
     """KerasHub's own `generate` fails there: indices of its caches have two dtypes."""

@@ -101,6 +101,7 @@ def tuned(backbone):
     return layers
 
 
+@pytest.mark.slow
 def test_what_keras_compiled_follows_lora_too():
     """Keras keeps its functions until `compile`; a task of KerasHub goes on with the old alpha."""
     backbone = make_gpt2(num_layers=1)
@@ -132,6 +133,7 @@ def test_what_keras_compiled_follows_lora_too():
         assert not np.allclose(one, old, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_lora_that_is_scaled_and_switched_off(rng):
     """`lora_alpha` and `lora_enabled` are no variables, but reach compiled programs too."""
     backbone = make_gpt2(num_layers=2)
@@ -164,6 +166,7 @@ def test_lora_that_is_scaled_and_switched_off(rng):
     engine.close()
 
 
+@pytest.mark.slow
 def test_lora_set_by_another_thread_while_a_program_is_made(rng, monkeypatch):
     """No program is kept for a setting other than it was made under."""
     backbone = make_gpt2(num_layers=2)
@@ -356,7 +359,7 @@ def test_weights_stay_where_keras_fails(backbone):
             np.testing.assert_array_equal(variable, value)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["int8", "lora"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_optimizer_of_other_variables_is_to_be_compiled_anew(rng, change):
@@ -372,6 +375,7 @@ def test_an_optimizer_of_other_variables_is_to_be_compiled_anew(rng, change):
         np.testing.assert_array_equal(variable, value)
 
 
+@pytest.mark.slow
 def test_generation_without_weights_says_so(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     other = bs.CachedCausalLM(make_gpt2())

@@ -104,7 +104,7 @@ def make_gemma2_of_wide_heads():
     return make_gemma2(head_dim=128, hidden_dim=32, intermediate_dim=64)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("make", [make_gpt2, make_gemma2_of_wide_heads])
 def test_texts_are_those_of_what_is_unpacked(monkeypatch, rng, make, rows):

@@ -135,7 +135,7 @@ def test_half_precision_copies_no_cache(everywhere, name):
     assert not [shapes for shapes in given if f",{slots}," in shapes]
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [(7,), (7, 3)])
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_are_written_in_place(everywhere, name, rows):

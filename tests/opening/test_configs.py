@@ -42,6 +42,7 @@ def test_a_task_is_saved_by_keras_unless_it_is_edited(tmp_path):
     assert file.read_bytes() == saved
 
 
+@pytest.mark.slow
 def test_a_clone_that_shares_the_layers():
     edited = bs.operate(make_gpt2(num_layers=2), [bs.Remove("blocks.1")])
     rows = {"token_ids": np.ones((1, 3), "int32"), "padding_mask": np.ones((1, 3), "int32")}

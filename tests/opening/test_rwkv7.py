@@ -59,6 +59,7 @@ def test_gradients_of_one_token_after_the_other_are_those_of_many_at_once(rng):
     check_gradients(GeneralizedDeltaRule(name="rule"), make_arguments(rng, 50, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("time", "padding"), [(19, 3), *(pytest.param(n, n // 2, marks=slow) for n in (1, 16, 50))]
 )
@@ -251,6 +252,7 @@ def test_quantised_and_served(mode, rng):
             assert list(request.result()) == list(row)
 
 
+@pytest.mark.slow
 def test_there_are_no_patterns_to_edit(backbone):
     with pytest.raises(
         bs.SelectorError, match=r"sites\. The model has no attention, and so no pat"

@@ -74,6 +74,7 @@ def test_a_backbone_with_images_opens_for_text_alone(name, make, rng):
     bs.rewire(opened)
 
 
+@pytest.mark.slow
 def test_what_a_preprocessor_gives_without_images_is_left_out(backbone, rng):
     prompt = without_images(backbone, ragged(rng, (5, 3), 8))
     prompt["position_ids"] = np.tile(np.arange(8), (2, 1))  # as of Gemma 4

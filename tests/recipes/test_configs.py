@@ -53,7 +53,7 @@ class Measured(keras.layers.Layer):
         return 2 * x
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [

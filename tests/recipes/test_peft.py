@@ -41,6 +41,7 @@ def perturb(edited, rng):
             variable.assign_add(rng.normal(0, 0.1, variable.shape))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("name", sorted(path.name for path in PEFT.iterdir()))
 def test_what_peft_saved_is_saved_again(name, tmp_path, rng):
     """Under the same names; `fit` may then train each layer of a fused module by itself."""
@@ -85,6 +86,7 @@ def test_ranks_of_a_fused_module_add_up(tmp_path, rng):
     assert relative(found, np.concatenate(parts)) <= CLOSE
 
 
+@pytest.mark.slow
 def test_a_new_adapter_is_trained_and_saved(tmp_path):
     backbone, ids = load("gpt2")
     before = bs.weights_digest(backbone)
@@ -135,6 +137,7 @@ def test_the_usual_layers_of_a_model_that_has_one_for_all():
     assert set(edited.rewrites[0].adapters) == {f"blocks.{i}.query_key_value" for i in range(3)}
 
 
+@pytest.mark.slow
 def test_target_modules_by_either_name():
     """Names of `transformers`, of its fused modules, and of KerasHub."""
     backbone, _ = load("gpt2")
@@ -182,6 +185,7 @@ def test_a_full_disk_keeps_the_old_folder(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+@pytest.mark.slow
 def test_a_backbone_with_images_is_named_so(tmp_path):
     edited = bs.operate(make_gemma3(), [bs.Lora("tuned", rank=2)])
     bs.save_peft(edited, "tuned", tmp_path / "usual")

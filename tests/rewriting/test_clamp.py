@@ -95,6 +95,7 @@ def test_texts_are_those_of_models_built_for_each_row(family, rng):
         np.testing.assert_array_equal(got[i][:count], wanted[:count])
 
 
+@pytest.mark.slow
 def test_what_a_call_leaves_out_is_as_in_the_rewrite(rng):
     backbone = make_gpt2()
     prompts = ragged(rng, (4, 4), 4)
@@ -121,6 +122,7 @@ def test_what_a_call_leaves_out_is_as_in_the_rewrite(rng):
     assert ids(generated) == ids(none, later)
 
 
+@pytest.mark.slow
 def test_up_to_four_features_compile_nothing_new(rng):
     lm, prompts = clamped(make_gpt2()), ragged(rng, (4, 4), 4)
 
@@ -145,6 +147,7 @@ def test_a_rewrite_of_more_features_compiles_nothing_new_for_fewer(rng):
     assert run(None) == run({"features": [1]}) == run({"features": [*range(8)]})
 
 
+@pytest.mark.slow
 def test_features_that_are_none_take_no_room():
     lm = clamped(make_gpt2())
     clamp = {"features": [[-1] * 5000, [-1] * 4999 + [3]], "values": 2.0}
@@ -155,6 +158,7 @@ def test_features_that_are_none_take_no_room():
         bind_controls(many.opened, {"clamp": {"features": [*range(257)]}}, np.array([3]))
 
 
+@pytest.mark.slow
 def test_a_sweep_over_values():
     bundled = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm = bs.CachedCausalLM(
@@ -170,6 +174,7 @@ def test_a_sweep_over_values():
         assert row.text == wanted
 
 
+@pytest.mark.slow
 def test_the_engine_and_a_prefix_that_features_would_change(rng):
     lm = clamped(make_gpt2())
     prompts = [rng.integers(1, 60, 40).tolist() for _ in range(3)]

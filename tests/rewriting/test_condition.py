@@ -170,6 +170,7 @@ def test_signed_and_tokens(rng):
     assert changed(-1, signed=True) == changed(tokens=(0, 3)) == [[False] * 6] * 2
 
 
+@pytest.mark.slow
 def test_a_call_may_say_which_tokens_are_watched(rng):
     """The last token of each prompt, whatever its length; and a threshold for each row."""
     backbone = make_deep_gpt2()
@@ -216,6 +217,7 @@ def test_controls_that_do_not_fit_are_refused(control, words):
         bind_controls(edited, {"s": bs.Control(threshold=0.5)}, np.array([3, 4]))
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(
     ("watched", "steered", "acts"),
     [

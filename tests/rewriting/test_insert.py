@@ -39,6 +39,7 @@ def test_inserted_layer_acts_on_what_stands_at_the_site(gpt2, rng):
     assert_is(edited, wanted, tokens(rng), len(gpt2.transformer_layers))
 
 
+@pytest.mark.slow
 def test_a_whole_block_replaced_has_no_cache(gpt2, rng):
     dense = keras.layers.Dense(32, kernel_initializer="orthogonal")
     edited = bs.operate(gpt2, [bs.Replace("blocks.1", dense)])
@@ -354,6 +355,7 @@ def fit_in_bfloat16(layer, optimizer, enable_lora=False):
     return any((a != b).any() for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_adam_without_steps_is_refused():
     """Keras takes the decay to the dtype of the weights, and 0.999 in bfloat16 is 1."""
     narrow, wide = (keras.layers.Dense(32, dtype=dtype) for dtype in ("bfloat16", "float32"))

@@ -78,6 +78,7 @@ def test_cached_equals_uncached(name):
     assert report
 
 
+@pytest.mark.slow
 def test_several_act_together_whatever_comes_after(rng):
     """In one list and one after the other; an `Ablate` of another head comes after."""
     backbone = make_gpt2()
@@ -109,6 +110,7 @@ def lm():
     return lm
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "control",
     [

@@ -135,6 +135,7 @@ def test_what_was_learned_on_all_tokens_steers_generated_ones(rng, tmp_path):
     learned.rewrites[0].check_fit()
 
 
+@pytest.mark.slow
 def test_merge_folds_what_was_learned(rng):
     backbone = make_deep_gpt2()
     edited = bs.operate(backbone, [bs.Steer("mood", {1: ZERO}, trainable=True)])

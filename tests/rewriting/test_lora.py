@@ -94,6 +94,7 @@ def test_rows_with_strengths_of_their_own(name):
     assert len({tuple(row) for row in new.tolist()}) == 4
 
 
+@pytest.mark.slow
 def test_a_strength_of_zero_is_no_edit(llama):
     backbone, ids = llama
     edited = bs.operate(backbone, [bs.Lora("tuned", PEFT / "llama", strength=0.0)])
@@ -102,6 +103,7 @@ def test_a_strength_of_zero_is_no_edit(llama):
     assert np.array_equal(greedy(edited, as_inputs(ids)), greedy(backbone, as_inputs(ids)))
 
 
+@pytest.mark.slow
 def test_a_recipe_holds_the_adapter_and_no_path(llama, tmp_path):
     backbone, ids = llama
     folder = shutil.copytree(PEFT / "llama", tmp_path / "adapter")
@@ -159,6 +161,7 @@ def test_in_half_precision(dtype):
     assert {v.dtype for v in edited.trainable_variables} == {"float32"}
 
 
+@pytest.mark.slow
 def test_blocks_in_another_order(llama):
     """An adapter goes with the layers it was trained for, wherever these run."""
     backbone, ids = llama
@@ -195,6 +198,7 @@ def test_a_new_adapter_goes_into_each_block_by_default(name, usual, queries):
             assert {block for _, block, _ in places} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_a_new_adapter_goes_beside_the_layers_that_are_left(llama):
     backbone, _ = llama
     for edit in (bs.Remove("blocks.1"), bs.Replace("blocks.1", keras.layers.Rescaling(0.5))):
@@ -207,6 +211,7 @@ def test_a_new_adapter_goes_beside_the_layers_that_are_left(llama):
         bs.operate(empty, [bs.Lora("tuned", rank=2)])
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -226,6 +231,7 @@ def test_more_than_lora_is_refused(settings, words, copy, llama):
         bs.operate(llama[0], [bs.Lora("tuned", copy("llama", **settings))])
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("name", "array", "words"),
     [
@@ -244,6 +250,7 @@ def test_arrays_that_do_not_fit(name, array, words, copy, llama):
         bs.operate(llama[0], [bs.Lora("tuned", copy("llama", arrays))])
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("settings", "factor"),
     [
@@ -283,6 +290,7 @@ def test_layers_that_the_model_has_not(copy, llama):
         bs.operate(gpt2, [bs.Lora("tuned", folder)])
 
 
+@pytest.mark.slow
 def test_fields(copy, llama, tmp_path):
     for fields in ({}, {"path": "x", "rank": 2}):
         with pytest.raises(bs.SurgeryError, match=r"one of `path`, `adapters` and `rank`. Rec"):

@@ -418,6 +418,7 @@ def test_metrics_and_seeds_of_inner_layers_are_listed_once():
     assert [v is inner.seed.state for v in new.variables] == [True]
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_masks_are_as_in_a_call():
     ids = np.array([[3, 5, 0, 0], [1, 2, 4, 8]])
     outer = Residual(layers.GRU(4, return_sequences=True), dtype="mixed_bfloat16", name="outer")

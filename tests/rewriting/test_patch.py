@@ -182,6 +182,7 @@ def test_errors(rng):
     assert lm.programs.compilations == {"prefill": 0, "decode": 0}
 
 
+@pytest.mark.slow
 def test_positions_that_a_text_does_not_have_are_refused(rng):
     """They would patch nothing. The last new token is chosen, and not run."""
     lm = bs.CachedCausalLM(bs.operate(make_deep_gpt2(), [bs.Patch("blocks.0")]))

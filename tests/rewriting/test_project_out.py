@@ -102,6 +102,7 @@ def test_strengths_and_tokens_of_each_row(rng):
     bs.check(lm.opened)
 
 
+@pytest.mark.slow
 def test_each_row_has_directions_of_its_own(rng):
     backbone = make_gpt2()
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.ProjectOut("none", SPAN)]))

@@ -41,7 +41,7 @@ def setting(request):
     return SETTINGS[request.param]
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 def test_own_tokens_are_those_of_a_call(setting, tmp_path):
     """In generation, in scores, in an engine, and in a recipe that was loaded."""
     build, part, tokens = setting
@@ -83,6 +83,7 @@ def test_a_range_of_each_prompt_in_one_batch(name, setting):
             assert list(request.result()) == list(row)
 
 
+@pytest.mark.slow
 def test_a_condition_that_watches_the_end_of_the_prompt():
     backbone = make_gpt2()
     watched = bs.operate(backbone, [bs.Capture("blocks.0")])

@@ -67,6 +67,7 @@ def read(captures):
     return {path.removeprefix("raw/"): np.asarray(x) for path, x in captures.items()}
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_equals_numpy(kind, tmp_path, rng):
     save, options, kept, skip, source = FORMATS[kind]
@@ -150,6 +151,7 @@ def test_with_error_only_edits_of_features_act(tmp_path, rng):
     assert relative(got[AT], wanted) <= EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "gpt_neo_x"])
 def test_all_mlps_at_once(name, tmp_path, rng):
     """A model whose MLPs are all transcoders: generation follows from the uncached graph."""
@@ -332,6 +334,7 @@ def test_files_of_circuit_tracer_with_more_arrays(tmp_path, rng):
         make(save_circuit_tracer(tmp_path, w, k=np.array(3)), source=NORMED)
 
 
+@pytest.mark.slow
 def test_a_file_may_be_named_itself(tmp_path, rng):
     """By the names that the programs give, whatever they end with."""
     w = arrays(rng, latents=SIZE)

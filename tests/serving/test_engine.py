@@ -104,6 +104,7 @@ def test_captures_of_one_new_token_beside_others(lm, length):
         assert_as_alone(lm, asked, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drive", ["steps", "waits for another request"])
 def test_a_listener_may_drive_the_engine(lm, drive):
     """A step is done when it is called, so nothing is lost, read twice or noted too late."""
@@ -135,6 +136,7 @@ def test_a_listener_may_drive_the_engine(lm, drive):
     assert engine.stats.new_tokens == 2 * (20 + 23)
 
 
+@pytest.mark.slow
 def test_a_listener_may_wait_in_the_thread_of_the_engine(lm):
     asked = ask([1, 2, 3], max_new_tokens=5), ask([4, 5, 6, 7], max_new_tokens=30)
     with make_engine(lm) as engine:
@@ -193,6 +195,7 @@ def test_a_listener_is_called_while_no_lock_is_held(lm):
     assert read.is_set()
 
 
+@pytest.mark.slow
 def test_a_model_that_was_quantised_since_is_refused():
     lm = bs.CachedCausalLM(make_gpt2(num_layers=1))
     lm.compile(sampler="greedy")

@@ -71,6 +71,7 @@ def test_an_answer_joins_to_its_prompt_and_stops_before_it_is_shown(lm, client):
     assert logprobs["tokens"] == shown
 
 
+@pytest.mark.slow
 def test_fluency_is_of_the_text_that_was_written(lm):
     lm.compile(sampler="random")
     texts = lm.generate([PROMPT] * 40, max_new_tokens=5, seed=list(range(40)), stop_token_ids=None)

@@ -73,6 +73,7 @@ def test_they_are_those_of_the_text_whatever_runs_beside_it(model, rng):
             np.testing.assert_allclose(row[ids], best, atol=2e-5)
 
 
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(("character", "count"), [("😀", 4), ("😀", 3), ("é", 2), ("é", 1)])
 @pytest.mark.parametrize("then", ["", "dog"])
 def test_bytes_of_a_character_begin_where_it_does(character, count, then):

@@ -119,6 +119,7 @@ def test_controls_that_act_alike_on_the_prompt_hit(engine, controls, first):
     assert reused(engine, controls={"mood": controls}) == 48
 
 
+@pytest.mark.slow
 def test_a_prefix_is_of_the_directions_that_were_taken_out(rng):
     lm = bs.CachedCausalLM(bs.operate(random_gpt2(rng), [bs.ProjectOut("none", np.ones(16))]))
     engine = bs.Engine(lm, rows=2, length=64, prefill_chunk=CHUNK)
@@ -129,6 +130,7 @@ def test_a_prefix_is_of_the_directions_that_were_taken_out(rng):
         assert reused(engine, PROMPT[:30], controls={"none": control}) == tokens
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("first", "then", "tokens"),
     [
@@ -188,6 +190,7 @@ def with_lora(rng):
     return lm, layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["a weight", "lora_alpha"])
 def test_other_weights_for_a_while(change, with_lora):
     """Nothing is kept of a prompt of which a part ran meanwhile."""
@@ -227,6 +230,7 @@ def test_other_weights_for_a_while(change, with_lora):
     assert not np.array_equal(others, wanted)
 
 
+@pytest.mark.slow
 def test_lora_set_by_another_thread_within_a_step(with_lora, monkeypatch):
     lm, layer = with_lora
     engine = bs.Engine(lm, rows=2, length=112, prefill_chunk=CHUNK, chunk_size=2)
@@ -269,6 +273,7 @@ def test_the_least_recently_used_is_let_go():
     assert (len(kept), kept.nbytes) == (2, 200)
 
 
+@pytest.mark.slow
 def test_without_one_nothing_is_reused(lm):
     engine = bs.Engine(lm, rows=2, length=112, prefill_chunk=CHUNK, prefix_cache=0)
     assert [reused(engine), reused(engine)] == [0, 0]

@@ -115,6 +115,7 @@ def test_texts_are_those_of_generate(lm, client):
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 20)
 
 
+@pytest.mark.slow
 def test_penalties_are_those_of_generate(lm, client):
     period = lm.preprocessor.tokenizer.token_to_id(".")
     fields = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {str(period): -100}}
@@ -249,6 +250,7 @@ def test_the_default_of_a_clamp_is_listed():
     assert control["default"] == {"features": [3, 7], "values": 2.0}
 
 
+@pytest.mark.slow
 def test_an_input_put_in_by_hand_is_a_control():
     plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
     nudge = keras.Input((plain.backbone.hidden_dim,), name="nudge")

@@ -70,6 +70,7 @@ def test_a_planted_direction_is_found(found):
     assert 0.3 < got.unpatched < 0.7
 
 
+@pytest.mark.slow
 def test_what_was_found_works_in_generation_as_patched_by_hand(found):
     """By a `Patch` of the whole, of values that are projected by hand."""
     lm, _, side, got = found
@@ -89,6 +90,7 @@ def test_what_was_found_works_in_generation_as_patched_by_hand(found):
     assert np.mean(right) > 0.9
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("rank", [2, 3])
 def test_directions_are_orthonormal_and_the_model_is_as_it_was(rank):
     lm, _, side = planted(dtype="bfloat16")
@@ -102,6 +104,7 @@ def test_directions_are_orthonormal_and_the_model_is_as_it_was(rank):
     assert all(v.trainable for v in lm.backbone.variables)
 
 
+@pytest.mark.slow
 def test_edits_of_the_model_act_by_their_controls():
     """A model steered so far to one side that nothing else counts, row by row."""
     lm, told, side = planted()
@@ -114,6 +117,7 @@ def test_edits_of_the_model_act_by_their_controls():
     assert bs.find_subspace(lm, examples, SITE, steps=2).whole < 1
 
 
+@pytest.mark.slow
 def test_positions_are_those_of_base_and_source():
     """A source whose last token is of the other side: what counts is where it is read."""
     lm, _, side = planted()

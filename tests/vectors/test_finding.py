@@ -42,7 +42,7 @@ def best_by_force(lm, v, start=0, stop=None, at="blocks.{}"):
     return max(found)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "start"), [("last", -1), ("prompt", 0), ((1, None), 1)])
 def test_the_best_of_all_by_force(tokens, start):
     lm, v = bs.CachedCausalLM(make_deep_gpt2()), vector()

@@ -131,6 +131,7 @@ VALUES = st.one_of(st.text(max_size=20), st.integers(-9, 9), st.sampled_from(["u
 KEYS = st.one_of(NAMES, st.sampled_from(["model_hint", "sha256", "format", "layer_count", "a.b"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(info=st.dictionaries(KEYS, VALUES, max_size=4), block=st.integers(1, 999_999))
 def test_what_is_accepted_comes_back_from_a_file(tmp_path, info, block):
