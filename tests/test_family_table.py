@@ -72,7 +72,7 @@ def backbone_of(name, shape):
     return ROWS[name].make(**shape) if shape else unchanged(name)[0]
 
 
-@pytest.mark.by_default(8)
+@pytest.mark.by_default(4)
 @every_shape
 def test_opened_is_the_backbone(name, shape, rng):
     backbone = backbone_of(name, shape)

@@ -170,6 +170,7 @@ def test_positions_before_the_long_ones_as_transformers_takes_them(copy):
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_gpt_oss_without_settings_of_positions(copy):
     folder = copy(FAMILIES / "gpt_oss", rope_parameters=None, rope_scaling=None)
     config = load(folder, load_weights=False).get_config()

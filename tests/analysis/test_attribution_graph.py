@@ -258,6 +258,7 @@ def test_fewer_features_are_those_of_the_greatest_influence(tmp_path, rng):
     assert whole.senders[best] in few.senders
 
 
+@pytest.mark.slow
 def test_influence_and_pruning(tmp_path, rng):
     """Influence is the sum over all ways; the shares of what is no feature add up to 1."""
     lm, _ = make("gpt2", tmp_path, rng)

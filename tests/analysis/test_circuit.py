@@ -51,7 +51,7 @@ def by_rewrites(lm, edges, kept):
     raise AssertionError
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "falcon", "gemma2"])
 def test_a_circuit_is_that_of_rewrites(family, by_head):

@@ -124,7 +124,7 @@ MIXING = {
 }
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

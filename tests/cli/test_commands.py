@@ -245,6 +245,7 @@ def test_a_vector_takes_no_name_of_the_edit(edited_folder, is_recipe):
         load(model, {"tone": "mood"}, recipe=recipe)
 
 
+@pytest.mark.slow
 def test_the_chat_template_of_a_folder_is_loaded(edited_folder):
     assert load(str(edited_folder)).chat_template == "{{ messages[0]['content'] }}"
 

@@ -78,6 +78,7 @@ def test_rows_name_their_vectors(lm, lines, rows, tmp_path):
         bs.generate_dataset(lm, tmp_path / "in.jsonl", tmp_path / "third", **options)
 
 
+@pytest.mark.slow
 def test_rows_of_parquet_keep_their_types(lm, rows, tmp_path):
     schema = pa.schema(
         {"name": pa.string(), "prompt": pa.list_(pa.int32()), "strength": pa.float32()}

@@ -278,6 +278,7 @@ def test_controls_of_a_call_of_the_task(prompt):
             lm({**prompt, name: np.ones((2, 1))})
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

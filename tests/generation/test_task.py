@@ -409,7 +409,7 @@ class Interrupt(keras.callbacks.Callback):
     on_predict_batch_end = on_test_batch_end
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["evaluate", "predict"])
 def test_weights_stay_where_keras_is_interrupted(rng, way):
     backbone = make_gpt2()

@@ -260,6 +260,7 @@ def test_there_are_no_patterns_to_edit(backbone):
         bs.operate(backbone, [bs.Knockout("cut")])
 
 
+@pytest.mark.slow
 def test_what_is_refused():
     backbone = ROWS["rwkv7"].make()
     lm = bs.CachedCausalLM(backbone)

@@ -196,6 +196,7 @@ def test_a_backbone_with_images_is_named_so(tmp_path):
         assert f"base_model.model.{module}.lora_A.weight" in arrays_of(tmp_path / folder)
 
 
+@pytest.mark.slow
 def test_what_is_not_saved(tmp_path):
     backbone, _ = load("gpt2")
     edited = bs.operate(backbone, [bs.Lora("tuned", rank=2)])

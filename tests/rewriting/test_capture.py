@@ -79,6 +79,7 @@ def test_order_of_the_list_decides_what_is_captured(rng):
         bs.operate(backbone, [*rewrites, bs.Capture("blocks.1")])
 
 
+@pytest.mark.slow
 def test_a_later_edit_of_an_earlier_block_is_captured(rng):
     """The order of the list counts at one site; from site to site it is that of the graph."""
     backbone = make_deep_gpt2()

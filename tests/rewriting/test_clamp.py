@@ -136,6 +136,7 @@ def test_up_to_four_features_compile_nothing_new(rng):
     assert run([0, 1, 2, 3, 4]) != before
 
 
+@pytest.mark.slow
 def test_a_rewrite_of_more_features_compiles_nothing_new_for_fewer(rng):
     lm, prompts = clamped(make_gpt2(), features=np.arange(6), values=1.0), ragged(rng, (4, 4), 4)
 

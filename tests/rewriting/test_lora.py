@@ -41,6 +41,7 @@ def logits(lm, ids):
     return np.asarray(lm(as_inputs(ids)))
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("name", sorted(path.name for path in PEFT.iterdir()))
 def test_logits_are_those_of_peft(name):
     backbone, ids = load(name)

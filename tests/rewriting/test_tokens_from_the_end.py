@@ -41,7 +41,7 @@ def setting(request):
     return SETTINGS[request.param]
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 def test_own_tokens_are_those_of_a_call(setting, tmp_path):
     """In generation, in scores, in an engine, and in a recipe that was loaded."""
     build, part, tokens = setting

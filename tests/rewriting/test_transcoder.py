@@ -92,6 +92,7 @@ def test_every_format_equals_numpy(kind, tmp_path, rng):
     assert not {v.path for v in edited.trainable_variables if "transcoder" in v.path}
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("norm", [rms, layer])
 @pytest.mark.parametrize("skip", [True, False])
 def test_what_it_reads_may_be_said(norm, skip, tmp_path, rng):
@@ -283,6 +284,7 @@ def test_places_that_are_refused(tmp_path, rng):
         bs.operate(make_gpt2(), [bs.Transcoder(AT, "", layers=(1,))])
 
 
+@pytest.mark.slow
 def test_a_source_beside_files_that_name_a_norm(tmp_path, rng):
     """That which the files name keeps their norm; beside another one a norm must be said."""
     path = save_gemma_scope(tmp_path, arrays(rng))
@@ -311,6 +313,7 @@ def test_files_of_another_layer_are_told_of(tmp_path, rng):
             make(path)
 
 
+@pytest.mark.slow
 def test_outputs_of_modules_have_no_site_behind_a_norm(tmp_path, rng):
     hooks = {"hook_name": "blocks.1.mlp.hook_in", "hook_name_out": "blocks.1.mlp.hook_out"}
     w = arrays(rng)

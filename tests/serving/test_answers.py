@@ -67,7 +67,7 @@ def test_captures_are_written_beside_the_loop_that_serves_others(stream):
     assert threading.main_thread() not in request.reads
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_strength_that_is_too_large_is_a_fault_of_the_request(stream):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")

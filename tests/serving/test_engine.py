@@ -146,6 +146,7 @@ def test_a_listener_may_wait_in_the_thread_of_the_engine(lm):
             assert_as_alone(lm, a, request)
 
 
+@pytest.mark.slow
 def test_another_thread_may_step_while_a_listener_runs(lm):
     engine, asked = make_engine(lm), ask([1, 2, 3], max_new_tokens=20)
     request, stuck = asked.submit(engine), []

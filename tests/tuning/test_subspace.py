@@ -90,7 +90,7 @@ def test_what_was_found_works_in_generation_as_patched_by_hand(found):
     assert np.mean(right) > 0.9
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 3])
 def test_directions_are_orthonormal_and_the_model_is_as_it_was(rank):
     lm, _, side = planted(dtype="bfloat16")
