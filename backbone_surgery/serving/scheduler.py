@@ -33,6 +33,10 @@ class QueueFullError(SurgeryError):
     """As many requests wait as may."""
 
 
+class ModelChangedError(SurgeryError):
+    """The model of an engine has got another cached graph since."""
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """What an engine does, and has done.
@@ -128,7 +132,7 @@ class Scheduler:
     def check_model(self, operation: str) -> None:
         """Refuse a model that has got another cached graph since."""
         if self.lm.programs is not self.programs.programs:
-            raise SurgeryError(
+            raise ModelChangedError(
                 f"{operation}: expected the model as it was when the engine was made. Received one "
                 "that was quantised since. Make another engine."
             )

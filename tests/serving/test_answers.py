@@ -83,6 +83,22 @@ def test_a_strength_that_is_too_large_is_a_fault_of_the_request(stream):
     assert "that are too large" in told["message"]
 
 
+@pytest.mark.slow
+def test_a_model_that_was_quantised_since_is_no_fault_of_the_request():
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    app = make_server_app(lm, warm_up=False, rows=2)
+    with TestClient(app) as client:
+        lm.quantize("int8")
+        answer = client.post("/v1/completions", json={"prompt": "Once upon a time"})
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "this server: its model was quantised since it began. Start it anew.",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+
+
 @pytest.mark.by_default(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.request import TooLongError
-from backbone_surgery.serving.scheduler import QueueFullError
+from backbone_surgery.serving.scheduler import ModelChangedError, QueueFullError
 from backbone_surgery.serving.web.answers import error_body, failure_body
 from backbone_surgery.serving.web.body import ChatCompletion, TextCompletion
 from backbone_surgery.serving.web.mistakes import describe
@@ -30,6 +30,10 @@ def add_errors(app: FastAPI, length: int) -> None:
             "again later."
         )
         return answer(429, text, headers={"Retry-After": "1"})
+
+    @app.exception_handler(ModelChangedError)
+    async def changed(http: Request, error: ModelChangedError) -> JSONResponse:
+        return answer(500, "this server: its model was quantised since it began. Start it anew.")
 
     @app.exception_handler(TooLongError)
     async def too_long(http: Request, error: TooLongError) -> JSONResponse:
@@ -75,6 +79,6 @@ def answer(
     status: int, message: str, param: str | None = None, headers: Any = None
 ) -> JSONResponse:
     """Return an error in OpenAI's shape."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
     kind = kinds.get(status, "invalid_request_error")
     return JSONResponse(error_body(message, kind, param), status, headers)
