@@ -136,6 +136,10 @@ def _from_text(inputs: Any, preprocessor: Any, operation: str) -> Prompts:
         with contextlib.nullcontext() if built else _first_use:
             tokens = preprocessor.tokenizer(texts)
             longest = max((len(t) for t in tokens), default=0)
+            if getattr(preprocessor.tokenizer, "start_token_id", None) is None and not all(
+                len(t) for t in tokens
+            ):
+                return Prompts([np.asarray(t) for t in tokens], scalar)  # RWKV-7's stops at these
             packed = preprocessor.generate_preprocess(texts, sequence_length=longest + 8)
     except Exception as error:
         raise SurgeryError(

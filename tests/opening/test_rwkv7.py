@@ -214,8 +214,9 @@ def test_a_preset_is_saved_and_loaded(with_text, tmp_path):
     again = bs.CachedCausalLM.from_preset(tmp_path / "model")
     again.compile(sampler="greedy")
     assert again.generate(PROMPTS, max_new_tokens=6) == lm.generate(PROMPTS, max_new_tokens=6)
-    with pytest.raises(bs.SurgeryError, match="text that the tokenizer can read"):
-        lm.generate("")
+    for i, texts in enumerate(["", ["Once", ""]]):
+        with pytest.raises(bs.SurgeryError, match=f"at row {i}: expected at least one token"):
+            lm.generate(texts)
 
 
 @slow
