@@ -139,6 +139,47 @@ def test_keras_hub_loads_what_was_saved(source, task, own, tmp_path):
     np.testing.assert_allclose(logits_of(lm), theirs, atol=0.1 * np.abs(theirs).max())
 
 
+PHI_3 = {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+}
+MINI_3 = {"vocab_size": 32064, "num_attention_heads": 32, "sliding_window": 2047}
+MINI_4 = {
+    "vocab_size": 200064,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "max_position_embeddings": 131072,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+PHI_4 = {
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "rope_theta": 250000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "parameters"),
+    [(MINI_3, 3_821_079_552), (MINI_4, 3_836_021_760), (PHI_4, 14_659_507_200)],
+)
+def test_published_models_have_as_many_parameters(settings, parameters, tmp_path):
+    """As their model cards say, of Phi-3 mini, Phi-4 mini and Phi-4."""
+    (tmp_path / "config.json").write_text(json.dumps(PHI_3 | settings))
+    assert bs.plan(str(tmp_path), length=64).parameters == parameters
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["phi3", "phi4_mini"])
 def test_phi_3_with_long_texts_alone(source):
