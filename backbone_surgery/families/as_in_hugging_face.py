@@ -179,6 +179,8 @@ class Phi3Backbone(keras_hub.models.Phi3Backbone):
 class _Phi3Decoder(Phi3Decoder):
     """A block of Phi-3 with a window, and with heads that are rotated in part."""
 
+    rope_scaling_type: str | None
+
     def __init__(
         self, sliding_window: int | None, partial_rotary_factor: float, **kwargs: Any
     ) -> None:
@@ -187,7 +189,8 @@ class _Phi3Decoder(Phi3Decoder):
         self.partial_rotary_factor = partial_rotary_factor
 
     def build(self, decoder_sequence_shape: Any) -> None:
-        kind, self.rope_scaling_type = self.rope_scaling_type, None  # KerasHub's is for whole heads
+        kind = self.rope_scaling_type
+        self.rope_scaling_type = None  # KerasHub's is for whole heads
         super().build(decoder_sequence_shape)
         self.rope_scaling_type = kind
         rotary = self.attention.rotary_embedding_layer
@@ -205,7 +208,7 @@ class _Phi3Decoder(Phi3Decoder):
         if self.rotary_dim < head_dim:
             rotary = FirstFeaturesRotary(rotary, self.rotary_dim)
         # Keras gives a layer that is built no other one; this has no weights.
-        vars(self.attention)["rotary_embedding_layer"] = rotary
+        object.__setattr__(self.attention, "rotary_embedding_layer", rotary)
 
     def _compute_self_attention_mask(self, **kwargs: Any) -> Any:
         mask = super()._compute_self_attention_mask(**kwargs)  # [batch, queries, keys]
@@ -317,8 +320,12 @@ def maker(kind: str, text: Mapping[str, Any], usual: type) -> Callable[..., kera
         rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
         part = rotary.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
         if window is not None or tied or part != 1:
-            own = {"sliding_window": window, "tie_word_embeddings": tied}
-            return partial(Phi3Backbone, partial_rotary_factor=part, **own)
+            return partial(
+                Phi3Backbone,
+                sliding_window=window,
+                partial_rotary_factor=part,
+                tie_word_embeddings=tied,
+            )
     if kind in ("gemma2", "gemma3_text") and text["query_pre_attn_scalar"] != text["head_dim"]:
         return GemmaBackbone if kind == "gemma2" else Gemma3Backbone
     return usual
