@@ -47,7 +47,7 @@ HARNESS = ("test_families.py", "test_family_table.py")
 
 def pytest_addoption(parser):
     """Add the option by which CI runs a part of the slow tests."""
-    parser.addoption("--part", help="run one in 48 of the tests; this text says which")
+    parser.addoption("--part", help="run one in 64 of the tests; this text says which")
 
 
 def pytest_configure(config):
@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config, items):
     mark_all_but_some(items)
     part = config.getoption("part")
     if part is not None:
-        items[:] = [x for x in items if crc32(f"{part} {x.nodeid}".encode()) % 48 == 0]
+        items[:] = [x for x in items if crc32(f"{part} {x.nodeid}".encode()) % 64 == 0]
 
 
 def mark_all_but_some(items):
