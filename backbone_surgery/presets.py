@@ -243,6 +243,7 @@ def _load_preprocessor(preset: str, path: str, loader: Any) -> Any:
         raise SurgeryError(
             f"from_preset at '{preset}': expected the tokenizer files that KerasHub reads for this "
             f"architecture. Received a folder where {error} Recent `transformers` save only "
-            "`tokenizer.json`: a `tokenizer.model` is copied from the original. To go without a "
-            "preprocessor, remove the tokenizer files."
+            "`tokenizer.json` and `tokenizer_config.json`; another file, such as a "
+            "`tokenizer.model`, is copied from the original. To go without a preprocessor, remove "
+            "the tokenizer files."
         ) from error

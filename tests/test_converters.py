@@ -133,6 +133,8 @@ def test_keras_hub_loads_what_was_saved(source, task, own, tmp_path):
     ids = np.array([[5, 9, 2, 77, 31, 8, 4, 12]])
     theirs = task(backbone)({"token_ids": ids, "padding_mask": np.ones_like(ids)})
     np.testing.assert_allclose(logits_of(lm), theirs, atol=2e-6 * np.abs(theirs).max())
+    cloned = keras.models.clone_model(lm.backbone) if source != "pythia" else backbone
+    assert cloned.count_params() == backbone.count_params()
     lm.quantize("int8")
     assert backbone.token_embedding.quantization_mode is None
     assert lm.backbone.token_embedding.quantization_mode == "int8"
@@ -178,6 +180,31 @@ def test_published_models_have_as_many_parameters(settings, parameters, tmp_path
     """As their model cards say, of Phi-3 mini, Phi-4 mini and Phi-4."""
     (tmp_path / "config.json").write_text(json.dumps(PHI_3 | settings))
     assert bs.plan(str(tmp_path), length=64).parameters == parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [keras.quantizers.GPTQConfig, keras.quantizers.AWQConfig], ids=["gptq", "awq"]
+)
+def test_own_backbones_are_calibrated_as_keras_hubs_are(config):
+    texts = np.random.default_rng(0).integers(1, 120, (4, 16))
+    lm = load(FAMILIES / "phi3_mini")
+    before, made = logits_of(lm), config(texts, None, num_samples=4, sequence_length=16)
+    lm.quantize(config=made)
+    assert lm.backbone.transformer_layers[0].feedforward_gate_dense.quantization_mode == made.mode
+    assert 0 < np.abs(logits_of(lm) - before).max() < np.abs(before).max()
+    assert max(bs.check(lm.opened).errors.values()) <= 1e-5
+
+
+@pytest.mark.slow
+def test_rope_scaling_goes_before_rope_parameters(copy):
+    """As in `transformers`; a wavelength among the latter counts for nothing then."""
+    scaled = {name: x for name, x in LONG.items() if name != "rope_theta"}
+    scaled |= {"attention_factor": 1.0899092, "factor": None}  # which is rounded
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": scaled}
+    lm = load(copy("phi3", **both))
+    assert lm.backbone.rope_max_wavelength == 10_000
+    assert lm.backbone.rope_scaling_long_factor == LONG["long_factor"]
 
 
 @pytest.mark.slow
@@ -303,6 +330,7 @@ def test_names_of_early_configs_of_bloom(copy):
         ("phi3", {"head_dim": 16}, "8 as `head_dim`"),
         ("phi3", {"max_position_embeddings": 160, "rope_parameters": LONG}, "4.0 as `factor`"),
         ("phi3", {"rope_parameters": LONG | {"attention_factor": 1.5}}, "1.08.* as `attention_f"),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.63}, "0.5 as `partial_rot"),
         ("gemma3n_text", {"hidden_activation": "relu"}, "'gelu_new' or"),
         ("gemma3n_text", {"tie_word_embeddings": False}, "True as `tie_word_embeddings`"),
     ],

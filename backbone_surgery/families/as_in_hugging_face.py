@@ -220,6 +220,11 @@ class _Phi3Decoder(Phi3Decoder):
         is_near = latest - ops.arange(keys)[None] < self.sliding_window
         return ops.logical_and(ops.cast(mask, "bool"), is_near)
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the config, with what KerasHub's has not."""
+        names = ("sliding_window", "partial_rotary_factor")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+
 
 class FirstFeaturesRotary(keras.layers.Layer):
     """Rotate the first features of each head, by positions that begin at an index.
@@ -317,7 +322,7 @@ def maker(kind: str, text: Mapping[str, Any], usual: type) -> Callable[..., kera
     if kind == "phi3":
         window = text.get("sliding_window")
         tied = bool(text.get("tie_word_embeddings", False))
-        rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
         part = rotary.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
         if window is not None or tied or part != 1:
             return partial(

@@ -8,6 +8,7 @@ Phi-4 mini need.
 """
 
 import keras_hub
+import numpy as np
 from keras import ops
 from keras_hub.src.models.phi3.phi3_decoder import Phi3Decoder
 from keras_hub.src.models.phi3.phi3_layernorm import Phi3LayerNorm
@@ -83,7 +84,7 @@ def most_positions(block):
     """Return up to where the frequencies for short texts hold."""
     if block.rope_scaling_type != "su":
         return None
-    is_same = block.rope_scaling_short_factor == block.rope_scaling_long_factor
+    is_same = np.array_equal(block.rope_scaling_short_factor, block.rope_scaling_long_factor)
     return None if is_same else block.pretraining_sequence_length
 
 

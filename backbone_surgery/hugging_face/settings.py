@@ -185,20 +185,28 @@ def _rotary_settings(kind: str, text: Config) -> Iterator[tuple[str, Any, tuple]
         if kind.startswith("gemma") and rotary.get("rope_type") != "linear":
             yield "factor", rotary.get("factor"), (1.0,)
         if kind == "phi3":
-            yield from _long_rope(rotary, text)
+            yield from _of_phi3(rotary, text)
         if kind == "gpt_oss" and rotary.get("rope_type") == "yarn":
             yield from _yarn(rotary, text)
         if kind in _WAVELENGTHS:
             yield "rope_theta", rotary.get("rope_theta"), (_WAVELENGTHS[kind].get(block),)
 
 
-def _long_rope(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
+def _of_phi3(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
     """Yield what KerasHub makes of the two lengths of Phi-3, and `transformers` perhaps not."""
+    part = rotary.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    size = text["hidden_size"] // text["num_attention_heads"]
+    if int(size * part) % 2:
+        yield "partial_rotary_factor", part, (2 * (int(size * part) // 2) / size,)
+    if rotary.get("rope_type", "default") == "default":
+        return
     first = rotary["original_max_position_embeddings"]
     factor = text["max_position_embeddings"] / first
     yield "factor", rotary.get("factor"), (factor,)
     usual = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
-    yield "attention_factor", rotary.get("attention_factor"), (usual,)
+    given = rotary.get("attention_factor")
+    if given is not None and not math.isclose(given, usual, rel_tol=1e-6):
+        yield "attention_factor", given, (usual,)
 
 
 def _yarn(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
@@ -218,9 +226,10 @@ def _yarn(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
 def rotary_of(text: Config) -> dict[str, Config]:
     """Return the parameters of rotary positions, by the type of block where they differ.
 
-    `transformers` 5 saves all as `rope_parameters`, earlier releases each beside the others.
+    `transformers` 5 saves all as `rope_parameters`, earlier releases each beside the others. Where
+    there are `rope_scaling` too, the others count for nothing.
     """
-    given = text.get("rope_parameters") or {}
+    given = {} if text.get("rope_scaling") else text.get("rope_parameters") or {}
     by_block = {name: value for name, value in given.items() if isinstance(value, dict)}
     if by_block:
         return by_block

@@ -1,6 +1,7 @@
 """Quantising the backbone under an edit, as KerasHub's own task quantises it."""
 
 import copy
+import itertools
 import types
 from collections.abc import Collection
 from typing import Any
@@ -218,8 +219,9 @@ def _calibrated(owner: keras.Model) -> set[str]:
 
 def _structure(owner: keras.Model, family: Family, mode: str) -> dict[str, Any]:
     """Return what runs before the blocks, and the blocks, as KerasHub's task names them."""
-    for task in vars(keras_hub.models).values():
-        if getattr(task, "backbone_cls", None) is type(owner) and hasattr(task, "generate"):
+    tasks = [task for task in vars(keras_hub.models).values() if hasattr(task, "generate")]
+    for cls, task in itertools.product(type(owner).__mro__, tasks):
+        if getattr(task, "backbone_cls", None) is cls:
             view = types.SimpleNamespace(backbone=owner)
             structure = task.get_quantization_layer_structure(view, mode)
             if structure is not None:
