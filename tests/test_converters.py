@@ -208,12 +208,19 @@ def test_rope_scaling_goes_before_rope_parameters(copy):
 
 
 @pytest.mark.slow
+def test_what_an_unscaled_model_says_of_scaling_counts_for_nothing(copy):
+    plain = {"rope_type": "default", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.3}
+    lm = load(copy("phi3", rope_parameters=plain))
+    assert lm.backbone.rope_scaling_type is None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["phi3", "phi4_mini"])
 def test_phi_3_with_long_texts_alone(source):
     """KerasHub's backbone takes the long frequencies for all tokens of a text beyond the short."""
     short = load(FAMILIES / source)
     factors = short.backbone.rope_scaling_long_factor
-    long = load(FAMILIES / source, rope_scaling_short_factor=factors)
+    long = load(FAMILIES / source, rope_scaling_short_factor=tuple(factors))
     ids = np.random.default_rng(0).integers(2, 120, (1, 50))
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     hidden = short.backbone(inputs)

@@ -301,6 +301,12 @@ def _hand_on_scale(backbone: Any) -> None:
         block.attention.query_head_dim_normalize = backbone.query_head_dim_normalize
 
 
+def rotated_share(text: Mapping[str, Any]) -> float:
+    """Return which share of each head a model of Hugging Face rotates, by its settings."""
+    rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return rotary.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+
+
 def maker(kind: str, text: Mapping[str, Any], usual: type) -> Callable[..., keras.Model]:
     """Return what makes the backbone for a model of Hugging Face.
 
@@ -322,8 +328,7 @@ def maker(kind: str, text: Mapping[str, Any], usual: type) -> Callable[..., kera
     if kind == "phi3":
         window = text.get("sliding_window")
         tied = bool(text.get("tie_word_embeddings", False))
-        rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        part = rotary.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+        part = rotated_share(text)
         if window is not None or tied or part != 1:
             return partial(
                 Phi3Backbone,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.families.as_in_hugging_face import rotated_share
 from backbone_surgery.hugging_face.defaults import YARN, Config, every, wide_heads
 
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -194,7 +195,7 @@ def _rotary_settings(kind: str, text: Config) -> Iterator[tuple[str, Any, tuple]
 
 def _of_phi3(rotary: Config, text: Config) -> Iterator[tuple[str, Any, tuple]]:
     """Yield what KerasHub makes of the two lengths of Phi-3, and `transformers` perhaps not."""
-    part = rotary.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    part = rotated_share(text)
     size = text["hidden_size"] // text["num_attention_heads"]
     if int(size * part) % 2:
         yield "partial_rotary_factor", part, (2 * (int(size * part) // 2) / size,)
