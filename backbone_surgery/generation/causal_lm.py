@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import keras_hub
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
 from backbone_surgery import graph, hosts
 from backbone_surgery.caching.model import BackboneWithCache
@@ -212,7 +212,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             seed: an int, the seed of every row, or one for each row. A row's text depends on its
                 seed and prompt alone. Without one, each call and row draws differently.
             batch_size: how many rows to run at once; all by default.
-            verbose: 1 shows a progress bar.
+            verbose: 1 shows a progress bar, of the batches.
             return_captures: whether to return what the graph captures too, see `Capture`.
             lookup: how many tokens to guess at once from what followed the same tokens earlier in
                 the text. One pass checks them, so texts that repeat themselves come faster. The
@@ -252,12 +252,10 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             strategy = self._strategy(lookup, at_once, penalties, "generate")
         chunk = _SEQUENCE_CHECK if batch.stops.by_sequence else None
         rows: list[Row] = []
-        with Progress(disable=not verbose) as progress:
-            task = progress.add_task("generating", total=len(prompts))
-            for part in batch.split(batch_size):
-                *_, finished = run_batch(self.programs, strategy, part, chunk)
-                rows.extend(finished)
-                progress.advance(task, len(part.rows))
+        parts = list(batch.split(batch_size))
+        for part in track(parts, "generating") if verbose else parts:
+            *_, finished = run_batch(self.programs, strategy, part, chunk)
+            rows.extend(finished)
         result = asked.results([row.new for row in rows], strip_prompt)
         if not return_captures:
             return result

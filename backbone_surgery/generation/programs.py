@@ -7,9 +7,11 @@ generation, caches included, is donated from call to call, so it exists once.
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
@@ -71,6 +73,7 @@ class Programs(Forward):
         self.compilations = {"prefill": 0, "decode": 0}
         self._compiled: OrderedDict[Hashable, dict[tuple, Any]] = OrderedDict()
         self._compiling, self._sorting = threading.RLock(), threading.Lock()
+        self._checked: list[weakref.ref] = []  # weak: weights that are replaced are not kept
 
     @functools.cached_property
     def outline(self) -> list[str]:
@@ -111,13 +114,22 @@ class Programs(Forward):
             SurgeryError: they lie on another mesh than when the programs were made, or are gone.
         """
         variables = graph.variables_of(self.model)
-        if any(graph.array_of(v) is None for v in variables):
+        values = [graph.array_of(v) for v in variables]
+        if self._are_checked(values):
+            return values
+        if any(x is None for x in values):
             raise weights_taken()
         for variable, order in weights_to_lay(self._to_lay, lambda v: v.value):
             _lay(variable, order)
         values = [graph.array_of(v) for v in variables]
         check_stayed(self.placement, values)
+        self._checked = [weakref.ref(x) for x in values]
         return values
+
+    def _are_checked(self, values: list[Any]) -> bool:
+        """Tell whether these are the very arrays that `weights` returned before."""
+        pairs = itertools.zip_longest(self._checked, values)
+        return all(ref is not None and x is not None and ref() is x for ref, x in pairs)
 
     def prefill(
         self, strategy: Strategy, cache: Any, arguments: State, length: int, captures: bool = False

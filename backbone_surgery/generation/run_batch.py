@@ -107,7 +107,7 @@ def run_batch(
         batch: what to run.
         chunk: how many steps to take between two yields; `None` runs to the end and yields once.
         at_once: whether to yield the first token of each row as soon as the prompts were run, and
-            only then to compile what chooses the next ones. Captures are not read then.
+            only then to compile what chooses the next ones. Captures are not read before the end.
     """
     count = len(batch.rows)
     longest, most = max(len(r) for r in batch.rows), int(batch.budget.max())
@@ -131,8 +131,12 @@ def run_batch(
     def decode(state: State, until: int) -> tuple[State, State]:
         return _decode(programs, strategy, state, arguments, until, length, one_of)
 
-    if at_once:
+    # The prompts choose the first token, so one new token needs no other program.
+    prompts_suffice = last <= prompt + 1 and not hosts.span(programs.model)
+    if at_once or prompts_suffice:
         rows = _read(strategy, state, batch, prompt)
+        if batch.captures and prompts_suffice:
+            rows = _with_captures(rows, strategy, state, batch, prompt)
         yield rows
         if all(row.finished for row in rows):
             return

@@ -191,6 +191,32 @@ def test_compilations(rng):
     assert lm.programs.compilations["prefill"] == 2
 
 
+@pytest.mark.by_default(1)
+@pytest.mark.parametrize("sampler", ["greedy", "beam", "top_p"])
+def test_one_new_token_needs_the_prompts_alone(rng, sampler):
+    lm = bs.CachedCausalLM(bs.operate(make_gpt2(), [bs.Capture("blocks.1")]))
+    lm.compile(sampler=sampler if sampler == "greedy" else make_sampler(sampler))
+    inputs, lengths = ragged(rng, (3, 9, 5), 9), [3, 9, 5]
+    options = {"seed": [4, 5, 6], "stop_token_ids": None, "strip_prompt": True}
+    got = lm.generate(inputs, max_new_tokens=1, **options)
+    assert got["padding_mask"].sum(axis=1).tolist() == [1, 1, 1]
+    assert lm.programs.compilations == {"prefill": 1, "decode": 0}
+    same, captures = lm.generate(inputs, max_new_tokens=1, return_captures=True, **options)
+    assert np.array_equal(same["token_ids"], got["token_ids"])
+    assert captures.lengths.tolist() == lengths
+    assert lm.programs.compilations["decode"] == 0
+    several, more = lm.generate(inputs, max_new_tokens=3, return_captures=True, **options)
+    if sampler == "top_p":
+        wanted = several["token_ids"][:, 0]
+    else:
+        logits = np.asarray(lm.score(inputs["token_ids"], inputs["padding_mask"]))
+        wanted = logits[range(3), np.array(lengths) - 1].argmax(-1)
+    assert got["token_ids"][:, 0].tolist() == wanted.tolist()
+    for i, length in enumerate(lengths):
+        expected = more.row(i)["blocks.1"][:length]
+        np.testing.assert_allclose(captures.row(i)["blocks.1"], expected, atol=1e-5)
+
+
 def _chunks(lm, inputs, chunk, **options):
     from backbone_surgery.generation.request import read_request
     from backbone_surgery.generation.run_batch import run_batch

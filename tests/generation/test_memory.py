@@ -1,6 +1,8 @@
 """Generating needs the weights, one cache and small change: read off the compiled program."""
 
+import gc
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -76,3 +78,16 @@ def test_weights_are_no_constants(compiled):
         for shape in re.findall(r"f32\[([\d,]*)\]\S* constant\(", text)
     ]
     assert sum(sizes) * 4 < 0.01 * weights
+
+
+def test_weights_that_were_replaced_are_not_kept(rng):
+    lm = bs.CachedCausalLM(make_gpt2())
+    lm.compile(sampler="greedy")
+    inputs = ragged(rng, (5,), 5)
+    lm.generate(inputs, max_new_tokens=2, stop_token_ids=None)
+    variable = lm.backbone.trainable_variables[0]
+    before = weakref.ref(variable.value)
+    variable.assign(np.zeros(variable.shape))
+    gc.collect()
+    assert before() is None
+    assert not np.asarray(lm.programs.weights()[0]).any()
