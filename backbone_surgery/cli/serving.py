@@ -15,6 +15,7 @@ from backbone_surgery.cli.options import (
     SamplerName,
     Vectors,
     parse_adapters,
+    parse_controls,
     parse_vectors,
 )
 from backbone_surgery.errors import SurgeryError
@@ -24,6 +25,15 @@ def serve(
     model: Model = "tiny_gpt2",
     vector: Vectors = [],  # noqa: B006 - typer copies it
     adapter: Adapters = [],  # noqa: B006
+    control: Annotated[
+        list[str],
+        typer.Option(
+            "--control",
+            "-c",
+            help="NAME=STRENGTH, such as mood=1.5, for requests that say none. Of a control that "
+            "is not there otherwise, the vector NAME that comes with the model is loaded.",
+        ),
+    ] = [],  # noqa: B006
     recipe: Annotated[
         Path | None, typer.Option(help="The folder of an edit, as `save_recipe` writes it.")
     ] = None,
@@ -59,9 +69,10 @@ def serve(
             "server cannot run. Choose another."
         )
     files, adapters = parse_vectors(vector), parse_adapters(adapter)
+    controls = parse_controls(control)
     template = None if chat_template is None else read_text(chat_template, "serve")
     check_server(host, port, api_key)
-    lm = load(model, files, sampler, recipe, capture, mesh, adapters=adapters)
+    lm = load(model, files, sampler, recipe, capture, mesh, controls, adapters)
     note("compiling the programs that requests will need")
     bs.serve(
         lm,
@@ -71,6 +82,7 @@ def serve(
         api_key,
         name=Path(model).name,
         chat_template=template,
+        controls=controls,
         rows=rows,
         length=length,
     )

@@ -265,6 +265,11 @@ def to_text(rows: list[np.ndarray], preprocessor: Any) -> list[str]:
     return [str(t) for t in texts]
 
 
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens of a tokenizer that stand for no text."""
+    return tuple(getattr(tokenizer, "special_tokens", None) or ())
+
+
 def token_name(token_id: int, tokenizer: Any) -> Any:
     """Return what a tokenizer calls a token, a string or bytes; `None` where it has none of it."""
     try:

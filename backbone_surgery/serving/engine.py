@@ -110,6 +110,7 @@ class Engine:
         return_captures: bool = False,
         logprobs: bool = False,
         penalties: Penalties | None = None,
+        prompt_logprobs: bool = False,
     ) -> EngineRequest:
         """Ask for one text. It returns at once, and the text comes as the engine runs.
 
@@ -130,6 +131,9 @@ class Engine:
             return_captures: see there.
             logprobs: whether to note log-probabilities, for `EngineRequest.logprobs`.
             penalties: against repetition, and for or against tokens; see `Penalties`.
+            prompt_logprobs: whether to note log-probabilities of the prompt, for
+                `EngineRequest.prompt_logprobs`. Nothing of it then comes out of the prefix cache,
+                and the logits of the first new token may round otherwise.
 
         Returns:
             The request: iterate over it for pieces of text, or wait for its `result`.
@@ -151,6 +155,7 @@ class Engine:
             captures=return_captures,
             logprobs=logprobs,
             penalties=penalties,
+            prompt_logprobs=prompt_logprobs,
         )
         return requests[0]
 
@@ -204,7 +209,7 @@ class Engine:
         )
         return [request.result() for request in requests]
 
-    def warm_up(self, captures: bool = False) -> None:
+    def warm_up(self, captures: bool = False, prompt_logprobs: bool = False) -> None:
         """Compile every program that requests can need, so that none waits for it.
 
         What is not covered is a `Patch` of more positions, and a `Clamp` of more features, than
@@ -212,9 +217,10 @@ class Engine:
 
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
+            prompt_logprobs: the same of those with `prompt_logprobs=True`.
         """
         self._scheduler.check_model("warm_up")
-        self._scheduler.warm_up(captures)
+        self._scheduler.warm_up(captures, prompt_logprobs)
 
     def clear(self) -> None:
         """Empty the prefix cache. New weights empty it by themselves."""
@@ -261,11 +267,17 @@ class Engine:
         captures: bool = False,
         logprobs: bool = False,
         penalties: Penalties | None = None,
+        prompt_logprobs: bool = False,
         **asked: Any,
     ) -> list[EngineRequest]:
         """Read requests, one for each prompt, and put them into the queue."""
         operation = "Engine.generate" if count is None else "submit"
-        flags = {"strip_prompt": strip_prompt, "return_captures": captures, "logprobs": logprobs}
+        flags = {
+            "strip_prompt": strip_prompt,
+            "return_captures": captures,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        }
         for name, value in flags.items():
             check_flag(operation, name, value)
         self._scheduler.check_model(operation)
@@ -293,6 +305,7 @@ class Engine:
                 controls=part.controls,
                 sampling=chosen,
                 captures=part.captures,
+                prompt_logprobs=bool(prompt_logprobs),
             )
             for part in batch.split(1)
         ]

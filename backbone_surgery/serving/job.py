@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,11 +54,14 @@ class Job:
         controls: `{input name: array[1, ...]}`.
         sampling: how its tokens are chosen.
         captures: whether to keep what the graph captures.
+        prompt_logprobs: whether to note the log-probabilities of its prompt.
         changed: told of every change below.
         new: int32[tokens], the new tokens so far.
         reason: why there will be no more; `None` while there will.
         error: what went wrong, if anything did.
         notes: log-probabilities of its steps, one entry for each time that some were there.
+        prompt_notes: those of its prompt, once it was run: of each chunk the arrays, on the device
+            until they are read, and how many entries count.
         captured: `{name: array}` of the tokens that were run, once it has ended.
         listeners: called after each change, by whatever thread makes it, once it has let go of
             `changed`; after those inside `listeners_later` at its end, and after those that a
@@ -77,11 +80,13 @@ class Job:
     controls: dict[str, np.ndarray]
     sampling: Sampling
     captures: bool = False
+    prompt_logprobs: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     new: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     reason: Reason | None = None
     error: BaseException | None = None
     notes: list[dict[str, np.ndarray]] = field(default_factory=list)
+    prompt_notes: list[tuple[dict[str, Any], int]] | None = None
     captured: dict[str, np.ndarray] | None = None
     listeners: list[Callable[[], None]] = field(default_factory=list)
     telling: threading.Lock = field(default_factory=threading.Lock)

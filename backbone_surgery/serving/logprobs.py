@@ -15,12 +15,12 @@ MOST_LIKELIEST = 20
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:
-    """Log-probabilities of the new tokens of one request, by the logits as the model gives them.
+    """Log-probabilities of tokens of one request, by the logits as the model gives them.
 
     Penalties, the temperature, `top_k` and `top_p` do not change them.
 
     Attributes:
-        token_ids: int32[tokens], the new tokens.
+        token_ids: int32[tokens], the new tokens; or those of the prompt but its first one.
         logprobs: float32[tokens], of these.
         likeliest_ids: int32[tokens, 20], the likeliest tokens at each step, the likeliest first; of
             a smaller vocabulary, all.
@@ -75,7 +75,7 @@ class RecordedSampling:
         notes, step = state["notes"], state["step"]
 
         def noted() -> Arrays:
-            new = self._notes(logits, tokens)
+            new = self.notes(logits, tokens)
             return {
                 name: jax.lax.dynamic_update_slice_in_dim(table, new[name][:, None], step[0], 1)
                 for name, table in notes.items()
@@ -85,7 +85,8 @@ class RecordedSampling:
         notes = jax.lax.cond(asked, noted, lambda: notes)
         return tokens, None, {"draws": draws, "notes": notes, "step": step + 1}
 
-    def _notes(self, logits: jax.Array, tokens: jax.Array) -> Arrays:
+    def notes(self, logits: jax.Array, tokens: jax.Array) -> Arrays:
+        """Return what is noted of int32[rows] tokens, by logits float[rows, vocabulary]."""
         logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
         likeliest, ids = jax.lax.top_k(logprobs, self.count)
         own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]

@@ -2,7 +2,8 @@
 
 A chunk is always run by the same program, at the same slots of a cache of the same length, whoever
 asks for it: all of that depends on the number of the chunk alone. So a chunk out of the prefix
-cache has the very bits of one that is run.
+cache has the very bits of one that is run. Only where log-probabilities of the prompt are asked for
+is it another program, and nothing goes to the prefix cache or comes out of it.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ class Prefill:
         chunk: tokens of a chunk.
         lengths: the lengths that a cache can have, multiples of `chunk`, in order.
         kept: the prefix cache, if there is one. Captured patterns are not kept in it, since their
-            columns are as many as the slots.
+            columns are as many as the slots; nor are log-probabilities of the prompt.
 
     Attributes:
         staging: the cache of the row, and its captures if they are wanted.
@@ -46,7 +47,8 @@ class Prefill:
     ) -> None:
         self.programs, self.job, self.chunk, self.lengths = programs, job, chunk, lengths
         specs = programs.capture_specs if job.captures else {}
-        self.kept = None if any(map(is_pattern, specs)) else kept
+        self.kept = None if any(map(is_pattern, specs)) or job.prompt_logprobs else kept
+        self._notes: list[tuple[State, int]] = []
         self.next, self.reused = 0, 0
         self.logits: jax.Array | None = None
         self.key: Key = b""
@@ -97,17 +99,26 @@ class Prefill:
         size = tail if len(token_ids) <= tail else self.chunk
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        arguments = {
+        arguments: State = {
             "token_ids": padded,
             "first": np.int32(first),
             "count": np.int32(len(token_ids)),
             "controls": self.job.controls,
         }
-        self.staging, logits = self.programs.extend(self.staging, arguments, self.length)
+        is_noted = self.job.prompt_logprobs
+        if is_noted:
+            arguments["next"] = np.zeros(size, np.int32)
+            following = self.job.prompt[first + 1 : first + 1 + size]
+            arguments["next"][: len(following)] = following
+        self.staging, logits, notes = self.programs.extend(self.staging, arguments, self.length)
+        if is_noted:
+            self._notes.append((notes, len(token_ids)))
         if self.kept is not None and key is not None:
             self.kept.put(key, self.programs.cut(self.staging, first, self.chunk, self.length))
         if self.next == len(self.job.prompt):
             self.logits = logits
+            if is_noted:
+                self.job.prompt_notes = self._notes
         return size
 
     def _key(self, first: int, end: int) -> Key:

@@ -9,7 +9,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.captures import GeneratedActivations, pack
 from backbone_surgery.generation.prompts import to_text
-from backbone_surgery.serving.job import Job, Reason
+from backbone_surgery.serving.job import Job, Reason, RequestError
 from backbone_surgery.serving.logprobs import TokenLogprobs
 
 
@@ -183,6 +183,8 @@ class EngineRequest:
     def logprobs(self) -> TokenLogprobs:
         """Log-probabilities of the new tokens so far.
 
+        Those of the prompt are `prompt_logprobs`.
+
         Raises:
             SurgeryError: the request did not ask for them.
         """
@@ -198,6 +200,44 @@ class EngineRequest:
             return TokenLogprobs(new, np.zeros(0, np.float32), empty.astype(np.int32), empty)
         notes = {k: np.concatenate([part[k] for part in parts])[: len(new)] for k in parts[0]}
         return TokenLogprobs(new, **notes)
+
+    @property
+    def prompt_logprobs(self) -> TokenLogprobs:
+        """Log-probabilities of the prompt but its first token.
+
+        It waits for the first new token, or for the end where none is asked for.
+
+        Raises:
+            SurgeryError: the request did not ask for them, ended before its prompt was run, or has
+                logits that are no numbers.
+        """
+        job = self._job
+        if not job.prompt_logprobs:
+            raise SurgeryError(
+                "prompt_logprobs of a request: expected one that asked for them. Received one that "
+                "did not. Pass `prompt_logprobs=True` to `submit`."
+            )
+        self._advance(job, 0)
+        if job.prompt_notes is None:
+            raise job.error or SurgeryError(
+                "prompt_logprobs of a request: expected one whose prompt was run. Received one "
+                f"that ended by {job.reason!r} before. Submit it again."
+            )
+        parts, tokens = job.prompt_notes, job.prompt[1:]
+        notes = {
+            name: np.concatenate([np.asarray(part[name])[:count] for part, count in parts])
+            for name in parts[0][0]
+        }
+        job.prompt_notes = [(notes, len(job.prompt))]  # they need not lie on the device any more
+        found = TokenLogprobs(tokens, **{name: x[: len(tokens)] for name, x in notes.items()})
+        wrong = np.flatnonzero(~np.isfinite(found.likeliest_logprobs[:, 0]))
+        if len(wrong):
+            raise RequestError(
+                f"prompt_logprobs at token {wrong[0] + 1}: expected logits that are numbers. "
+                "Received NaN or infinite ones. Look for weights, strengths or directions that are "
+                "too large or no numbers."
+            )
+        return found
 
     def cancel(self) -> None:
         """Stop: the text stays as it is, and the row is free for others after the next chunk."""

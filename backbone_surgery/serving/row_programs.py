@@ -82,20 +82,22 @@ class RowPrograms:
             return values
         return jax.jit(self.programs.pin_rows)(values)
 
-    def extend(self, staging: State, chunk: State, length: int) -> tuple[State, jax.Array]:
+    def extend(self, staging: State, chunk: State, length: int) -> tuple[State, jax.Array, State]:
         """Run a chunk of one prompt.
 
         Args:
             staging: `cache`, packed, of one row; and `captures`, if they are kept. Taken over.
             chunk: `token_ids` int32[1, time], the first `count` of which are no padding, `first`
-                int32[], the slot of the first one, and `controls` of one row.
+                int32[], the slot of the first one, and `controls` of one row. With `next`
+                int32[time], the token after each, their log-probabilities are noted.
             length: number of slots of the cache.
 
         Returns:
-            The staging after it, and logits float[1, vocabulary] after the last token.
+            The staging after it, logits float[1, vocabulary] after the last token, and the notes,
+            an entry for each of `next`; none without.
         """
 
-        def run(weights: Any, staging: State, chunk: State) -> tuple[State, jax.Array]:
+        def run(weights: Any, staging: State, chunk: State) -> tuple[State, jax.Array, State]:
             return self._extend(weights, staging, chunk, length)
 
         args = (self.weights, staging, chunk)
@@ -203,12 +205,12 @@ class RowPrograms:
 
     def _extend(
         self, weights: Any, staging: State, chunk: State, length: int
-    ) -> tuple[State, jax.Array]:
-        time = chunk["token_ids"].shape[1]
+    ) -> tuple[State, jax.Array, State]:
+        time, is_noted = chunk["token_ids"].shape[1], "next" in chunk
         index, first, count = jnp.arange(time), chunk["first"], chunk["count"]
         # Padding comes last. It has positions that the model knows, and nothing attends to it.
         positions = jnp.where(index < count, first + index, 0)[None]
-        logits, cache, captured = self.programs.forward(weights, count - 1)(
+        logits, cache, captured = self.programs.forward(weights, count - 1, every=is_noted)(
             {
                 "token_ids": chunk["token_ids"],
                 "cache": staging["cache"],
@@ -218,13 +220,17 @@ class RowPrograms:
                 **chunk["controls"],
             }
         )
+        notes: State = {}
+        if is_noted:
+            notes = self.strategy.notes(logits[0], chunk["next"])
+            logits = jax.lax.dynamic_slice_in_dim(logits[0], count - 1, 1)
         staging = {**staging, "cache": cache}
         if "captures" in staging:
             staging["captures"] = {
                 k: jax.lax.dynamic_update_slice_in_dim(buffer, captured[k], first, time_axis(k))
                 for k, buffer in staging["captures"].items()
             }
-        return self.programs.pin_state(staging), logits
+        return self.programs.pin_state(staging), logits, notes
 
     def _pin(self, state: State, rows: int) -> State:
         """Hold a state, its cache packed, where the devices of a mesh have it."""

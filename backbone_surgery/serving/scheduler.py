@@ -188,7 +188,7 @@ class Scheduler:
             if self.prefix_cache is not None:
                 self.prefix_cache.clear()
 
-    def warm_up(self, captures: bool) -> None:
+    def warm_up(self, captures: bool, prompt_logprobs: bool) -> None:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
         controls = controls_of_sizes(_one_row(self.lm.opened), self._sizes)
         with self._lock, self.programs.weights_of_now():
@@ -201,6 +201,7 @@ class Scheduler:
                     STOP_IDS,
                     kept,
                     self.prefix_cache is not None,
+                    prompt_logprobs,
                 )
 
     def _running(self) -> list[Job]:

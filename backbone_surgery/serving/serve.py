@@ -9,7 +9,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.chat import compile_template
-from backbone_surgery.numbers import is_int
+from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.vectors import ControlVector
 
@@ -27,6 +27,7 @@ def serve(
     name: str | None = None,
     chat_template: str | None = None,
     warm_up: bool = True,
+    controls: Mapping[str, float] | None = None,
     **engine: Any,
 ) -> None:
     """Serve a model over HTTP until the process is told to end.
@@ -44,7 +45,10 @@ def serve(
         api_key: that every request but for `/health` has to bring.
         name: of the model, for clients; by default that of its backbone.
         chat_template: a Jinja template, in the place of the one that comes with the tokenizer.
-        warm_up: whether to compile every program before the first request.
+        warm_up: whether to compile the programs before the first request, but for those that
+            log-probabilities of prompts need.
+        controls: `{name: strength}` for requests that say none, such as those of a client that
+            knows nothing of steering.
         **engine: see `Engine`.
 
     Raises:
@@ -52,7 +56,7 @@ def serve(
             nothing can listen on the port.
     """
     check_server(host, port, api_key)
-    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, **engine)
+    app = make_server_app(lm, vectors, api_key, name, chat_template, warm_up, controls, **engine)
     from backbone_surgery.serving.web.ending import run
 
     run(app, app.state.engine, host, port)
@@ -108,6 +112,7 @@ def make_server_app(
     name: str | None = None,
     chat_template: str | None = None,
     warm_up: bool = True,
+    controls: Mapping[str, float] | None = None,
     **engine: Any,
 ) -> Any:
     """Make the ASGI application that `serve` runs; see there."""
@@ -122,8 +127,28 @@ def make_server_app(
         )
     if chat_template is not None:
         compile_template(chat_template)
+    strengths = _read_strengths({} if controls is None else controls)
     running = Engine(lm, **engine)
+    name = name or lm.backbone.name
+    service = Service(running, name, vectors or {}, api_key, chat_template, strengths)
     if warm_up:
         running.warm_up(captures=bool(lm.opened.captures))
-    name = name or lm.backbone.name
-    return make_app(Service(running, name, vectors or {}, api_key, chat_template))
+    return make_app(service)
+
+
+def _read_strengths(controls: Any) -> dict[str, float]:
+    if not isinstance(controls, Mapping):
+        raise SurgeryError(
+            f"serve at 'controls': expected a dict of strengths by name. Received "
+            f"{shown(controls)}. Pass `{{'mood': 1.5}}`, say."
+        )
+    strengths = {}
+    for name, value in controls.items():
+        strength = read_number(value)
+        if strength is None:
+            raise SurgeryError(
+                f"serve at control '{name}': expected its strength, a number. Received "
+                f"{shown(value)}. Pass 1.5, say."
+            )
+        strengths[name] = strength
+    return strengths

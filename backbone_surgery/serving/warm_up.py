@@ -17,6 +17,7 @@ def warm_up(
     stop_ids: int,
     captures: bool,
     keeps_prefixes: bool,
+    prompt_logprobs: bool,
 ) -> None:
     """Run each program once, on rows that hold nothing.
 
@@ -28,9 +29,14 @@ def warm_up(
         stop_ids: how many stop tokens a request can have.
         captures: whether requests ask for captures.
         keeps_prefixes: whether there is a prefix cache.
+        prompt_logprobs: whether requests ask for log-probabilities of their prompts.
     """
     staged = {}
     for length in lengths:
+        if prompt_logprobs:
+            _run_prompt(
+                programs, controls, length, chunk, captures, keeps_prefixes=False, notes=True
+            )
         staged[length], logits = _run_prompt(
             programs, controls, length, chunk, captures, keeps_prefixes
         )
@@ -64,6 +70,7 @@ def _run_prompt(
     chunk: int,
     captures: bool,
     keeps_prefixes: bool,
+    notes: bool = False,
 ) -> tuple[State, jax.Array]:
     """Return the staging of a prompt of one token, and its logits."""
     for size in {chunk, tail_size(chunk)}:
@@ -74,7 +81,9 @@ def _run_prompt(
             "count": np.int32(1),
             "controls": controls,
         }
-        staging, logits = programs.extend(staging, part, length)
+        if notes:
+            part["next"] = np.zeros(size, np.int32)
+        staging, logits, _ = programs.extend(staging, part, length)
     if keeps_prefixes:
         kept = programs.cut(staging, 0, chunk, length)
         staging = programs.restore(staging, kept, 0, length)

@@ -163,6 +163,7 @@ def test_another_thread_may_step_while_a_listener_runs(lm):
     assert stuck == [False]
 
 
+@pytest.mark.slow
 def test_all_listeners_are_told_though_one_interrupts(lm):
     engine, seen = make_engine(lm), []
     first, second = (ask([i, 2, 3], max_new_tokens=2).submit(engine) for i in (1, 4))
@@ -175,6 +176,7 @@ def test_all_listeners_are_told_though_one_interrupts(lm):
     assert seen[-1] == 2
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_as_they_are_handed_out(lm):
     engine = make_engine(lm)
     for i, budget in enumerate((1, 0, 5), 1):
@@ -280,6 +282,7 @@ def test_leaving_finishes_what_was_asked_for_and_an_error_cancels_it(lm):
     assert request.finish_reason == "cancelled"
 
 
+@pytest.mark.slow
 def test_generate_takes_many_prompts_with_settings_for_each(lm):
     ids = np.array([PREFIXES[0][:9], PREFIXES[1][:9]] * 3)
     prompts = {"token_ids": ids, "padding_mask": np.ones_like(ids)}

@@ -130,7 +130,7 @@ def test_a_prefix_is_of_the_directions_that_were_taken_out(rng):
         assert reused(engine, PROMPT[:30], controls={"none": control}) == tokens
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "tokens"),
     [

@@ -6,11 +6,9 @@ import gc
 import json
 import re
 import socket
-import threading
 import time
 from functools import partial
 
-import httpx
 import keras
 import numpy as np
 import openai
@@ -28,8 +26,8 @@ from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.serve import check_server, make_server_app
 from backbone_surgery.serving.web import ending, limits
 from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
+from tests.serving.tiny import NAMES, Server
 
-NAMES = ("mood", "pet")
 JSON = {"Content-Type": "application/json"}
 PROMPT = "Once upon a time"
 TWICE = '{"prompt": "a", "steering": {"mood": 1, "mood": 2}}'
@@ -45,42 +43,6 @@ def lm():
     lm = bs.CachedCausalLM(edited, plain.preprocessor)
     lm.compile(sampler="greedy")
     return lm
-
-
-class Server:
-    """A server in a thread of its own."""
-
-    def __init__(self, lm, **settings):
-        vectors = {name: bs.ControlVector.from_preset("tiny_gpt2", name) for name in NAMES}
-        settings = {"rows": 3, "length": 128, "warm_up": False, "name": "tiny", **settings}
-        app = make_server_app(lm, vectors, **settings)
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="warning", lifespan="on")
-        self.server = ending.Server(config, app.state.engine)
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
-
-    def __enter__(self):
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *error):
-        self.server.should_exit = True
-        self.thread.join()
-        self.socket.close()
-
-    def client(self, key="none"):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-
-    def send(self, method, path, **more):
-        return httpx.request(method, f"{self.url}{path}", timeout=60, **more)
-
-    def upload(self, name, content, kind="application/octet-stream"):
-        headers = {} if kind is None else {"Content-Type": kind}
-        path = f"/v1/steering/vectors?name={name}"
-        return self.send("POST", path, content=content, headers=headers)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +124,7 @@ def test_easysteers_fields_mean_the_same(client):
 @pytest.mark.parametrize("entry", [{}, {"scale": None}])
 def test_an_easysteer_vector_without_a_scale_acts_at_1(lm, entry):
     vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
-    control = read_steering(lm, vectors, {"vectors": [{"name": "mood", **entry}]}, 128)["mood"]
+    control = read_steering(lm, vectors, {"vectors": [{"name": "mood", **entry}]}, 128, {})["mood"]
     assert control.strength == 1.0
 
 
@@ -175,24 +137,24 @@ def test_objects_of_other_controls_say_what_those_take():
         bs.ProjectOut("none", direction),
     ]
     lm = bs.CachedCausalLM(bs.operate(tiny.backbone, rewrites))
-    read = partial(read_steering, lm, Vectors(lm, {}), length=128)
+    read = partial(read_steering, lm, Vectors(lm, {}), length=128, strengths={})
     steering = {"sad": {"threshold": 0.5, "tokens": "last"}, "none": {"strength": 1}}
     controls = read(steering)
     assert controls["sad"].threshold == 0.5
     assert (controls["sad"].tokens, controls["none"].strength) == ("last", 1)
     bind_controls(lm.opened, controls, np.array([3]))
     vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
-    control = read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": 5}}, 128)["none"]
+    control = read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": 5}}, 128, {})["none"]
     np.testing.assert_array_equal(control.directions, [vectors["mood"].directions[5]])
     vectors = Vectors(lm, {"none": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
     with pytest.raises(bs.SurgeryError, match="at vector 'none': expected a `Steer` for each vec"):
-        read_steering(lm, vectors, {"vectors": [{"name": "none", "scale": 1}]}, 128)
+        read_steering(lm, vectors, {"vectors": [{"name": "none", "scale": 1}]}, 128, {})
     vectors = Vectors(lm, {"mood": bs.ControlVector.from_preset("tiny_gpt2", "mood")})
     with pytest.raises(bs.SurgeryError, match=r"at 'none', 'blocks': expected blocks that the vec"):
-        read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": [77]}}, 128)
+        read_steering(lm, vectors, {"none": {"vector": "mood", "blocks": [77]}}, 128, {})
     with pytest.raises(bs.SurgeryError, match=r"at 'none': expected `blocks` beside a `vector`"):
         read({"none": {"blocks": 5}})
-    control = read_steering(lm, vectors, {"none": {"vector": "mood"}}, 128)
+    control = read_steering(lm, vectors, {"none": {"vector": "mood"}}, 128, {})
     with pytest.raises(bs.SurgeryError, match=r"at 'none': .* span at most 1 dimensions"):
         bind_controls(lm.opened, control, np.array([3]))
     with pytest.raises(bs.SurgeryError, match=r"'sad': expected threshold, tokens. Received 'str"):
@@ -216,7 +178,7 @@ def test_strengths_of_blocks_are_a_list():
     tiny = bs.CachedCausalLM.from_preset("tiny_gpt2")
     directions = {b: np.eye(tiny.backbone.hidden_dim)[b] for b in (2, 4)}
     lm = bs.CachedCausalLM(bs.operate(tiny.backbone, [bs.Steer("mood", directions)]))
-    read = partial(read_steering, lm, Vectors(lm, {}), length=128)
+    read = partial(read_steering, lm, Vectors(lm, {}), length=128, strengths={})
     for steering in ([0, 1.5], [[0, 1.5]], {"strength": [0, 1.5]}):
         bound = bind_controls(lm.opened, read({"mood": steering}), np.array([3]))
         assert bound["mood_strength"].tolist() == [[0, 1.5]]
@@ -238,7 +200,7 @@ def test_inputs_belong_to_one_control():
     plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
     vector = bs.ControlVector.from_preset("tiny_gpt2", "mood")
     edited = bs.operate(plain.backbone, [bs.Steer(name, vector) for name in ("mood", "mood_b")])
-    for control in describe_controls(bs.CachedCausalLM(edited)):
+    for control in describe_controls(bs.CachedCausalLM(edited), {}):
         parts = ("strength", "directions", "tokens", "schedule")
         assert set(control["inputs"]) == {f"{control['name']}_{part}" for part in parts}
 
@@ -246,7 +208,7 @@ def test_inputs_belong_to_one_control():
 def test_the_default_of_a_clamp_is_listed():
     plain = bs.CachedCausalLM.from_preset("tiny_gpt2")
     edited = bs.operate(plain.backbone, [bs.Clamp("blocks.1", features=(3, 7), values=2.0)])
-    (control,) = describe_controls(bs.CachedCausalLM(edited))
+    (control,) = describe_controls(bs.CachedCausalLM(edited), {})
     assert control["default"] == {"features": [3, 7], "values": 2.0}
 
 
@@ -473,7 +435,7 @@ def test_vectors_are_uploaded_checked_and_deleted(server, client, tmp_path):
         ),
         ({"best_of": 2}, "'best_of': expected 1 or null"),
         ({"logprobs": 21}, "'logprobs': expected at most 20. Received 21."),
-        ({"logprobs": 1, "echo": True}, "expected it without `logprobs`"),
+        ({"logprobs": 1, "echo": True, "stream": True}, "expected it without `stream` where"),
         ({"prompt": []}, "'prompt': expected a list of at least 1. Received []."),
         ({"prompt": [[1], []]}, "'prompt'.1: expected a list of at least 1. Received []."),
         ({"prompt": [[1], ["a"]]}, "'prompt'.1.0: expected an integer. Received 'a'."),

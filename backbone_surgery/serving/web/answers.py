@@ -80,7 +80,7 @@ class Answer:
             content: dict[str, Any] = {"text": text}
             if self.is_chat:
                 content = {"message": {"role": "assistant", "content": text}}
-            logprobs = await self._next_logprobs(i, texts[i])
+            logprobs = await self._next_logprobs(i, texts[i], self.prefix)
             end = await asyncio.to_thread(self._end, request)
             choices.append({"index": i, **content, "logprobs": logprobs, **end})
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -159,11 +159,16 @@ class Answer:
         held = (n for n in tail if any(s.startswith(text[n:]) for s in self.stops))
         return text[: next(held, len(text))]
 
-    async def _next_logprobs(self, index: int, text: str) -> dict[str, Any] | None:
+    async def _next_logprobs(
+        self, index: int, text: str, echoed: Sequence[str] = ()
+    ) -> dict[str, Any] | None:
         """Return the log-probabilities of what a choice shows now, and did not before."""
         if self.likeliest is None:
             return None
-        return await asyncio.to_thread(self._logprobs[index].next, len(text))
+        shown = self._logprobs[index]
+        if echoed:
+            return await asyncio.to_thread(shown.echoed, echoed[index], text)
+        return await asyncio.to_thread(shown.next, len(text))
 
     def _prefix(self, index: int) -> str:
         return self.prefix[index] if self.prefix else ""

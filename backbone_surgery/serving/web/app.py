@@ -13,18 +13,26 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.controls import bind_controls
 from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.serving.engine import Engine
 from backbone_surgery.serving.request import EngineRequest
 from backbone_surgery.serving.web.answers import Answer
-from backbone_surgery.serving.web.body import ChatCompletion, Completion, TextCompletion
+from backbone_surgery.serving.web.body import (
+    ChatCompletion,
+    Completion,
+    Detokenize,
+    TextCompletion,
+    Tokenize,
+)
 from backbone_surgery.serving.web.errors import add_errors
 from backbone_surgery.serving.web.key import KeyCheck
 from backbone_surgery.serving.web.limits import BodyLimit
 from backbone_surgery.serving.web.metrics import Metrics
 from backbone_surgery.serving.web.steering import Vectors, describe_controls, read_steering
 from backbone_surgery.serving.web.strict_json import StrictRoute
+from backbone_surgery.serving.web.tokenizing import add_tokenizing
 from backbone_surgery.vectors import ControlVector
 
 _NEW_TOKENS = 16
@@ -49,6 +57,7 @@ class Service:
         vectors: named vectors to begin with.
         api_key: that every request but for `/health` has to bring; `None` lets all in.
         chat_template: in the place of the one that comes with the tokenizer.
+        strengths: of controls, for requests that say none.
     """
 
     def __init__(
@@ -58,10 +67,16 @@ class Service:
         vectors: Mapping[str, ControlVector],
         api_key: str | None,
         chat_template: str | None,
+        strengths: Mapping[str, float],
     ) -> None:
         self.engine, self.name, self.lm = engine, name, engine.lm
         self.vectors = Vectors(engine.lm, vectors)
         self.api_key, self.chat_template = api_key, chat_template
+        self.strengths = strengths
+        if strengths:  # else the first request would be told of what is wrong with them
+            by_hand = dict.fromkeys(self.lm.opened.inputs_by_hand, 0)
+            controls = read_steering(self.lm, self.vectors, {}, engine.length, strengths)
+            bind_controls(self.lm.opened, {**by_hand, **controls}, np.array([1]), "serve")
         self.metrics = Metrics(engine)
         self.most_characters = engine.length * _longest_token(engine.lm.preprocessor)
         self.model = {
@@ -79,6 +94,11 @@ class Service:
             "another. `GET /v1/models` names it."
         )
 
+    def check_model(self, body: Completion | Tokenize | Detokenize) -> None:
+        """Refuse a request for another model, as OpenAI's."""
+        if body.model not in (None, self.name):
+            raise HTTPException(404, self.no_model(body.model))
+
     def check_length(self, texts: Sequence[str]) -> None:
         """Refuse a prompt too long for the engine at once: tokenizing it takes seconds a MB."""
         count = sum(map(len, texts))
@@ -95,8 +115,7 @@ class Service:
         max_tokens: int | None,
     ) -> list[EngineRequest]:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
-        if body.model not in (None, self.name):
-            raise HTTPException(404, self.no_model(body.model))  # as OpenAI's
+        self.check_model(body)
         count, most = len(prompts) * body.choices, self.engine.max_waiting
         if count > most:
             raise SurgeryError(
@@ -107,7 +126,9 @@ class Service:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_length([prompt])
-        controls = read_steering(self.lm, self.vectors, body.steering or {}, self.engine.length)
+        controls = read_steering(
+            self.lm, self.vectors, body.steering or {}, self.engine.length, self.strengths
+        )
         capture = self.sites(body)
         requests: list[EngineRequest] = []
         try:
@@ -126,6 +147,7 @@ class Service:
                             return_captures=bool(capture),
                             logprobs=body.likeliest is not None,
                             penalties=body.penalties,
+                            prompt_logprobs=body.prompt_logprobs,
                         )
                     )
         except BaseException:
@@ -209,6 +231,7 @@ def make_app(service: Service) -> FastAPI:
     _add_chat(app, service)
     _add_steering(app, service)
     _add_state(app, service)
+    add_tokenizing(app, service)
     return app
 
 
@@ -225,10 +248,10 @@ def _prompt(prompt: str | list[int]) -> Any:
 def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: TextCompletion, http: Request) -> Response:
-        if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs and body.stream:
             raise SurgeryError(
-                "echo: expected it without `logprobs`, which are those of new tokens. Received "
-                "both. Leave one out."
+                "echo: expected it without `stream` where `logprobs` are to be those of the prompt "
+                "too. Received all three. Leave one out."
             )
         most = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
         requests = await asyncio.to_thread(service.submit, body, body.prompts, most)
@@ -280,7 +303,7 @@ def _add_steering(app: FastAPI, service: Service) -> None:
     @app.get("/v1/steering")
     async def steering() -> dict[str, Any]:
         return {
-            "controls": describe_controls(service.lm),
+            "controls": describe_controls(service.lm, service.strengths),
             "captures": list(service.lm.opened.captures),
             "sites": [place.path for place in places(service.lm.opened)],
         }

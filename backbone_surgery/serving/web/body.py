@@ -59,7 +59,24 @@ class StreamOptions(_Body):
     include_obfuscation: Annotated[Any, _only(False)] = None
 
 
-class Completion(_Body):
+class _Asked(_Body):
+    """What is sent to a route, as a whole."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, data: Any) -> Any:
+        """Refuse half a surrogate pair, which no tokenizer can read and no answer can show."""
+        if isinstance(data, dict):
+            try:
+                json.dumps(data, ensure_ascii=False).encode()
+            except (UnicodeEncodeError, RecursionError) as error:
+                raise PydanticCustomError(
+                    "text", "expected what JSON can hold in UTF-8 ({error})", {"error": str(error)}
+                ) from error
+        return data
+
+
+class Completion(_Asked):
     """The fields that both routes share.
 
     `top_k`, `repetition_penalty`, `steering` and `capture` are not OpenAI's. Null is as if a field
@@ -83,19 +100,6 @@ class Completion(_Body):
     user: str | None = None
     steering: dict[str, Any] | None = None
     capture: Strings | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_text(cls, data: Any) -> Any:
-        """Refuse half a surrogate pair, which no tokenizer can read and no answer can show."""
-        if isinstance(data, dict):
-            try:
-                json.dumps(data, ensure_ascii=False).encode()
-            except (UnicodeEncodeError, RecursionError) as error:
-                raise PydanticCustomError(
-                    "text", "expected what JSON can hold in UTF-8 ({error})", {"error": str(error)}
-                ) from error
-        return data
 
     @field_validator("stream_options")
     @classmethod
@@ -124,6 +128,11 @@ class Completion(_Body):
         """The stop sequences, as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether to answer with log-probabilities of the prompt, too."""
+        return False
+
 
 class TextCompletion(Completion):
     """The body of `/v1/completions`."""
@@ -145,6 +154,27 @@ class TextCompletion(Completion):
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens to show; `None` for no log-probabilities."""
         return self.logprobs
+
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether to answer with log-probabilities of the prompt: where it is echoed."""
+        return bool(self.echo) and self.logprobs is not None
+
+
+class Tokenize(_Asked):
+    """The body of `/tokenize`."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Detokenize(_Asked):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], _Some]
 
 
 class TextPart(_Body):

@@ -5,14 +5,28 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.request import TooLongError
 from backbone_surgery.serving.scheduler import ModelChangedError, QueueFullError
 from backbone_surgery.serving.web.answers import error_body, failure_body
-from backbone_surgery.serving.web.body import ChatCompletion, TextCompletion
+from backbone_surgery.serving.web.body import (
+    ChatCompletion,
+    Detokenize,
+    TextCompletion,
+    Tokenize,
+)
 from backbone_surgery.serving.web.mistakes import describe
+
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": TextCompletion,
+    "/v1/chat/completions": ChatCompletion,
+    "/tokenize": Tokenize,
+    "/detokenize": Detokenize,
+}
+"""What is sent to each route."""
 
 
 def add_errors(app: FastAPI, length: int) -> None:
@@ -69,9 +83,8 @@ def add_errors(app: FastAPI, length: int) -> None:
             sent = http.headers.get("content-type", "none")
             text = f"the header Content-Type: expected application/json. Received {sent}. Send it."
             return answer(400, text)
-        is_text = http.scope["path"] == "/v1/completions"
-        fields = (TextCompletion if is_text else ChatCompletion).model_fields
-        name, text = describe(error, fields)
+        body = _BODIES.get(http.scope["path"])  # a route of vectors has none, but a parameter
+        name, text = describe(error, () if body is None else body.model_fields)
         return answer(400, text, name)
 
 

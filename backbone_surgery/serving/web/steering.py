@@ -119,17 +119,24 @@ class Vectors:
         ]
 
 
-def _default(rewrite: Rewrite) -> Any:
-    """Return what the control of a rewrite is where a request does not say."""
+def _default(rewrite: Rewrite, strength: float | None) -> Any:
+    """Return what the control of a rewrite is where a request does not say; the server may."""
     if isinstance(rewrite, Clamp):
-        return {"features": [*rewrite.features], "values": rewrite.values}
+        values = rewrite.values if strength is None else strength
+        return {"features": [*rewrite.features], "values": values}
+    if strength is not None:
+        return strength
     return next((getattr(rewrite, name) for name in _DEFAULTS if hasattr(rewrite, name)), None)
 
 
-def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
+def describe_controls(lm: CachedCausalLM, strengths: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return for each control its name, what it is, where it acts, and its inputs.
 
     An input that was put into the graph by hand is one of kind `Input`.
+
+    Args:
+        lm: that is steered.
+        strengths: of the server, in the place of those of the model.
     """
     edits = [f for f in lm.opened.report if isinstance(f.rewrite, Rewrite) and f.rewrite.control]
     starts = [f"{fired.rewrite.control}_" for fired in edits]
@@ -147,22 +154,27 @@ def describe_controls(lm: CachedCausalLM) -> list[dict[str, Any]]:
                 "name": name,
                 "kind": type(rewrite).__name__,
                 "sites": list(fired.sites),
-                "default": _default(rewrite),
+                "default": _default(rewrite, strengths.get(name)),
                 "tokens": getattr(rewrite, "tokens", None),
                 "inputs": {
                     k: {"shape": list(x.shape), "dtype": x.dtype.name} for k, x in inputs.items()
                 },
             }
         )
-    own: dict[str, Any] = {"kind": "Input", "sites": [], "default": None, "tokens": None}
+    own: dict[str, Any] = {"kind": "Input", "sites": [], "tokens": None}
     for name, tensor in lm.opened.inputs_by_hand.items():
         facts = {"shape": list(tensor.shape[1:]), "dtype": tensor.dtype}
-        described.append({"name": name, **own, "inputs": {name: facts}})
+        default = strengths.get(name)
+        described.append({"name": name, **own, "default": default, "inputs": {name: facts}})
     return described
 
 
 def read_steering(
-    lm: CachedCausalLM, vectors: Vectors, steering: Mapping[str, Any], length: int
+    lm: CachedCausalLM,
+    vectors: Vectors,
+    steering: Mapping[str, Any],
+    length: int,
+    strengths: Mapping[str, float],
 ) -> dict[str, Any]:
     """Turn the field `steering` of a request into controls.
 
@@ -171,6 +183,7 @@ def read_steering(
         vectors: named ones.
         steering: the field.
         length: tokens that a text may have.
+        strengths: those of the server, of controls that the field gives none.
 
     Raises:
         SurgeryError: a control, key or vector that is not known, or a value that says nothing.
@@ -178,9 +191,9 @@ def read_steering(
     rewrites = by_control(lm.opened.rewrites)
     known = [*rewrites, *lm.opened.inputs_by_hand]
     if "vectors" in steering and "vectors" not in rewrites:
-        steering = _of_easysteer(steering, rewrites, vectors)
+        steering = _of_easysteer(steering, rewrites, vectors, strengths)
     controls: dict[str, Any] = {}
-    for name, value in steering.items():
+    for name, value in {**strengths, **steering}.items():
         if name not in known:
             raise SurgeryError(
                 f"steering at '{name}': expected a control of this model. "
@@ -189,7 +202,10 @@ def read_steering(
         rewrite = rewrites.get(name)
         kinds = [kind for kind in _KEYS if isinstance(rewrite, kind)]
         if isinstance(value, Mapping) and rewrite is not None and kinds:
-            controls[name] = _control(rewrite, value, _KEYS[kinds[0]], vectors, length)
+            amount = "threshold" if kinds[0] is Condition else "strength"
+            says_none = value.get(amount) is None and value.get("schedule") is None
+            own = {amount: strengths[name]} if says_none and name in strengths else {}
+            controls[name] = _control(rewrite, {**value, **own}, _KEYS[kinds[0]], vectors, length)
         elif isinstance(value, bool | str) or value is None:
             raise SurgeryError(
                 f"steering at '{name}': expected a number, or an object. Received {shown(value)}. "
@@ -272,12 +288,15 @@ def _schedule(where: str, schedule: Any, strength: Any, length: int) -> Schedule
 
 
 def _of_easysteer(
-    steering: Mapping[str, Any], rewrites: Mapping[str, Any], vectors: Vectors
+    steering: Mapping[str, Any],
+    rewrites: Mapping[str, Any],
+    vectors: Vectors,
+    strengths: Mapping[str, float],
 ) -> dict[str, Any]:
     """Read EasySteer's `{"vectors": [{"name", "scale", "layers", "apply"}]}`.
 
     Each vector acts through the control of its name, or, if there is none, through the first
-    control that no other vector takes.
+    control that no other vector takes; those that the server gives a strength come last.
     """
     listed = steering["vectors"]
     entries = listed if isinstance(listed, list) else []
@@ -288,7 +307,7 @@ def _of_easysteer(
         )
     names = [entry.get("name") for entry in entries]
     steers = [n for n, r in rewrites.items() if isinstance(r, Steer)]
-    free = [n for n in steers if n not in names]
+    free = sorted((n for n in steers if n not in names), key=lambda n: n in strengths)
     result: dict[str, Any] = {}
     for entry in entries:
         unknown = [key for key in entry if key not in _EASYSTEER_KEYS]
