@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
     """Mark as slow what runs on another family than the first, outside of the harness.
 
     The harness runs several families by default, each opened, and some cached and generating.
-    Everything else is shown on one family by default, and on the others with the slow tests.
+    Everything else is shown on one family at most, and on the others with the slow tests.
     """
     from tests.families import ROWS
 

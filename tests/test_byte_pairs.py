@@ -237,6 +237,7 @@ def put_into(reference, folder, source, **settings):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+@pytest.mark.slow
 def test_folder_of_llama_2(tmp_path):
     """KerasHub reads its tokenizer as that of Llama 3."""
     reference, folder = llama_2_tokenizer(), tmp_path / "model"
@@ -258,6 +259,7 @@ def test_folder_of_llama_2(tmp_path):
     assert packed[:2].tolist() == [2, *reference.encode("a").ids]
 
 
+@pytest.mark.slow
 def test_folder_of_phi_3(tmp_path):
     """The tokens of its turns take the space behind them, and are in no file of SentencePiece."""
     turns = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]

@@ -20,13 +20,6 @@ from tests.numpy_models import Model
 from tests.reference import run_chunks, tokens
 
 EXACT = 1e-5
-FIRST, *OTHERS = FAMILIES
-first_by_default = pytest.mark.parametrize(
-    "family",
-    [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
-    indirect=True,
-)
-"""What does not depend on the family runs on the first by default, on the others as slow tests."""
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -87,20 +80,18 @@ def test_each_rewrite(backbone, rng, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [FIRST], indirect=True)
+@pytest.mark.parametrize("family", list(FAMILIES)[:1], indirect=True)
 @pytest.mark.parametrize("pair", list(itertools.combinations(EDITS, 2)), ids="-".join)
 def test_each_pair(backbone, rng, tmp_path, pair):
     assert_equal(pair, backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
 
 @pytest.mark.slow
-@first_by_default
 def test_all_together(backbone, rng, tmp_path):
     assert_equal(list(EDITS), backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
 
 @pytest.mark.slow
-@first_by_default
 def test_all_together_in_reverse(backbone, rng, tmp_path):
     assert_equal(list(EDITS)[::-1], backbone, rng, tmp_path, [[3, 1, 1, 1]])
 
@@ -113,7 +104,7 @@ CONTROLS = {
 }
 
 
-@first_by_default
+@pytest.mark.slow
 def test_all_together_in_generation(backbone, rng, tmp_path):
     """Every token follows from an uncached pass over the text, and so do the captures."""
     edited, _, _ = make(list(EDITS), backbone, rng, tmp_path)
@@ -137,7 +128,6 @@ def test_all_together_in_generation(backbone, rng, tmp_path):
 
 
 @pytest.mark.slow
-@first_by_default
 def test_all_together_in_bfloat16_with_lora(family, rng, tmp_path):
     backbone = ROWS[family].make(num_layers=3, dtype="bfloat16")
     backbone.enable_lora(2)
@@ -175,7 +165,6 @@ def graph_of(model):
 
 
 @pytest.mark.slow
-@first_by_default
 def test_the_source_stays_what_it_was(backbone, rng, tmp_path):
     inputs = tokens(rng, 2, TIME)
     before = fingerprint(backbone, inputs)

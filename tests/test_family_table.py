@@ -37,8 +37,8 @@ every_shape = pytest.mark.parametrize(
     ids=shown,
 )
 every_family = pytest.mark.parametrize("name", list(ROWS))
-BY_DEFAULT = ("gpt2", "llama", "gemma3", "gpt_oss", "qwen3_5")
-"""Those that are cached by default; all but the last generate, too. Others are slow tests."""
+BY_DEFAULT = ("gpt2", "llama", "gemma3")
+"""Those that are cached, and generate, by default. Others are slow tests."""
 
 
 def complete(name, inputs, task=False):
@@ -97,7 +97,7 @@ def test_cached_is_opened(name, shape):
 
 @pytest.mark.by_default(2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in BY_DEFAULT[:-1] else [slow]) for n in ROWS]
+    "name", [pytest.param(n, marks=[] if n in BY_DEFAULT else [slow]) for n in ROWS]
 )
 def test_greedy_is_the_backbones_own(name, rng):
     """Against the backbone uncached, token by token; rows stop at different times."""

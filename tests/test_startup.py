@@ -52,6 +52,7 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
     assert not (tmp_path / "caches").exists()
 
 
+@pytest.mark.slow
 def test_without_a_place_to_write_to_nothing_is_kept(tmp_path, monkeypatch):
     (tmp_path / "caches").write_text("a file")
     startup.prepare_command_line(["backbone-surgery", "generate"])

@@ -52,6 +52,7 @@ CASES = {
 """By role: the cell of one column, tokens, heads or features, and how they are asked for."""
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("role", CASES)
 def test_changes_are_slopes_towards_the_clean_text(lm, role):
     index, options = CASES[role]

@@ -285,6 +285,7 @@ def test_influence_and_pruning(tmp_path, rng):
     assert value == graph.values[graph.senders.index(sent), graph.receivers.index(received)]
 
 
+@pytest.mark.slow
 def test_other_tokens_and_texts_compile_nothing(tmp_path, rng):
     lm, _ = make("gpt2", tmp_path, rng)
     bs.attribution_graph(lm, IDS, PAIR)

@@ -91,6 +91,7 @@ def check_against_rewrites(lm, by_head, stride, **more):
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neo_x"])
 def test_edges_are_those_of_rewrites(family):
     lm = bs.CachedCausalLM(ROWS[family].make())

@@ -11,6 +11,7 @@ GENERATE, STEER = ["generate", PROMPT], ["steer", PROMPT, "--vector"]
 SWEEP = ["sweep", PROMPT, "--vector", "mood"]
 
 
+@pytest.mark.by_default(6)
 @pytest.mark.parametrize(
     ("args", "words"),
     [

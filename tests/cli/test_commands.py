@@ -263,6 +263,7 @@ def test_strengths_of_a_control_of_the_edit_of_a_model_are_compared(run, edited_
     assert run("steer", PROMPT, "-c", "mood", *steering[2:]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_mistyped_control_of_an_edit_is_told_the_one_there_is(run, edited_folder):
     wrong = run("generate", PROMPT, "-m", edited_folder, "-c", "tonee=1")
     assert wrong.exit_code == 2

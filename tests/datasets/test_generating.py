@@ -103,6 +103,7 @@ def test_an_id_that_is_missing_in_parquet_is_refused(lm, rows, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_strengths_may_be_decimal_numbers(lm, rows, tmp_path):
     rows = [{**row, "strength": round(row["strength"], 2)} for row in rows]
     path, options = tmp_path / "in.parquet", {**OPTIONS, "controls": CONTROLS}
@@ -144,6 +145,7 @@ def test_a_job_that_is_ended_goes_on_where_it_was(lm, lines, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in paths} == before
 
 
+@pytest.mark.slow
 def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
     out = tmp_path / "out"
     bs.generate_dataset(lm, lines, out, **OPTIONS)
@@ -172,6 +174,7 @@ def test_another_job_in_the_same_folder_is_refused(lm, lines, tmp_path):
         bs.generate_dataset(lm, lines, out, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_job_of_another_release_is_refused(lm, lines, tmp_path):
     out = tmp_path / "out"
     bs.generate_dataset(lm, lines, out, **OPTIONS)

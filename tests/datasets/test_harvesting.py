@@ -100,6 +100,7 @@ def test_long_texts_are_refused_or_cut(lm, tmp_path):
     assert pq.read_table(path)["token_id"].to_pylist() == prompt[:9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [None, [1, 99], [1] * 40])
 def test_a_bad_row_found_late_is_named_before_anything_is_written(lm, tmp_path, text):
     path = tmp_path / "in.jsonl"

@@ -36,7 +36,7 @@ def holds(outer, inner):
     )
 
 
-@pytest.mark.by_default(4)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("rankdir", ["TB", "LR"])
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -56,6 +56,7 @@ def test_nodes_and_frames_have_room(models, name, expand, rankdir):
             assert not [n for n in others if overlap(area, boxes[n])]
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "nested"])
 def test_the_residual_stream_is_straight_and_runs_down(models, name, expand):
@@ -74,6 +75,7 @@ def test_the_residual_stream_is_straight_and_runs_down(models, name, expand):
     assert all(above > below for (_, above), (_, below) in itertools.pairwise(places))
 
 
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_arrows_lead_where_the_graph_says(models, name, expand):

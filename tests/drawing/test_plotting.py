@@ -235,6 +235,7 @@ def graph(tmp_path_factory):
     return bs.attribution_graph(lm, [1, 2, 3], (5, 6))
 
 
+@pytest.mark.slow
 def test_a_picture_of_an_attribution_graph_has_an_arrow_for_each_edge(graph, tmp_path):
     """That leads to the logits, from and to nodes over their tokens."""
     path = tmp_path / "graph.svg"
@@ -257,6 +258,7 @@ def test_a_picture_of_an_attribution_graph_has_an_arrow_for_each_edge(graph, tmp
     assert written.count("error") == sum("transcoder_error" in name for name in reached)
 
 
+@pytest.mark.slow
 def test_what_is_no_attribution_graph_is_not_drawn(graph, tmp_path):
     path = str(tmp_path / "graph.png")
     with pytest.raises(bs.SurgeryError, match="expected an `AttributionGraph`"):
@@ -268,6 +270,7 @@ def test_what_is_no_attribution_graph_is_not_drawn(graph, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_no_circuit_is_not_drawn(edges, tmp_path):
     path = str(tmp_path / "circuit.png")
     with pytest.raises(bs.SurgeryError, match="plot_circuit: expected `Edges`"):

@@ -29,6 +29,7 @@ def upstream(lm):
     return task
 
 
+@pytest.mark.slow
 def test_greedy_text_equals_kerashub(lm, upstream):
     assert lm.generate(PROMPTS, max_length=96) == upstream.generate(PROMPTS, max_length=96)
     one = lm.generate(PROMPTS[0], max_length=96)
@@ -55,6 +56,7 @@ def test_a_whole_story_ends_by_itself(lm):
     assert text.rstrip().endswith(".")
 
 
+@pytest.mark.slow
 def test_arrays_give_texts_where_there_is_a_preprocessor(lm):
     inputs = lm.preprocessor.generate_preprocess(PROMPTS, sequence_length=24)
     assert lm.generate(inputs, max_new_tokens=4) == lm.generate(PROMPTS, max_new_tokens=4)

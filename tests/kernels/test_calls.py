@@ -179,6 +179,7 @@ def test_many_calls_from_several_threads(monkeypatch, rng):
             np.testing.assert_array_equal(received, wanted)
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "lack", [("importlib.util.find_spec", None), (f"{calls.__name__}.version", "0.44.0")]
 )

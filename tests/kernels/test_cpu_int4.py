@@ -68,6 +68,7 @@ def test_heads_that_come_first(
     assert relative(received, wanted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_what_they_are_for(everywhere, rng):
     packed, _ = pack(rng, "outputs", 96, 160, 32, "bfloat16")
     assert cpu_int4.takes(4, packed, "bfloat16")

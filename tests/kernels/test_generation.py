@@ -81,9 +81,8 @@ def everywhere(monkeypatch):
     return switch
 
 
-@pytest.mark.parametrize(
-    "sampler", ["greedy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("top_p", "beam"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["greedy", "top_p", "beam"])
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_and_captures_are_those_of_xla(everywhere, name, sampler):
     backbone = MODELS[name]()

@@ -150,7 +150,7 @@ def test_products_with_chosen_experts(rng, chosen, experts, inputs, outputs, dty
     assert relative(received, wanted) <= 1e-5
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize("pairs", ["outputs", "inputs", "turned"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group", "dtype"),

@@ -316,6 +316,16 @@ def streamed(lm, mesh):
     return [row.new for row in rows]
 
 
+def noted(lm):
+    """Return the log-probabilities of some prompts, whose last chunks are of several lengths."""
+    engine = bs.Engine(lm, rows=4, length=48, prefill_chunk=4)
+    inputs = prompts(5)
+    rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(5)]
+    options = {"stop_token_ids": None, "prompt_logprobs": True}
+    requests = [engine.submit(row, i % 3, **options) for i, row in enumerate(rows)]
+    return [request.prompt_logprobs.logprobs for request in requests]
+
+
 def check_engine():
     """An engine on a mesh gives what `generate` gives on one device."""
     backbone = make_divisible()
@@ -325,6 +335,7 @@ def check_engine():
     wanted = [
         ids[mask] for ids, mask in zip(wanted["token_ids"], wanted["padding_mask"], strict=True)
     ]
+    logprobs = noted(alone)
     keras.utils.clear_session(free_memory=False)
     with on((2, 4), backbone):
         lm = bs.CachedCausalLM(make_divisible())
@@ -333,9 +344,12 @@ def check_engine():
         got = engine.generate(prompts(7), **OPTIONS)
         compiled = engine.stats.compilations
         engine.generate(prompts(7), **OPTIONS)
+        assert engine.stats.compilations == compiled
+        shared = noted(lm)
     for ids, text in zip(wanted, got, strict=True):
         np.testing.assert_array_equal(text, ids.astype("int32"))
-    assert engine.stats.compilations == compiled
+    for one, other in zip(logprobs, shared, strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-5)
     print("equal")
 
 

@@ -54,7 +54,7 @@ TO_HEADS, HEADS_FIRST = einsum("btd,dhk->bthk"), einsum("btd,hdk->bthk")
 FROM_HEADS = einsum("bthk,hkd->btd")
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("make", "shape", "axis", "config", "parts"),
     [

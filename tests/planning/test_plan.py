@@ -289,6 +289,7 @@ def test_a_table_is_not_read_whole(name, of):
     assert paper.device_bytes == paper.weight_bytes + paper.cache_bytes
 
 
+@pytest.mark.slow
 def test_a_preset_that_was_saved_quantised_is_planned_as_it_is(tmp_path):
     backbone = make_gpt2()
     bs.CachedCausalLM(backbone).quantize("int8")

@@ -85,7 +85,7 @@ def test_an_object_of_a_registered_class_comes_back(gpt2, tmp_path):
     assert (again.start, again.stop) == (3, 7)
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda x: bs.Reorder(x), lambda x: bs.Ablate("blocks.*.head_outputs", heads=x)]
 )

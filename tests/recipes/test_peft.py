@@ -41,7 +41,7 @@ def perturb(edited, rng):
             variable.assign_add(rng.normal(0, 0.1, variable.shape))
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in PEFT.iterdir()))
 def test_what_peft_saved_is_saved_again(name, tmp_path, rng):
     """Under the same names; `fit` may then train each layer of a fused module by itself."""

@@ -50,6 +50,7 @@ def test_attention_pattern_is_softmax_of_query_and_key(rng):
     assert relative(got["head_outputs"], mixed) <= EXACT
 
 
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "chunks",
     [pytest.param([12], marks=pytest.mark.slow), [5, 1, 6], [1] * 12],

@@ -69,6 +69,7 @@ class Fixed(keras.layers.Layer):
         return x * kept + new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "qwen3_5", "rwkv7"])
 def test_texts_are_those_of_models_built_for_each_row(family, rng):
     backbone = ROWS[family].make()
@@ -207,7 +208,7 @@ def test_the_engine_and_a_prefix_that_features_would_change(rng):
 def test_a_request_says_it_in_json():
     lm = clamped(make_gpt2())
     steering = {"clamp": {"features": [3, 4], "values": 2.0, "tokens": [2, None]}}
-    controls = read_steering(lm, Vectors(lm, {}), steering, 64)
+    controls = read_steering(lm, Vectors(lm, {}), steering, 64, {})
     prompt = {"token_ids": [[1, 2, 3, 4]], "padding_mask": [[1, 1, 1, 1]]}
     options = {"max_new_tokens": 4, "stop_token_ids": None}
     got = lm.generate(prompt, controls=controls, **options)["token_ids"]

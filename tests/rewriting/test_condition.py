@@ -50,7 +50,6 @@ def states(by_hand, inputs, blocks):
     return np.asarray(by_hand.predict_on_batch({**inputs, "extra": extra})["blocks"][0])
 
 
-@pytest.mark.slow
 def test_rows_are_steered_from_the_token_on_that_meets_it(watched, rng):
     backbone, lm, by_hand, direction, push = watched
     inputs = ragged(rng, LENGTHS, 8)
@@ -71,6 +70,7 @@ def test_rows_are_steered_from_the_token_on_that_meets_it(watched, rng):
     assert not np.array_equal(got[~untouched], plain[~untouched])
 
 
+@pytest.mark.slow
 def test_rows_are_steered_unless_they_meet_it(watched, rng, tmp_path):
     """In one pass as in NumPy; in generation by what the prompt says, by a recipe too."""
     backbone, _, by_hand, direction, push = watched

@@ -110,7 +110,7 @@ def lm():
     return lm
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "control",
     [

@@ -80,6 +80,7 @@ def greedy(graph, inputs, **kwargs):
     return np.asarray(lm.generate(inputs, **options, **kwargs)["token_ids"])[:, :8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_rows_with_strengths_of_their_own(name):
     """Each row generates what a pass over its text predicts; without adapters, as the base does."""

@@ -132,6 +132,7 @@ def test_each_row_has_directions_of_its_own(rng):
         np.testing.assert_array_equal(basis[0], basis[2])
 
 
+@pytest.mark.slow
 def test_any_basis_of_one_span_does_the_same(rng):
     backbone, inputs = make_gpt2(), tokens(rng)
     mixed = np.array([[1.0, 2, 0], [0, 1, -1], [3, 0, 1], [1, 1, 1]]) @ SPAN  # one too many

@@ -100,6 +100,7 @@ def test_a_condition_that_watches_the_end_of_the_prompt():
     assert changed == [True, False, False]
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_know_the_end_is_refused():
     edited = bs.operate(make_gpt2(), [bs.Steer("edit", {1: DIRECTION}, tokens="last")])
     words = "at input 'edit_tokens': expected a value, since it counts tokens from the end"

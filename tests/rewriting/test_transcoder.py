@@ -67,7 +67,7 @@ def read(captures):
     return {path.removeprefix("raw/"): np.asarray(x) for path, x in captures.items()}
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_equals_numpy(kind, tmp_path, rng):
     save, options, kept, skip, source = FORMATS[kind]

@@ -205,6 +205,7 @@ def test_contrast_pairs_are_cut_at_the_asked_sentence():
     assert len(pairs) == len(set(pairs)) == 20
 
 
+@pytest.mark.slow
 def test_wrong_requests_say_what_is_expected():
     with pytest.raises(ValueError, match=r"expected an attribute out of .*Received 'weather'"):
         grammar.generate_story(Random(0), weather="rain")

@@ -33,6 +33,7 @@ def mean_loss(lm, rows, first, **controls):
     return total / count
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_logits(rng):
     lm = bs.CachedCausalLM(make_gpt2())
     rows = [rng.integers(1, 60, n).astype("int32") for n in (3, 9)]

@@ -62,6 +62,7 @@ def found():
     return lm, told, side, bs.find_subspace(lm, examples, SITE, learning_rate=0.03)
 
 
+@pytest.mark.slow
 def test_a_planted_direction_is_found(found):
     _, told, _, got = found
     assert abs(got.directions @ told) > 0.9

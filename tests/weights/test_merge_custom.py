@@ -70,7 +70,7 @@ class Summed(keras_hub.models.Backbone):
         return {**super().get_config(), "kind": self.kind}
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("plain", None), ("read", "is read by other layers too"), ("twice", "writes at other places")],
