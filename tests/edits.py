@@ -78,6 +78,24 @@ def patch_along(rng, _):
     )
 
 
+def patch_heads(rng, _):
+    mask = np.array([[[1, 0, 0, 1]], [[0, 1, 0, 0]]], "float32")
+    value = rng.normal(size=(2, 1, 4, 8)).astype("float32")
+
+    def hook(x, _):
+        x = x.copy()
+        x[0, 2, [0, 3]], x[1, 4, 1] = value[0, 0, [0, 3]], value[1, 0, 1]
+        return x
+
+    return Edit(
+        bs.Patch("blocks.0.head_outputs", name="some"),
+        lambda model: model.blocks[0].at("head_outputs", hook),
+        some_positions=np.array([[[2]], [[4]]]),
+        some_value_0=value,
+        some_heads=mask,
+    )
+
+
 def clamp(rng, _):
     features, values = np.array([[3, 20], [5, -1]]), rng.normal(size=(2, 2)).astype("float32")
 
@@ -286,6 +304,7 @@ EDITS = {
         steer,
         patch,
         patch_along,
+        patch_heads,
         clamp,
         ablate,
         ablate_pattern,

@@ -1,6 +1,6 @@
 """Ablate: knock out heads, experts or sites, by zero, a mean or the activations of other texts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,14 +10,21 @@ from keras import ops
 
 from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.numbers import is_int, read_finite, read_int32
+from backbone_surgery.numbers import read_finite, read_int32
 from backbone_surgery.opening.experts import EXPERT_WEIGHTS, ROUTER
-from backbone_surgery.opening.recurrence import DECAY, WRITE_STRENGTH
 from backbone_surgery.opening.site import Place
-from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer
+from backbone_surgery.rewriting.units import (
+    bind_units,
+    check_same,
+    check_units,
+    named_units,
+    read_units,
+    role_of,
+    units_of,
+)
 
 _FURTHEST = 2**30
 """Where resampling may start: the position of a token can be added without leaving int32."""
@@ -100,17 +107,14 @@ class Ablate(ControlledRewrite):
     def visitor(self, surgery: Surgery) -> graph.CloneFn:
         """Declare the controls, then visit the sites."""
         places = self.choose(surgery)
-        units = {place.path: _units(place) for place in places}
-        if len(set(units.values())) > 1:
-            listed = {path: f"{count} {kind}".strip() for path, (kind, count) in units.items()}
-            raise SurgeryError(
-                f"Ablate at '{self.at}': expected sites with as many heads each, or experts. "
-                f"Received {listed}. Use one Ablate for each kind of site."
-            )
-        kind, count = _units(places[0])
-        self._check_units(places[0], surgery)
+        units = {place.path: units_of(place) for place in places}
+        where = f"Ablate at '{self.at}'"
+        check_same(units, where)
+        kind, count = units_of(places[0])
+        field = "heads" if self.experts is None else "experts"
+        check_units(field, self._named, places[0], surgery, f"Ablate at '{places[0].path}'")
         mask = named_units(self._named, (len(places), count))
-        self._check_choice(mask, units, f"Ablate at '{self.at}'")
+        self._check_choice(mask, units, where)
         surgery.control(f"{self.name}_{_counted(kind)}", self.amount * mask)
         if self.to == "resample":
             surgery.control(f"{self.name}_start", np.int32(0))
@@ -121,27 +125,9 @@ class Ablate(ControlledRewrite):
         """The heads or experts that are named here; `None` if that is all."""
         return self.heads if self.experts is None else self.experts
 
-    def _check_units(self, place: Place, surgery: Surgery) -> None:
-        """Refuse heads or experts that a site has not."""
-        field, named = "heads" if self.experts is None else "experts", self._named
-        if named is None:
-            return
-        kind, count = _units(place)
-        if kind != field or max(named) >= count:
-            others = f"{count} {kind}" if kind else "none"
-            rule = f"no {field}, since it has {others}"
-            rule = f"{field} from 0 to {count - 1}" if kind == field else rule
-            block = place.block or 0
-            near = [p.path for p in surgery.places if p.block == block and _units(p)[0] == field]
-            raise SurgeryError(
-                f"Ablate at '{place.path}': expected {rule}. Received {shown(named)}. Pass "
-                f"`{field}=None` for the whole site; sites with {field} are "
-                f"{', '.join(near) or 'none'}."
-            )
-
     def _check_choice(self, mask: np.ndarray, paths: Iterable[str], where: str) -> None:
         """Refuse to leave a router no expert to choose; the mask is [..., sites, experts]."""
-        routers = [i for i, path in enumerate(paths) if _role(path) == ROUTER]
+        routers = [i for i, path in enumerate(paths) if role_of(path) == ROUTER]
         if self.to == "zero" and mask[..., routers, :].all(axis=-1).any():
             raise SurgeryError(
                 f"{where}: expected experts to be left for the router to choose. Received all "
@@ -152,10 +138,10 @@ class Ablate(ControlledRewrite):
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put an ablating layer at the site."""
         axis = 1 if place.is_pattern else 2
-        nothing = -np.inf if _role(place.path) == ROUTER else 0.0
+        nothing = -np.inf if role_of(place.path) == ROUTER else 0.0
         name = self.layer_name(place)
         layer = Ablating(surgery.index, axis, self._pool(place), nothing, name=name)
-        mask = surgery.inputs[f"{self.name}_{_counted(_units(place)[0])}"]
+        mask = surgery.inputs[f"{self.name}_{_counted(units_of(place)[0])}"]
         if self.to == "zero":
             return layer(x, mask)
         if self.to == "mean":
@@ -200,7 +186,9 @@ class Ablate(ControlledRewrite):
         units, start = control.get(counted), control.get("start")
         if units is not None:
             name = f"{self.name}_{counted}"
-            bound[name] = self._bind_units(name, units, where, rows)
+            act = "ablate an expert" if counted == "experts" else "ablate a head"
+            bound[name] = bind_units(units, self._named, name, rows, where, act)
+            self._check_choice(bound[name], rows.sites, where)
         if start is not None:
             starts = read_int32(start, -_FURTHEST, _FURTHEST)
             if starts is None or starts.shape not in ((), (1,), (rows.batch,)):
@@ -210,38 +198,6 @@ class Ablate(ControlledRewrite):
                 )
             bound[f"{self.name}_start"] = np.broadcast_to(starts, rows.batch)
         return bound
-
-    def _bind_units(self, name: str, units: Any, where: str, rows: Rows) -> np.ndarray:
-        mask = bind_amounts(units, where, rows.batch, rows.shapes[name])
-        if not np.isin(mask, (0, 1)).all():
-            one = "an expert" if name.endswith("_experts") else "a head"
-            raise SurgeryError(
-                f"{where}: expected 1 to ablate {one}, 0 to leave it. Received {shown(units)}. "
-                "Pass whole numbers; nothing is ablated in part."
-            )
-        named = named_units(self._named, rows.shapes[name])
-        mask = mask if np.ndim(units) > 1 else mask * named
-        self._check_choice(mask, rows.sites, where)
-        return mask
-
-
-def read_units(field: str, value: Any, fields: Fields) -> tuple[int, ...]:
-    """Read which `heads` or `experts` a rewrite names, one or a list."""
-    listed = [value] if is_int(value) else value
-    array = read_int32(listed, smallest=0)
-    if array is None or array.ndim != 1 or not len(array):
-        one = f"`{field}` to be {'a head' if field == 'heads' else 'an expert'}"
-        raise fields.refuse(
-            f"{one}, counted from 0, or a list of them", value, "Pass `[0, 2]`, say."
-        )
-    return tuple(array.tolist())
-
-
-def named_units(units: Sequence[int] | None, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a mask float32[sites, heads] of some heads or experts; `None` means all."""
-    mask = np.zeros(shape, "float32")
-    mask[:, slice(None) if units is None else list(units)] = 1
-    return mask
 
 
 def _read_values(values: Any, fields: Fields) -> dict[str, np.ndarray]:
@@ -254,19 +210,6 @@ def _read_values(values: Any, fields: Fields) -> dict[str, np.ndarray]:
             "Take them from captures of the same site.",
         )
     return arrays
-
-
-def _role(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _units(place: Place) -> tuple[str, int]:
-    """Return what a site counts, `heads` or `experts`, and how many; ("", 1) for another site."""
-    shape, role = place.shape, _role(place.path)
-    if role in (ROUTER, EXPERT_WEIGHTS):
-        return "experts", shape[2]
-    has_heads = len(shape) > 3 or role in (DECAY, WRITE_STRENGTH)
-    return ("heads", shape[1 if place.is_pattern else 2]) if has_heads else ("", 1)
 
 
 def _counted(kind: str) -> str:

@@ -12,8 +12,6 @@ from backbone_surgery import graph
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.opening.attention import AttentionPattern
 from backbone_surgery.opening.site import PATTERN, Place
-from backbone_surgery.rewriting.ablate import named_units, read_units
-from backbone_surgery.rewriting.amounts import bind_amounts
 from backbone_surgery.rewriting.control import (
     Control,
     Tokens,
@@ -25,6 +23,7 @@ from backbone_surgery.rewriting.control import (
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
 from backbone_surgery.rewriting.steering import in_range
+from backbone_surgery.rewriting.units import bind_units, named_units, read_units
 
 _PARTS = ("heads", "queries", "keys")
 
@@ -159,14 +158,8 @@ class Knockout(ControlledRewrite):
         heads = control.get("heads", 1 if control.keys() & {"queries", "keys"} else None)
         name = f"{self.name}_heads"
         if heads is not None:
-            shape = rows.shapes[name]
-            mask = bind_amounts(heads, where, rows.batch, shape)
-            if not np.isin(mask, (0, 1)).all():
-                raise SurgeryError(
-                    f"{where}: expected 1 to knock out the edges of a head, 0 to leave them. "
-                    f"Received {shown(heads)}. Pass whole numbers; no edge is cut in part."
-                )
-            bound[name] = mask if np.ndim(heads) > 1 else mask * named_units(self.heads, shape)
+            act = "knock out the edges of a head"
+            bound[name] = bind_units(heads, self.heads, name, rows, where, act)
         return bound
 
 

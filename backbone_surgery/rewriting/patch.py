@@ -16,6 +16,14 @@ from backbone_surgery.rewriting.directions import orthonormal_basis
 from backbone_surgery.rewriting.fields import Fields
 from backbone_surgery.rewriting.rewrite import ControlledRewrite, Rows, Surgery
 from backbone_surgery.rewriting.site_layer import SiteLayer, along
+from backbone_surgery.rewriting.units import (
+    bind_units,
+    check_same,
+    check_units,
+    named_units,
+    read_units,
+    units_of,
+)
 
 UNUSED = -1
 """A position that is none: nothing is patched there."""
@@ -32,10 +40,14 @@ class Patch(ControlledRewrite):
     ...]}`, or the array alone if there is one site. Without the control nothing is patched. Other
     positions and values compile nothing; another n does.
 
+    Where all sites have as many heads, `"heads"` may say which of them are patched: a mask
+    float[sites, heads] or float[batch, sites, heads], 1 for those; a number or float[batch] is for
+    those that are named here. Values are of all heads; those of the others do not count.
+
     The inputs of the graph are `<name>_positions` int32[batch, sites, n] and, for the i-th site,
     `<name>_value_<i>` float32[batch, n, ...]; with `directions` also `<name>_basis`
-    float32[batch, rank, size]. The default of a value is NaN throughout, which
-    patches nothing.
+    float32[batch, rank, size], and for heads `<name>_heads` float32[batch, sites, heads]. The
+    default of a value is NaN throughout, which patches nothing.
 
     With `directions` only what they span is replaced: h becomes h + Bᵀ B (value - h), where the
     rows of B are an orthonormal basis. `find_subspace` finds such directions.
@@ -47,6 +59,8 @@ class Patch(ControlledRewrite):
         name: name of the control.
         directions: float[size], or float[directions, size], at sites of as many numbers for each
             token; all of what stands there by default.
+        heads: a head or a list of heads, at `query`, `key`, `value`, `head_outputs` and where else
+            an architecture has them; all by default.
 
     Raises:
         SurgeryError: a field that no model could use. What does not fit a model, `operate` tells.
@@ -65,12 +79,20 @@ class Patch(ControlledRewrite):
     positions: str | tuple[int, ...] = "control"
     name: str = "patch"
     directions: Any = None
+    heads: Any = None
 
     def __post_init__(self) -> None:
         fields = Fields(self)
         fields.selector()
         fields.name()
         fields.span("directions", optional=True)
+        if self.heads is not None:
+            fields.keep("heads", read_units("heads", self.heads, fields))
+            if self.directions is not None:
+                raise SurgeryError(
+                    f"{fields.where}: expected `heads`, or `directions` in the whole site. "
+                    "Received both. Use one Patch for each."
+                )
         if not isinstance(self.positions, str) or self.positions != "control":
             array = read_int32(self.positions, smallest=0)
             if array is None or array.ndim != 1 or not array.size or repeats(array):
@@ -97,10 +119,23 @@ class Patch(ControlledRewrite):
             shape = place.shape[2:]
             none = np.broadcast_to(np.float32("nan"), (default.shape[-1], *shape))
             surgery.control(f"{self.name}_value_{i}", none, (None, *shape))
+        self._declare_heads(places, surgery)
         if self.directions is not None:
             basis = orthonormal_basis(self.directions).astype("float32")
             surgery.control(f"{self.name}_basis", basis)
         return super().visitor(surgery)
+
+    def _declare_heads(self, places: list[Place], surgery: Surgery) -> None:
+        """Declare the control of heads, where all sites have as many of them."""
+        units = {place.path: units_of(place) for place in places}
+        if self.heads is not None:
+            check_same(units, f"Patch at '{self.at}'")
+            where = f"Patch at '{places[0].path}'"
+            check_units("heads", self.heads, places[0], surgery, where)
+        kind, count = units[places[0].path]
+        if kind == "heads" and len({*units.values()}) == 1 and self.directions is None:
+            mask = named_units(self.heads, (len(places), count))
+            surgery.control(f"{self.name}_heads", mask)
 
     def apply(self, x: keras.KerasTensor, place: Place, surgery: Surgery) -> keras.KerasTensor:
         """Put a patching layer at the site."""
@@ -109,7 +144,8 @@ class Patch(ControlledRewrite):
         given = x, surgery.positions, inputs[f"{self.name}_positions"], value
         basis = self.basis(value, surgery)
         if basis is None:
-            return Patching(surgery.index, **options)(*given)
+            heads = [inputs[n] for n in (f"{self.name}_heads",) if n in inputs]
+            return Patching(surgery.index, **options)(*given, *heads)
         if tuple(x.shape[2:]) != tuple(basis.shape[2:]):
             raise SurgeryError(
                 f"Patch at '{place.path}': expected directions of the size that stands there, "
@@ -123,17 +159,11 @@ class Patch(ControlledRewrite):
         return None if self.directions is None else surgery.inputs[f"{self.name}_basis"]
 
     def bind(self, value: Any, rows: Rows) -> Mapping[str, np.ndarray]:
-        """Bind positions and values; see the class."""
+        """Bind positions, values and heads; see the class."""
         if value is None:
             return {}
-        where = f"controls at '{self.name}'"
-        keys = ["values"] if self.positions != "control" else ["positions", "values"]
-        if not isinstance(value, Mapping) or set(value) != set(keys):
-            received = shown(list(value)) if isinstance(value, Mapping) else type(value).__name__
-            raise SurgeryError(
-                f"{where}: expected a dict of {' and '.join(keys)}. Received {received}. Pass both "
-                "together; see `Patch`."
-            )
+        where, heads_name = f"controls at '{self.name}'", f"{self.name}_heads"
+        self._check_keys(value, heads_name in rows.shapes, where)
         positions = value.get("positions", self.positions)
         positions = _read_positions(positions, rows, where)
         values = value["values"]
@@ -145,7 +175,22 @@ class Patch(ControlledRewrite):
             name = f"{self.name}_value_{i}"
             shape = (*positions[:, i].shape, *rows.shapes[name][1:])
             bound[name] = _read_values(values[path], positions[:, i], shape, f"{where}, '{path}'")
+        if value.get("heads") is not None:
+            mask = value["heads"], self.heads, heads_name, rows, where, "patch a head"
+            bound[heads_name] = bind_units(*mask)
         return bound
+
+    def _check_keys(self, value: Any, has_heads: bool, where: str) -> None:
+        """Refuse what is no dict of what a call gives."""
+        keys = ["values"] if self.positions != "control" else ["positions", "values"]
+        more = {"heads"} if has_heads else set()
+        if not isinstance(value, Mapping) or set(value) - more != set(keys):
+            received = shown(list(value)) if isinstance(value, Mapping) else type(value).__name__
+            maybe = ", and heads if not all" if has_heads else ""
+            raise SurgeryError(
+                f"{where}: expected a dict of {' and '.join(keys)}{maybe}. Received {received}. "
+                "Pass them together; see `Patch`."
+            )
 
 
 def for_each_token(places: list[Place], operation: str) -> list[Place]:
@@ -244,15 +289,19 @@ class Patching(SiteLayer):
         positions: int32[batch, time], the number of each token.
         patched: int32[batch, sites, n], the positions to patch.
         value: float32[batch, n, ...]; NaN throughout where there is none.
+        heads: float32[batch, sites, heads], 1 for those to patch; all, if left out.
     """
 
     def __init__(self, index: int, **kwargs) -> None:
         super().__init__(**kwargs)
         self.index = index
 
-    def call(self, x, positions, patched, value):
+    def call(self, x, positions, patched, value, heads=None):
         """Take the value where a position is to be patched; leave all else exactly as it is."""
         is_patched, which = self.match(positions, patched, value)
+        if heads is not None:
+            of_head = ops.not_equal(heads[:, self.index], 0)
+            is_patched = ops.logical_and(is_patched[..., None], of_head[:, None])
         return _chosen(x, value, is_patched, which)
 
     def match(self, positions, patched, value):
@@ -292,13 +341,17 @@ def _chosen(x, other, is_other, which):
     Args:
         x: float[batch, time, ...].
         other: float[batch, n, ...].
-        is_other: bool[batch, time], which tokens.
+        is_other: bool[batch, time], which tokens; or bool[batch, time, heads].
         which: int32[batch or 1, time], the number of what stands there instead.
     """
     # One gather out of both, and no `where`: that would be compiled together with what makes x, and
     # round differently.
     time = ops.shape(x)[1]
-    source = ops.where(is_other, time + which, ops.arange(time, dtype="int32")[None])
-    source = ops.reshape(source, (*ops.shape(source), *[1] * (len(x.shape) - 2)))
+    own = ops.arange(time, dtype="int32")[None]
+    if len(is_other.shape) > 2:
+        which, own = which[..., None], own[..., None]
+    source = ops.where(is_other, time + which, own)
+    missing = len(x.shape) - len(source.shape)
+    source = ops.reshape(source, (*ops.shape(source), *[1] * missing))
     both = ops.concatenate([x, ops.cast(other, x.dtype)], axis=1)
     return ops.take_along_axis(both, source, axis=1)

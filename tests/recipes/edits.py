@@ -149,6 +149,7 @@ CASES = {
     "condition": condition,
     "capture": lambda name, dtype: [bs.Capture("blocks.*.attention_pattern", "blocks.1")],
     "patch": lambda name, dtype: [bs.Patch("blocks.1")],
+    "patch_heads": lambda name, dtype: [bs.Patch("blocks.1.head_outputs", heads=[1])],
     "patch_along": lambda name, dtype: [bs.Patch("blocks.1", directions=[vector(), vector(1)])],
     "ablate": lambda name, dtype: [bs.Ablate("blocks.1.head_outputs", heads=[1, 3])],
     "clamp": lambda name, dtype: [bs.Clamp("blocks.1.mlp_output", (3, 5), (1.0, -2.0))],

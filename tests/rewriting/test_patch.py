@@ -115,6 +115,70 @@ def test_patching_in_generation_counts_tokens_of_each_row(rng):
 
 
 @pytest.mark.slow
+def test_some_heads_are_patched_and_the_others_stay(rng):
+    """Which heads, a call says row by row; without a word those that the rewrite names."""
+    patch = bs.Patch("blocks.*.head_outputs", heads=[1, 3])
+    lm = bs.CachedCausalLM(
+        bs.operate(make_deep_gpt2(), [patch, bs.Capture("blocks.*.head_outputs")])
+    )
+    lm.compile(sampler="greedy")
+    inputs, sites = ragged(rng, (3, 6), 6), [f"blocks.{i}.head_outputs" for i in range(3)]
+    options = {"max_new_tokens": 5, "stop_token_ids": None, "return_captures": True}
+    given = {
+        "positions": [[2, 5], [4, -1]],
+        "values": {path: rng.normal(0, 3, (2, 4, 8)).astype("float32") for path in sites},
+    }
+    mask = np.zeros((2, 3, 4))
+    mask[0, 0, 2], mask[1, 2, [0, 1]] = 1, 1
+    _, plain = lm.generate(inputs, controls={"patch": {**given, "heads": 0}}, **options)
+    compiled = dict(lm.programs.compilations)
+    for heads, wanted in (
+        (mask, mask),
+        ([1, 0], np.array([[[0, 1, 0, 1]] * 3, [[0] * 4] * 3])),
+        (None, np.array([[[0, 1, 0, 1]] * 3] * 2)),
+    ):
+        patch = given if heads is None else {**given, "heads": heads}
+        text, captures = lm.generate(inputs, controls={"patch": patch}, **options)
+        for s, path in enumerate(sites):
+            for row, position, entry in ((0, 2, 0), (0, 5, 1), (1, 4, 0)):
+                now, is_patched = captures[path][row, position], wanted[row, s] == 1
+                value = given["values"][path][entry]
+                assert np.array_equal(now[is_patched], value[is_patched])
+                assert not (now[~is_patched] == value[~is_patched]).any()
+        first = sites[0]
+        assert np.array_equal(captures[first][0, 2][[0]], plain[first][0, 2][[0]])
+        lengths = np.array([3, 6])
+        mask_of_text = np.arange(text["token_ids"].shape[1]) < lengths[:, None] + 5
+        logits = np.asarray(
+            lm.score(text["token_ids"], mask_of_text, controls={"patch": patch})
+        ).argmax(-1)
+        for row, n in enumerate(lengths):
+            new = text["token_ids"][row, n : n + 5]
+            assert np.array_equal(logits[row, n - 1 : n + 4], new)
+    assert lm.programs.compilations == compiled
+
+
+@pytest.mark.slow
+def test_one_head_at_every_token_gives_the_cell_of_a_grid(rng):
+    lm = bs.CachedCausalLM(make_deep_gpt2())
+    clean, corrupted = rng.integers(1, 60, (2, 7))
+    site = "blocks.*.head_outputs"
+    grid = bs.patch_grid(lm, clean, corrupted, metric=(3, 9), at=site, by_head=True)
+    reader = bs.CachedCausalLM(bs.operate(lm.backbone, [bs.Capture(site)]))
+    reader.compile(sampler="greedy")
+    row = {"token_ids": clean[None], "padding_mask": np.ones((1, 7))}
+    seen = reader.generate(row, max_new_tokens=1, stop_token_ids=None, return_captures=True)[1]
+    patched = bs.CachedCausalLM(bs.operate(lm.backbone, [bs.Patch(site)]))
+    given = {"positions": np.arange(7), "values": {path: seen[path][0] for path in seen}}
+    for s, h in np.ndindex(3, 4):
+        mask = np.zeros((3, 4))
+        mask[s, h] = 1
+        controls = {"patch": {**given, "heads": mask}}
+        logits = np.asarray(patched.score(corrupted[None], controls=controls))[0, -1]
+        assert abs(logits[3] - logits[9] - grid.values[s, h]) < 1e-4
+
+
+@pytest.mark.slow
 def test_fixed_positions_take_values_alone(rng):
     lm = bs.CachedCausalLM(bs.operate(make_deep_gpt2(), [bs.Patch("blocks.0", positions=(1,))]))
     lm.compile(sampler="greedy")
@@ -156,12 +220,23 @@ def test_errors(rng):
         bs.Patch("blocks.1", positions=(2, -1))
     with pytest.raises(bs.SurgeryError, match=r"0 to 63, as many as the model has learned.*64"):
         bs.operate(backbone, [bs.Patch("blocks.1", positions=(63, 64))])
+    with pytest.raises(bs.SurgeryError, match=r"'blocks.1': expected no heads.*blocks.1.query"):
+        bs.operate(backbone, [bs.Patch("blocks.1", heads=[0])])
+    with pytest.raises(bs.SurgeryError, match=r"heads from 0 to 3. Received \[4\]"):
+        bs.operate(backbone, [bs.Patch("blocks.1.query", heads=4)])
+    with pytest.raises(
+        bs.SurgeryError, match=r"as many heads each.*'blocks.1.mlp_output': 'none'.*one Patch for"
+    ):
+        bs.operate(backbone, [bs.Patch("blocks.1.*_output*", heads=[0])])
+    with pytest.raises(bs.SurgeryError, match="`heads`, or `directions` in the whole site"):
+        bs.Patch("blocks.1.query", heads=[0], directions=np.ones(8))
     lm = bs.CachedCausalLM(bs.operate(backbone, [bs.Patch("blocks.0:2")]))
     lm.compile(sampler="greedy")
     value = np.zeros((1, 32))
     values = {"blocks.0": value, "blocks.1": value}
     for patch, words in (
         ({"positions": [1]}, "expected a dict of positions and values"),
+        ({"positions": [1], "values": values, "heads": [1]}, "expected a dict of positions and"),
         ({"positions": [1.5], "values": values}, "expected positions"),
         ({"positions": [-2], "values": values}, "expected positions"),
         ({"positions": [64], "values": values}, r"expected positions.* to 63 or -1 for none"),
