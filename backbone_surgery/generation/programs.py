@@ -13,7 +13,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -213,6 +213,8 @@ class Programs(Forward):
         ) -> tuple[State, State]:
             with target.one_row_of(one_of):
                 state = loop.decode(self, weights, strategy, state, arguments, until)
+            # Else what comes after a loop may lie elsewhere, and its next run be another program.
+            state = self.pin_state(state)
             copies = jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
             return state, copies if placement is None else placement.pin_everywhere(copies)
 
@@ -311,10 +313,18 @@ def _on_device(leaves: list[Any]) -> list[Hashable]:
 def _on_mesh(x: jax.Array) -> Hashable:
     """Return what an array is and where, alike for shardings that are written in different ways."""
     sharding: Any = x.sharding
-    axes = list(sharding.spec)
+    sizes = sharding.mesh.shape
+    axes = [_of_several(axis, sizes) for axis in sharding.spec]
     while axes and axes[-1] is None:
         axes.pop()
     return (x.aval, sharding.mesh, *axes)
+
+
+def _of_several(axes: Any, sizes: Mapping[str, int]) -> Hashable:
+    """Return those axes of a mesh, of the ones that share an axis of an array, that are not 1."""
+    listed = axes if isinstance(axes, tuple) else (axes,)
+    several = tuple(axis for axis in listed if axis is not None and sizes[axis] > 1)
+    return several or None
 
 
 def _lay(variable: keras.Variable, order: tuple[int, ...]) -> None:

@@ -33,10 +33,11 @@ def logits_of_cells(lm, clean, corrupted, at, cells, controls=None):
     captures = bs.Capture(*(where for _, where in edits), name="seen")
     captures = bs.operate(lm.opened, [captures]).predict_on_batch(texts[0])["captures"]
     patching = bs.operate(lm.opened, [bs.Patch(where, name=name) for name, where in edits])
+    reports = patching.report[-len(edits) :]  # after those of the model's own
     rows = []
     for site, token in cells:
         patch = {}
-        for (name, _), report in zip(edits, patching.report, strict=True):
+        for (name, _), report in zip(edits, reports, strict=True):
             patch[f"{name}_positions"] = np.full((1, len(report.sites), 1), -1)
             patch[f"{name}_positions"][0, site] = token
             for i, path in enumerate(report.sites):

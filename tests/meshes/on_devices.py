@@ -310,9 +310,11 @@ def check_variants():
 def streamed(lm, mesh):
     """Return the tokens of a generation in chunks, which must be those of one in a piece."""
     whole = lm.generate(prompts(4), strip_prompt=True, **OPTIONS)["token_ids"][:, :9]
+    compiled = dict(lm.programs.compilations)
     request = read_request(lm, prompts(4), **OPTIONS)
     *_, rows = run_batch(lm.programs, make_strategy(lm.sampler), request.batch, 4)
     np.testing.assert_array_equal(np.stack([row.new for row in rows]), whole, err_msg=str(mesh))
+    assert lm.programs.compilations == compiled, mesh
     return [row.new for row in rows]
 
 
@@ -341,9 +343,11 @@ def check_engine():
         lm = bs.CachedCausalLM(make_divisible())
         lm.compile(sampler="greedy")
         engine = bs.Engine(lm, rows=4, length=48, prefill_chunk=8, chunk_size=4)
-        got = engine.generate(prompts(7), **OPTIONS)
+        engine.warm_up(prompt_logprobs=True)
         compiled = engine.stats.compilations
-        engine.generate(prompts(7), **OPTIONS)
+        got = engine.generate(prompts(7), **OPTIONS)
+        one = {name: x[:1] for name, x in prompts(7).items()}
+        engine.submit(one, prompt_logprobs=True, **OPTIONS).result()
         assert engine.stats.compilations == compiled
         shared = noted(lm)
     for ids, text in zip(wanted, got, strict=True):
