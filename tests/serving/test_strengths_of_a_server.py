@@ -56,7 +56,7 @@ def test_the_command_hands_them_on(monkeypatch):
 
 
 def test_strengths_of_a_server_that_mean_nothing_are_refused(model):
-    with pytest.raises(bs.SurgeryError, match=r"'moood'.*Did you mean 'mood'"):
+    with pytest.raises(bs.SurgeryError, match=r"serve at control 'moood'.*Did you mean 'mood'"):
         serve(model, controls={"moood": 1.5})
     with pytest.raises(bs.SurgeryError, match="'controls': expected a dict of strengths by name"):
         serve(model, controls=[("mood", 1.5)])
