@@ -30,20 +30,32 @@ def test_examples_run(name, monkeypatch, capsys):
     assert "cached = uncached" in capsys.readouterr().out
 
 
-def blocks_of_the_guide_to_families():
-    """Return the example of chat, and that of a family."""
+def block_with(words):
+    """Return the example in the guide to families that has these words."""
     text = (DOCS / "families.md").read_text()
-    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    (block,) = (x for x in blocks if words in x)
+    return block
 
 
 @pytest.mark.slow
 def test_the_example_of_chat_runs(capsys):
-    chat, _ = blocks_of_the_guide_to_families()
+    chat = block_with("chat_prompt")
     folder = ROOT / "tests/fixtures/hf_chat"
     code = chat.replace('"./Qwen3-0.6B"', f'"{folder}", load_weights=False')
     assert code != chat
     exec(code, {"__name__": "families", "bs": bs})
     assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_example_of_long_texts_runs():
+    code = block_with("long_factor").replace(
+        "Phi-4-mini-instruct", str(ROOT / "tests/fixtures/hf_families/phi3")
+    )
+    names = {"__name__": "families", "bs": bs}
+    exec(code, names)
+    assert names["lm"].backbone.rope_scaling_short_factor == names["scaling"]["long_factor"]
 
 
 @pytest.mark.slow
@@ -57,7 +69,7 @@ def test_the_example_of_serving_runs(capsys):
 @pytest.mark.slow
 def test_the_worked_example_of_a_family(monkeypatch):
     """The file that the guide shows opens Qwen 3 as the package does."""
-    _, code = blocks_of_the_guide_to_families()
+    code = block_with("def open_block")
     names = {"__name__": "families"}
     exec(code, names)
     backbone = ROWS["qwen3"].make()
