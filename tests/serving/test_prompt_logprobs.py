@@ -224,6 +224,42 @@ def test_bytes_of_a_character_begin_where_it_does(client):
     assert starts[-1] == 3
 
 
+def test_messages_become_the_tokens_of_their_template(model):
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a red box"}]}]
+    client = serve(model, chat_template=template)
+    for is_asked in (True, False):
+        text = "user: a red box<|endoftext|>" + "assistant:" * is_asked
+        wanted = np.asarray(model.preprocessor.tokenizer(text)).tolist()
+        body = {
+            "messages": messages,
+            "add_generation_prompt": is_asked,
+            "add_special_tokens": False,
+        }
+        got = client.post("/tokenize", json=body).json()
+        assert (got["tokens"], got["count"]) == (wanted, len(wanted))
+    default = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert default[: len(wanted)] == wanted
+    assert len(default) > len(wanted)
+    for body, words in (
+        ({}, "expected `prompt` or `messages`"),
+        ({"prompt": "a", "messages": messages}, "expected `prompt` or `messages`, and not both"),
+        ({"messages": messages, "add_special_tokens": True}, "a template writes its own"),
+        ({"prompt": "a", "add_generation_prompt": True}, "with `messages` alone"),
+        ({"messages": []}, "at least 1"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "Received 100000. Shorten"),
+    ):
+        answer = client.post("/tokenize", json=body)
+        assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), (
+            answer.json()
+        )
+    answer = serve(model).post("/tokenize", json={"messages": messages})
+    assert "expected a server with a chat template" in answer.json()["error"]["message"]
+
+
 def test_text_becomes_the_tokens_of_the_model_and_text_again(model, client):
     ids = tokenize(client, TEXT)
     bare = tokenize(client, TEXT, add_special_tokens=False)

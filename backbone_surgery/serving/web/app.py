@@ -23,6 +23,7 @@ from backbone_surgery.serving.web.body import (
     ChatCompletion,
     Completion,
     Detokenize,
+    Message,
     TextCompletion,
     Tokenize,
 )
@@ -107,6 +108,18 @@ class Service:
                 f"prompt: expected at most {self.most_characters} characters, as many as "
                 f"{self.engine.length} of the longest tokens have. Received {count}. Shorten it."
             )
+
+    def chat_prompt(self, messages: Sequence[Message], is_asked: bool = True) -> str:
+        """Return the prompt of a chat, with the opening of an answer if one is asked for."""
+        self.check_length([text for message in messages for text in message.texts])
+        if self.chat_template is None and self.lm.chat_template is None:
+            raise SurgeryError(
+                "messages: expected a server with a chat template. Received a request to one "
+                "without. Send a `prompt` to /v1/completions, or have the server started with "
+                "`--chat-template`."
+            )
+        plain = [message.plain for message in messages]
+        return self.lm.chat_prompt(plain, is_asked, template=self.chat_template)
 
     def submit(
         self,
@@ -264,7 +277,6 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletion, http: Request) -> Response:
-        messages = [message.plain for message in body.messages]
         given = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
         if len(given) > 1:
             raise SurgeryError(
@@ -277,14 +289,7 @@ def _add_chat(app: FastAPI, service: Service) -> None:
             )
 
         def submit() -> list[EngineRequest]:
-            service.check_length([text for message in body.messages for text in message.texts])
-            if service.chat_template is None and service.lm.chat_template is None:
-                raise SurgeryError(
-                    "messages: expected a server with a chat template. Received a request to one "
-                    "without. Send a `prompt` to /v1/completions, or have the server started with "
-                    "`--chat-template`."
-                )
-            prompt = service.lm.chat_prompt(messages, template=service.chat_template)
+            prompt = service.chat_prompt(body.messages)
             return service.submit(body, [prompt], given[0] if given else None)
 
         requests = await asyncio.to_thread(submit)

@@ -161,22 +161,6 @@ class TextCompletion(Completion):
         return bool(self.echo) and self.logprobs is not None
 
 
-class Tokenize(_Asked):
-    """The body of `/tokenize`."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class Detokenize(_Asked):
-    """The body of `/detokenize`."""
-
-    model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], _Some]
-
-
 class TextPart(_Body):
     """A part of a message."""
 
@@ -207,6 +191,39 @@ class Message(_Body):
         """The message as `lm.chat_prompt` takes it; an assistant may have said nothing."""
         plain = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
         return {"content": "", **plain} if self.role == "assistant" else plain
+
+
+class Tokenize(_Asked):
+    """The body of `/tokenize`: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], _Some] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Any:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one", "expected `prompt` or `messages`, and not both")
+        if self.messages is not None and self.add_special_tokens:
+            raise PydanticCustomError(
+                "one",
+                "expected `add_special_tokens` with `prompt` alone: a template writes its own",
+            )
+        if self.prompt is not None and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "one", "expected `add_generation_prompt` with `messages` alone"
+            )
+        return self
+
+
+class Detokenize(_Asked):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], _Some]
 
 
 class ChatCompletion(Completion):

@@ -1,6 +1,6 @@
 """The routes that make tokens of text, and text of tokens, as vLLM has them.
 
-The text of tokens is without special ones, as everywhere here; a prompt is a text, and no messages.
+The text of tokens is without special ones, as everywhere here.
 An evaluation harness counts the tokens of its prompts by them, and needs no files of the tokenizer.
 """
 
@@ -28,8 +28,7 @@ def add_tokenizing(app: FastAPI, service: Any) -> None:
     @app.post("/tokenize")
     async def tokenize(body: Tokenize) -> dict[str, Any]:
         service.check_model(body)
-        service.check_length([body.prompt])
-        ids = await asyncio.to_thread(_ids, body, lm)
+        ids = await asyncio.to_thread(_ids, body, service)
         texts = [_name(i, tokenizer) for i in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": texts}
 
@@ -54,9 +53,14 @@ def add_tokenizing(app: FastAPI, service: Any) -> None:
         }
 
 
-def _ids(body: Tokenize, lm: CachedCausalLM) -> list[int]:
-    """Return the token ids of a text, with the start token that the model puts before, or not."""
-    tokenizer, text = lm.preprocessor.tokenizer, body.prompt
+def _ids(body: Tokenize, service: Any) -> list[int]:
+    """Return the token ids of messages, or of a text with the start token of the model, or not."""
+    lm: CachedCausalLM = service.lm
+    if body.messages is not None:
+        chat = service.chat_prompt(body.messages, body.add_generation_prompt is not False)
+        return read_prompts([chat], lm.preprocessor, _size(lm), "tokenize").rows[0].tolist()
+    tokenizer, text = lm.preprocessor.tokenizer, body.prompt or ""
+    service.check_length([text])
     is_bare = body.add_special_tokens is False
     special = token_id(text, tokenizer) if text in special_tokens(tokenizer) else None
     if is_bare and special is not None:
