@@ -17,7 +17,7 @@ from pathlib import Path
 
 from backbone_surgery.bundled import bundled_models
 
-_FOR_OTHERS = ("sklearn", "pandas", "matplotlib", "IPython")
+_FOR_OTHERS = ("sklearn", "pandas", "matplotlib", "IPython", "rouge_score")
 """Keras and KerasHub import these, where they are, for what no command uses."""
 _LEAN = "BACKBONE_SURGERY_LEAN"
 _PROGRAMS = {

@@ -69,7 +69,7 @@ IMPORTS = """
 import sys
 {}
 unused = ["tensorflow", "sklearn", "scipy.stats", "pandas", "matplotlib", "pyarrow", "torch"]
-unused += ["IPython"]
+unused += ["IPython", "nltk"]
 print([name for name in {} + unused if sys.modules.get(name)])
 import matplotlib, sklearn, kagglehub
 """
