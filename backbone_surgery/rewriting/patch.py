@@ -42,7 +42,8 @@ class Patch(ControlledRewrite):
 
     Where all sites have as many heads, `"heads"` may say which of them are patched: a mask
     float[sites, heads] or float[batch, sites, heads], 1 for those; a number or float[batch] is for
-    those that are named here. Values are of all heads; those of the others do not count.
+    those that are named here. Values are finite numbers of all heads; those of the others do not
+    count.
 
     The inputs of the graph are `<name>_positions` int32[batch, sites, n] and, for the i-th site,
     `<name>_value_<i>` float32[batch, n, ...]; with `directions` also `<name>_basis`
