@@ -33,6 +33,8 @@ def bind_amounts(
         array = array[None]
     if array is None or not _fits(array, wanted):
         in_full = f" or {list(wanted)} (rows first, then sites)" if shape else ""
+        if len(shape) > 1:
+            in_full = f", {list(shape)} (for all rows){in_full}"
         raise SurgeryError(
             f"{where}: expected finite numbers: one, [{batch}] (one for each row){in_full}"
             f"{or_else}. Received {shown(value)}. Pass one of these."

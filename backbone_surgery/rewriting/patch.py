@@ -134,7 +134,7 @@ class Patch(ControlledRewrite):
             where = f"Patch at '{places[0].path}'"
             check_units("heads", self.heads, places[0], surgery, where)
         kind, count = units[places[0].path]
-        if kind == "heads" and len({*units.values()}) == 1 and self.directions is None:
+        if kind == "heads" and len({*units.values()}) == 1 and self.takes_whole:
             mask = named_units(self.heads, (len(places), count))
             surgery.control(f"{self.name}_heads", mask)
 
@@ -145,8 +145,9 @@ class Patch(ControlledRewrite):
         given = x, surgery.positions, inputs[f"{self.name}_positions"], value
         basis = self.basis(value, surgery)
         if basis is None:
-            heads = [inputs[n] for n in (f"{self.name}_heads",) if n in inputs]
-            return Patching(surgery.index, **options)(*given, *heads)
+            heads = inputs.get(f"{self.name}_heads")
+            of_heads = () if heads is None else (heads,)
+            return Patching(surgery.index, **options)(*given, *of_heads)
         if tuple(x.shape[2:]) != tuple(basis.shape[2:]):
             raise SurgeryError(
                 f"Patch at '{place.path}': expected directions of the size that stands there, "
@@ -154,6 +155,11 @@ class Patch(ControlledRewrite):
                 f"of that size. {surgery.sites_of((basis.shape[2],), place)}"
             )
         return SubspacePatching(surgery.index, **options)(*given, basis)
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether all of what stands at a site is replaced, and not what directions span."""
+        return self.directions is None
 
     def basis(self, value: keras.KerasTensor, surgery: Surgery) -> keras.KerasTensor | None:
         """Return the directions to patch along, float32[batch, rank, size], if not all."""
@@ -176,9 +182,12 @@ class Patch(ControlledRewrite):
             name = f"{self.name}_value_{i}"
             shape = (*positions[:, i].shape, *rows.shapes[name][1:])
             bound[name] = _read_values(values[path], positions[:, i], shape, f"{where}, '{path}'")
-        if value.get("heads") is not None:
-            mask = value["heads"], self.heads, heads_name, rows, where, "patch a head"
-            bound[heads_name] = bind_units(*mask)
+        heads = value.get("heads")
+        if heads is not None:
+            where = f"{where}, 'heads' (a mask)"
+            bound[heads_name] = bind_units(
+                heads, self.heads, heads_name, rows, where, "patch a head"
+            )
         return bound
 
     def _check_keys(self, value: Any, has_heads: bool, where: str) -> None:
@@ -188,9 +197,10 @@ class Patch(ControlledRewrite):
         if not isinstance(value, Mapping) or set(value) - more != set(keys):
             received = shown(list(value)) if isinstance(value, Mapping) else type(value).__name__
             maybe = ", and heads if not all" if has_heads else ""
+            none = "There is no `heads`, unless all sites have as many of them. "
             raise SurgeryError(
                 f"{where}: expected a dict of {' and '.join(keys)}{maybe}. Received {received}. "
-                "Pass them together; see `Patch`."
+                f"{'' if has_heads else none}See `Patch`."
             )
 
 
@@ -274,7 +284,7 @@ def _read_values(
     if not np.isfinite(array[positions != UNUSED]).all():
         raise SurgeryError(
             f"{where}: expected finite values. Received NaN or Inf at a position to patch. Pass "
-            "-1 as the position of what is not patched."
+            "-1 as the position of what is not patched; of heads that are not, pass zeros."
         )
     return array
 

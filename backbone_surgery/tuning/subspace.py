@@ -146,6 +146,11 @@ class _Learned(Patch):
     rank: int = 1
     seed: int = 0
 
+    @property
+    def takes_whole(self) -> bool:
+        """The directions are those that are learned."""
+        return False
+
     def basis(self, value: keras.KerasTensor, surgery: Surgery) -> keras.KerasTensor:
         """Return the directions of the layer that is trained."""
         layer = _Directions(self.rank, self.seed, name="directions")

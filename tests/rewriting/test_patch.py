@@ -156,6 +156,9 @@ def test_some_heads_are_patched_and_the_others_stay(rng):
             new = text["token_ids"][row, n : n + 5]
             assert np.array_equal(logits[row, n - 1 : n + 4], new)
     assert lm.programs.compilations == compiled
+    words = r"'patch', 'heads' \(a mask\): expected .* \[3, 4\] \(for all rows\) or \[2, 3, 4\]"
+    with pytest.raises(bs.SurgeryError, match=words):
+        lm.generate(inputs, controls={"patch": {**given, "heads": [1, 3, 0]}}, **options)
 
 
 @pytest.mark.slow
@@ -236,7 +239,10 @@ def test_errors(rng):
     values = {"blocks.0": value, "blocks.1": value}
     for patch, words in (
         ({"positions": [1]}, "expected a dict of positions and values"),
-        ({"positions": [1], "values": values, "heads": [1]}, "expected a dict of positions and"),
+        (
+            {"positions": [1], "values": values, "heads": [1]},
+            "There is no `heads`, unless all sites have as many",
+        ),
         ({"positions": [1.5], "values": values}, "expected positions"),
         ({"positions": [-2], "values": values}, "expected positions"),
         ({"positions": [64], "values": values}, r"expected positions.* to 63 or -1 for none"),

@@ -6,6 +6,7 @@ import pytest
 
 import backbone_surgery as bs
 from tests.helpers import make_gpt2
+from tests.recurrent import RECURRENT
 
 SIZE, VOCABULARY, LEFT, RIGHT = 32, 60, 1, 2
 SITE = "blocks.0"
@@ -119,6 +120,16 @@ def test_edits_of_the_model_act_by_their_controls():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_directions_at_a_site_with_a_number_for_each_head():
+    lm = bs.CachedCausalLM(RECURRENT["qwen3_5"].make())
+    examples = [([1, 2, i], [1, 3, i], 7) for i in range(4, 12)]
+    found = bs.find_subspace(lm, examples, "blocks.0.decay", positions=1, steps=2)
+    assert found.directions.shape == (1, 4)
+    edited = bs.operate(lm.backbone, [found.patch()])
+    assert "patch_heads" not in edited.control_inputs
+
+
 def test_positions_are_those_of_base_and_source():
     """A source whose last token is of the other side: what counts is where it is read."""
     lm, _, side = planted()
