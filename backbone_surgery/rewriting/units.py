@@ -78,13 +78,12 @@ def check_units(
 def check_same(units: Mapping[str, tuple[str, int]], where: str) -> None:
     """Refuse sites, `{path: units_of(place)}`, that one mask of units does not fit."""
     if len(set(units.values())) > 1:
-        rewrite = where.partition(" ")[0]
         listed = {
             path: f"{count} {kind}" if kind else "none" for path, (kind, count) in units.items()
         }
         raise SurgeryError(
             f"{where}: expected sites with as many heads each, or experts. Received {listed}. Use "
-            f"one {rewrite} for each kind of site."
+            "one rewrite for each kind of site."
         )
 
 

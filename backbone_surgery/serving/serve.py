@@ -5,10 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from backbone_surgery.errors import SurgeryError, closest, shown
+from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.chat import compile_template
+from backbone_surgery.generation.controls import check_names
 from backbone_surgery.numbers import is_int, read_number
 from backbone_surgery.rewriting.rewrite import by_control
 from backbone_surgery.serving.engine import Engine
@@ -128,7 +129,7 @@ def make_server_app(
         )
     if chat_template is not None:
         compile_template(chat_template)
-    strengths = _read_strengths({} if controls is None else controls, lm)
+    strengths = _read_strengths(controls, lm)
     running = Engine(lm, **engine)
     name = name or lm.backbone.name
     service = Service(running, name, vectors or {}, api_key, chat_template, strengths)
@@ -138,19 +139,9 @@ def make_server_app(
 
 
 def _read_strengths(controls: Any, lm: CachedCausalLM) -> dict[str, float]:
-    if not isinstance(controls, Mapping):
-        raise SurgeryError(
-            f"serve at 'controls': expected a dict of strengths by name. Received "
-            f"{shown(controls)}. Pass `{{'mood': 1.5}}`, say."
-        )
     strengths = {}
     known = sorted({*by_control(lm.opened.rewrites), *lm.opened.inputs_by_hand})
-    for name, value in controls.items():
-        if name not in known:
-            raise SurgeryError(
-                f"serve at control {shown(name)}: expected a control of the model. "
-                f"{closest(name, known)} Name one of its rewrites, or leave it out."
-            )
+    for name, value in check_names("serve", controls, known).items():
         strength = read_number(value)
         if strength is None:
             raise SurgeryError(

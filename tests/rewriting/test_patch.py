@@ -228,7 +228,7 @@ def test_errors(rng):
     with pytest.raises(bs.SurgeryError, match=r"heads from 0 to 3. Received \[4\]"):
         bs.operate(backbone, [bs.Patch("blocks.1.query", heads=4)])
     with pytest.raises(
-        bs.SurgeryError, match=r"as many heads each.*'blocks.1.mlp_output': 'none'.*one Patch for"
+        bs.SurgeryError, match=r"as many heads each.*'blocks.1.mlp_output': 'none'.*one rewrite for"
     ):
         bs.operate(backbone, [bs.Patch("blocks.1.*_output*", heads=[0])])
     with pytest.raises(bs.SurgeryError, match="`heads`, or `directions` in the whole site"):

@@ -58,7 +58,9 @@ def test_the_command_hands_them_on(monkeypatch):
 def test_strengths_of_a_server_that_mean_nothing_are_refused(model):
     with pytest.raises(bs.SurgeryError, match=r"serve at control 'moood'.*Did you mean 'mood'"):
         serve(model, controls={"moood": 1.5})
-    with pytest.raises(bs.SurgeryError, match="'controls': expected a dict of strengths by name"):
+    with pytest.raises(
+        bs.SurgeryError, match="serve at 'controls': expected a dict of controls by name"
+    ):
         serve(model, controls=[("mood", 1.5)])
     with pytest.raises(bs.SurgeryError, match="control 'mood': expected its strength, a number"):
         serve(model, controls={"mood": "much"})
