@@ -37,6 +37,7 @@ from backbone_surgery.errors import (
 )
 from backbone_surgery.generation.captures import GeneratedActivations
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.formats.response_format import ResponseFormat
 from backbone_surgery.generation.penalties import Penalties
 from backbone_surgery.generation.sweep import Sweep, sweep
 from backbone_surgery.graph.emission import collect, emit
@@ -138,6 +139,7 @@ __all__ = [
     "Reorder",
     "Repeat",
     "Replace",
+    "ResponseFormat",
     "Rewrite",
     "Schedule",
     "SelectorError",

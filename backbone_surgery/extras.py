@@ -5,7 +5,7 @@ from typing import Any
 
 from backbone_surgery.errors import SurgeryError
 
-_PACKAGES = {"sklearn": "scikit-learn"}
+_PACKAGES = {"outlines_core": "outlines-core", "sklearn": "scikit-learn"}
 """Packages by the modules that they bring, where these have other names."""
 
 _LIBRARIES = {"pygraphviz": "libglib2.0-0 libxext6 libxrender1"}

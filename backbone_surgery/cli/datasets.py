@@ -15,15 +15,18 @@ from backbone_surgery.cli.interrupt import resumable
 from backbone_surgery.cli.loading import is_vector_file, load, load_vectors
 from backbone_surgery.cli.options import (
     BatchSize,
+    JsonSchema,
     Mesh,
     Model,
     NewTokens,
+    Regex,
     RepetitionPenalty,
     Sampler,
     SamplerName,
     Vectors,
     check_strengths,
     parse_columns,
+    parse_format,
     parse_vectors,
 )
 from backbone_surgery.errors import SurgeryError
@@ -88,6 +91,8 @@ def batch(
     mesh: Mesh = None,
     ray: Ray = None,
     repetition_penalty: RepetitionPenalty = 1.0,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
 ) -> None:
     """Generate from every row of a data set, and go on where a job was killed."""
     import backbone_surgery as bs
@@ -97,6 +102,7 @@ def batch(
             "batch --mesh: expected one of --mesh and --ray, since a worker has one device. "
             "Received both. Leave one out."
         )
+    wanted = parse_format(regex, json_schema)
     strengths = parse_columns(controls)
     files = parse_vectors(vector)
     check_strengths("--controls", files, strengths)
@@ -120,6 +126,7 @@ def batch(
             shard_rows=shard_rows,
             ray=ray,
             penalties=bs.Penalties(repetition_penalty),
+            response_format=wanted,
         )
     write(f"{count_files(written)} in {output}")
 

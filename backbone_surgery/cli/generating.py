@@ -8,9 +8,11 @@ from backbone_surgery.cli.console import write
 from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     Adapters,
+    JsonSchema,
     Mesh,
     Model,
     NewTokens,
+    Regex,
     RepetitionPenalty,
     Sampler,
     SamplerName,
@@ -19,6 +21,7 @@ from backbone_surgery.cli.options import (
     check_strengths,
     parse_adapters,
     parse_controls,
+    parse_format,
     parse_vectors,
 )
 
@@ -50,10 +53,13 @@ def generate(
         ),
     ] = [],  # noqa: B006
     repetition_penalty: RepetitionPenalty = 1.0,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
 ) -> None:
     """Generate text from prompts, steered by control vectors and adapters if you name any."""
     import backbone_surgery as bs
 
+    wanted = parse_format(regex, json_schema)
     controls, vectors = parse_controls(control), parse_vectors(vector)
     adapters = parse_adapters(adapter)
     check_strengths("--control", vectors, controls)
@@ -65,6 +71,7 @@ def generate(
         "controls": controls,
         "lookup": lookup,
         "penalties": bs.Penalties(repetition_penalty),
+        "response_format": wanted,
     }
     if stream:
         for prompt in prompts:

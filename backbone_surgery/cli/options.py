@@ -65,6 +65,14 @@ RepetitionPenalty = Annotated[
         min=0.01, max=100, help="Against repetition: 1 is none, 1.1 usual, as of Hugging Face."
     ),
 ]
+Regex = Annotated[
+    str | None,
+    typer.Option(help="What the new text has to be as a whole: a match of this expression."),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(help="What the new text has to be: JSON that fits the schema in this file."),
+]
 _BATCH_SIZE = typer.Option(min=1, help="How many texts to run at once.")
 BatchSize = Annotated[int, _BATCH_SIZE]
 Mesh = Annotated[
@@ -75,6 +83,30 @@ Mesh = Annotated[
     ),
 ]
 AnyBatchSize = Annotated[int | None, _BATCH_SIZE]
+
+
+def parse_format(regex: str | None, json_schema: Path | None) -> Any:
+    """Return the response format that is asked for, or `None`.
+
+    Raises:
+        SurgeryError: there are two, or the file cannot be read or holds no schema.
+    """
+    import backbone_surgery as bs
+
+    if regex is not None and json_schema is not None:
+        raise SurgeryError(
+            "--regex: expected one of --regex and --json-schema. Received both. Leave one out."
+        )
+    if json_schema is None:
+        return None if regex is None else bs.ResponseFormat(regex)
+    try:
+        text = json_schema.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SurgeryError(
+            f"--json-schema: expected a file of JSON. Received '{json_schema}', which cannot be "
+            f"read: {error}. Pass another."
+        ) from error
+    return bs.ResponseFormat.json_schema(text)
 
 
 def parse_vectors(texts: Sequence[str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, ends_count
+from backbone_surgery.generation.formats.response_format import ResponseFormat
 from backbone_surgery.generation.penalties import Penalized, Penalties, read_penalties
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request
@@ -61,6 +62,7 @@ def generate_dataset(
     ray: str | None = None,
     verbose: int = 1,
     penalties: Penalties | None = None,
+    response_format: ResponseFormat | None = None,
 ) -> list[Path]:
     r"""Generate from every row of Parquet files or files of JSON lines.
 
@@ -94,6 +96,7 @@ def generate_dataset(
             and the folders must be the same on every node.
         verbose: 1 shows a progress bar, with the time left.
         penalties: see `generate`.
+        response_format: see `generate`; of all rows.
 
     Returns:
         The files of output, in the order of the rows.
@@ -139,7 +142,18 @@ def generate_dataset(
     _check_names(columns)
     vectors = {} if vectors is None else vectors
     digests = vectors_digest(vectors, by_column)
-    work = _Work(columns, fixed, by_column, vectors, options, scores, seed, batch_size, penalties)
+    work = _Work(
+        columns,
+        fixed,
+        by_column,
+        vectors,
+        options,
+        scores,
+        seed,
+        batch_size,
+        penalties,
+        response_format,
+    )
 
     def facts(model: CachedCausalLM) -> dict[str, Any]:
         return {**work.facts(model, job.shards), "vectors": digests}
@@ -186,6 +200,7 @@ class _Work:
     seed: int
     batch_size: int
     penalties: Penalties | None
+    response_format: ResponseFormat | None
 
     @property
     def output_column(self) -> str:
@@ -201,6 +216,8 @@ class _Work:
         if self.penalties is not None and not self.penalties.change_nothing:
             bias = {str(token): number for token, number in dict(self.penalties.bias).items()}
             options["penalties"] = {**asdict(self.penalties), "bias": bias}
+        if self.response_format is not None:
+            options["response_format"] = self.response_format.regex
         return {
             "sampler": sampler_facts(lm.sampler),
             "controls": {
@@ -227,7 +244,13 @@ class _Work:
         shortest = pack_right([np.zeros(1, np.int32)], 1, 0)
         with setting({ends_count: False}):
             read_request(
-                lm, shortest, seed=0, controls=controls, operation=_OPERATION, **self.options
+                lm,
+                shortest,
+                seed=0,
+                controls=controls,
+                operation=_OPERATION,
+                response_format=self.response_format,
+                **self.options,
             )
         if self.output_column in self.scores:
             raise SurgeryError(
@@ -304,6 +327,7 @@ class _Work:
                     controls=self._controls(lm, asked.controls, index),
                     strip_prompt=True,
                     penalties=self.penalties,
+                    response_format=self.response_format,
                     **self.options,
                 )
         except SurgeryError as error:

@@ -44,6 +44,7 @@ def look_up(
     tokens: int | None,
     rows: int,
     states: Iterable[Mapping[str, StateSpec]],
+    has_format: bool,
     operation: str,
 ) -> Strategy:
     """Have a strategy choose for guesses too.
@@ -53,6 +54,7 @@ def look_up(
         tokens: how many to guess at once; `None` leaves the strategy as it is.
         rows: how many are run at once.
         states: of the graph, see `BackboneWithCache`.
+        has_format: whether a row has a response format.
         operation: what was called, for errors.
 
     Raises:
@@ -76,11 +78,11 @@ def look_up(
             f"{operation} at 'lookup': expected a sampler that keeps one text. Received beam "
             "search. Compile with another sampler, such as 'greedy', or leave `lookup` out."
         )
-    if isinstance(strategy, Penalized):
+    if isinstance(strategy, Penalized) or has_format:
+        name = "response_format" if has_format else "penalties"
         raise SurgeryError(
             f"{operation} at 'lookup': expected tokens that are chosen by the logits alone. "
-            "Received penalties, which depend on each token before. Leave `lookup` or `penalties` "
-            "out."
+            f"Received `{name}` too, which depends on each token before. Leave one out."
         )
     fixed = [s.name for specs in states for s in specs.values() if s.slot_axis is None]
     if fixed:

@@ -18,6 +18,8 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packed import logits_of
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
+from backbone_surgery.generation.formats.rows import go_on, keep_format, with_stops
+from backbone_surgery.generation.formats.table import OVER
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.samplers import Strategy
@@ -28,7 +30,7 @@ from backbone_surgery.products import with_fast_products
 State = dict[str, Any]
 Guessed = tuple[State, list[jax.Array], jax.Array, jax.Array]
 
-_PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures")
+_PER_ROW = ("tokens", "cache", "cache_mask", "lengths", "done", "captures", "formats")
 """What of the state belongs to a candidate row, and follows it."""
 
 
@@ -162,6 +164,8 @@ def prefill(
         "lengths": lengths,
         "done": arguments["budget"] <= 0,
     }
+    if "formats" in arguments:
+        state["formats"] = arguments["formats"]["states"]
     if captures:
         state["captures"] = {k: pad(x, length, 0, time_axis(k)) for k, x in captured.items()}
     if strategy.width > 1:
@@ -171,7 +175,15 @@ def prefill(
         )
         state["cache"] = model.packing.pack(state["cache"])
     state.update(slot=jnp.int32(prompt), start=jnp.int32(prompt), draws=arguments["draws"])
-    return model.pin_state(_choose(strategy, logits, state, arguments))
+    return model.pin_state(_choose(strategy, logits, state, _ready(strategy, arguments)))
+
+
+def _ready(strategy: Strategy, arguments: State) -> State:
+    """Return the arguments with what is the same at each step made once."""
+    if "formats" not in arguments:
+        return arguments
+    formats = with_stops(arguments["formats"], arguments["stop_ids"], strategy.width)
+    return {**arguments, "formats": formats}
 
 
 def _in_chunks(forward: Callable[..., Any], inputs: State, size: int) -> tuple[Any, Any, State]:
@@ -219,14 +231,23 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
     if "penalties" in settings:
         places = (state[name] for name in ("tokens", "lengths", "start", "slot"))
         settings = {**settings, "past": past_of(*places)}
+    if "logprobs" in settings:
+        settings = {**settings, "logits": logits}
+    following = None
+    if "formats" in arguments:
+        logits, following = keep_format(logits, arguments["formats"], state["formats"])
     tokens, parents, draws = strategy.choose(logits, state["done"], state["draws"], settings)
     per_row = {k: state[k] for k in _PER_ROW if k in state}
     if parents is not None and len(tokens) > 1:
         per_row = jax.tree.map(lambda x: x[parents], per_row)
     state = {**state, **per_row, "draws": draws}
+    if following is not None:
+        state["formats"] = go_on(following, tokens, parents)
     slot, done = state["slot"], state["done"]
     budget = jnp.repeat(arguments["budget"], strategy.width)
     stopped = (tokens[:, None] == arguments["stop_ids"]).any(axis=1)
+    if following is not None:
+        stopped = stopped | (state["formats"] == OVER)
     written = jax.lax.dynamic_update_slice_in_dim(state["tokens"], tokens[:, None], slot, 1)
     out_of_budget = slot + 1 - state["start"] >= budget
     return {**state, "tokens": written, "done": done | stopped | out_of_budget, "slot": slot + 1}
@@ -246,6 +267,7 @@ def decode(
         controls = jax.tree.map(lambda x: jnp.repeat(x, strategy.width, axis=0), controls)
 
     inputs = {**arguments, "controls": controls}
+    arguments = _ready(strategy, arguments)
 
     def go_on(state: State) -> jax.Array:
         return (state["slot"] < until) & ~state["done"].all()

@@ -11,6 +11,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.chat import chat_of, token_id
 from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.formats.rows import check_stops, read_formats
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts, text_list
 from backbone_surgery.generation.run_batch import Batch
 from backbone_surgery.generation.stopping import Stops
@@ -84,6 +85,7 @@ def read_request(
     seed: Any = None,
     captures: bool = False,
     operation: str = "generate",
+    response_format: Any = None,
 ) -> Request:
     """Check everything a call of a task asks for, before anything is compiled.
 
@@ -98,6 +100,7 @@ def read_request(
         seed: see there.
         captures: whether to return what the graph captures.
         operation: what was called, for errors.
+        response_format: see there.
 
     Raises:
         SurgeryError: bad input, or a backend that cannot generate.
@@ -119,6 +122,10 @@ def read_request(
     texts, sequences = resolve_stop_sequences(
         stop_sequences, preprocessor, vocabulary_size, operation
     )
+    formats = read_formats(
+        response_format, len(prompts.rows), preprocessor, vocabulary_size, operation
+    )
+    check_stops(formats, stop_ids, operation)
     run = prompts.lengths + np.maximum(limits.budget - 1, 0)  # the last new token is not run
     batch = Batch(
         rows=prompts.rows,
@@ -126,6 +133,7 @@ def read_request(
         seeds=resolve_seeds(seed, len(prompts.rows), lm.sampler, operation),
         controls=bind_controls(lm.opened, controls, prompts.lengths, operation, run),
         stops=Stops(stop_ids, texts, sequences, preprocessor),
+        formats=formats,
         captures=captures,
     )
     if captures and not lm.opened.captures:

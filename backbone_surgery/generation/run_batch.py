@@ -1,7 +1,7 @@
 """Run one batch of prompts through the compiled programs, in chunks of steps."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.fingerprint import digest
+from backbone_surgery.generation.formats.rows import arrays_of_rows
+from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.programs import Programs
 from backbone_surgery.generation.prompts import pack_left
@@ -35,6 +37,7 @@ class Batch:
         seeds: uint32[batch, 2], the random state of each row.
         controls: arrays with a row for each row.
         stops: what ends a row.
+        formats: for each row the table of its response format or `None`; empty if no row has one.
         captures: whether to read what the graph captures.
         first_row: which row of the whole call the first one is.
     """
@@ -44,6 +47,7 @@ class Batch:
     seeds: np.ndarray
     controls: dict[str, np.ndarray]
     stops: Stops
+    formats: list[FormatTable | None] = field(default_factory=list)
     captures: bool = False
     first_row: int = 0
 
@@ -59,6 +63,7 @@ class Batch:
                 budget=self.budget[part],
                 seeds=self.seeds[part],
                 controls={name: value[part] for name, value in self.controls.items()},
+                formats=self.formats[part],
                 first_row=start,
             )
 
@@ -171,6 +176,7 @@ def _agree(
         "stops": [stops.ids, stops.texts, stops.sequences],
         "controls": arguments["controls"],
         "sampler": [digest(strategy.key), arguments["settings"]],
+        "formats": arguments.get("formats"),
         "seeds": arguments["draws"],
     }
     hosts.agree(programs.model, "generate", parts)
@@ -209,7 +215,7 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
     # At least one is `NO_TOKEN`, so that a row without probabilities ends.
     stop_ids = np.full(bucket(len(batch.stops.ids) + 1, _STOP_IDS), NO_TOKEN, np.int32)
     stop_ids[: len(batch.stops.ids)] = batch.stops.ids
-    return {
+    arguments: State = {
         "token_ids": token_ids,
         "mask": mask,
         "budget": budget,
@@ -218,6 +224,10 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
         "settings": strategy.settings(),
         "draws": strategy.start(batch.seeds[index]),
     }
+    if any(batch.formats):  # a part of a batch may have none
+        arrays, states = arrays_of_rows([batch.formats[i] for i in index])
+        arguments["formats"] = {**arrays, "states": states}
+    return arguments
 
 
 def _read(strategy: Strategy, copies: State, batch: Batch, prompt: int) -> list[Row]:
@@ -229,7 +239,8 @@ def _read(strategy: Strategy, copies: State, batch: Batch, prompt: int) -> list[
     for i, row in enumerate(batch.rows):
         new = tokens[best[i], prompt:slot][: batch.budget[i]]
         known = int(np.append(new == NO_TOKEN, True).argmax())
-        cut_new, stopped = batch.stops.cut(row, new[:known])
+        table = batch.formats[i] if batch.formats else None
+        cut_new, stopped = batch.stops.cut(row, new[:known], table)
         if known < len(new) and not stopped:
             raise SurgeryError(
                 f"generate at row {batch.first_row + i}, step {known}: expected logits to choose a "

@@ -57,7 +57,8 @@ class Strategy(Protocol):
             done: bool[batch * width], rows whose token does not count any more.
             state: from `start` or the last call.
             settings: from `settings`; where they have `penalties`, `past` is put beside these, see
-                `past_of`.
+                `past_of`, and where they have `logprobs`, the `logits` before a format took some
+                away.
 
         Returns:
             int32[batch * width] tokens, int32[batch * width] the candidate row that each one

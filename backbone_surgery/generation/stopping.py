@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.prompts import to_text
 
 
@@ -30,11 +31,22 @@ class Stops:
         """Whether rows have to be looked at between the steps of the compiled loop."""
         return bool(self.texts or self.sequences)
 
-    def cut(self, prompt: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Cut the new tokens of a row where it stops, and tell whether it does."""
+    def cut(
+        self, prompt: np.ndarray, new: np.ndarray, table: FormatTable | None = None
+    ) -> tuple[np.ndarray, bool]:
+        """Cut the new tokens of a row where it stops, and tell whether it does.
+
+        Args:
+            prompt: int32[length], the tokens before.
+            new: int32[tokens], the new ones.
+            table: of the response format, if it has one.
+        """
         ends = np.flatnonzero(np.isin(new, self.ids))
         end = int(ends[0]) + 1 if len(ends) else len(new)
         stopped = bool(len(ends))
+        whole = None if table is None else table.end(new[:end], self.ids)
+        if whole is not None:
+            end, stopped = whole, True
         for sequence in self.sequences:
             sequence_end = _first_end(new[:end], sequence)
             if sequence_end is not None:

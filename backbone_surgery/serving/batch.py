@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.generation.captures import cut
+from backbone_surgery.generation.formats.rows import arrays_of, entries
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.samplers import NO_TOKEN
@@ -69,7 +70,7 @@ class RowBatch:
         self.new_tokens = 0
         self.first_tokens: list[tuple[Job, int, State]] = []
         self.state: State = {}  # made with the first row
-        self.controls: State = {}
+        self.tables: State = {"controls": {}}
 
     @property
     def running(self) -> list[int]:
@@ -99,7 +100,7 @@ class RowBatch:
         """Forget all rows."""
         self.jobs = [None] * len(self.jobs)
         self.budget[:] = 0
-        self.first_tokens, self.state, self.controls = [], {}, {}
+        self.first_tokens, self.state, self.tables = [], {}, {"controls": {}}
         self.slot, self.length = 1, self.lengths[0]
 
     def let_go(self) -> None:
@@ -119,6 +120,7 @@ class RowBatch:
         if job.captures and "captures" not in self.state:
             self.state["captures"] = self.programs.new_captures(len(self.jobs), self.length)
         self._widen(job.controls)
+        tables, own = self._tables_of(job)
         self.budget[row] = job.budget
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(job.stops.ids)] = job.stops.ids
@@ -134,11 +136,12 @@ class RowBatch:
             "stop_ids": self.stop_ids[row : row + 1].copy(),
             "settings": jax.tree.map(lambda x: x[None], settings),
             "draws": self.programs.strategy.start(job.seeds),
-            "controls": job.controls,
+            "tables": own,
         }
-        self.state, self.controls, first = self.programs.insert(
-            self.state, self.controls, prefill.staging, new, prefill.length
+        self.state, tables, first = self.programs.insert(
+            self.state, tables, prefill.staging, new, prefill.length
         )
+        self.tables.update(tables)
         self.start[row], self.prompt[row], self.jobs[row] = self.slot - 1, length, job
         self.first_tokens.append((job, row, first))
         if job.captures and job.budget == 1:  # no step keeps its slots until they are read
@@ -160,7 +163,7 @@ class RowBatch:
             until = min(until, int(ends.min()))
         # Copies, since these are changed while the device may still read them.
         arguments = {
-            "controls": self.controls,
+            **self.tables,
             "settings": jax.tree.map(np.copy, self.settings),
             "stop_ids": self.stop_ids.copy(),
             "budget": self.budget.copy(),
@@ -195,7 +198,7 @@ class RowBatch:
             return
         new = new[: job.budget]
         known = int(np.append(new == NO_TOKEN, True).argmax())
-        new_and_cut, stopped = job.stops.cut(job.prompt, new[:known])
+        new_and_cut, stopped = job.stops.cut(job.prompt, new[:known], job.table)
         before = len(job.new)
         if known < len(new) and not stopped:
             job.fail(
@@ -229,6 +232,9 @@ class RowBatch:
         wanted = any(job is not None and job.captures for job in self.jobs)
         if not wanted:
             self.state.pop("captures", None)
+        if not any(job is not None and job.table for job in self.jobs):
+            self.tables.pop("formats", None)
+            self.state.pop("formats", None)
 
     def _make_room(self, prompt: int = 0) -> None:
         """Move rows, or change the length of the cache, so that there is room.
@@ -264,21 +270,42 @@ class RowBatch:
         fits = (n for n in self.lengths if needed + max(self.steps, n // 4) <= n)
         return next(fits, self.lengths[-1])
 
+    def _tables_of(self, job: Job) -> tuple[State, State]:
+        """Return the tables that a job has an entry in, and its entries.
+
+        Rows have response formats as long as one of them has.
+        """
+        controls = {"controls": self.tables["controls"]}
+        own = {"controls": job.controls}
+        if job.table is None:
+            return controls, own
+        size = entries([job.table])
+        if "formats" not in self.tables:
+            self.tables["formats"] = self.programs.new_formats(size)
+            formats = {"formats": jnp.zeros(len(self.jobs), jnp.int32)}
+            self.state.update(self.programs.lay_out(formats))
+        formats = self.tables["formats"]
+        room = formats["following"].shape[1]
+        if room < size:
+            formats["following"] = jnp.pad(formats["following"], ((0, 0), (0, size - room)))
+        own["formats"] = arrays_of([job.table], max(room, size))
+        return {**controls, "formats": formats}, own
+
     def _widen(self, controls: dict[str, np.ndarray]) -> None:
         """Give the controls of all rows the sizes that those of a job have."""
-        if not self.controls:
+        if not self.tables["controls"]:
             rows = len(self.jobs)
             tables = {
                 name: jnp.asarray(np.broadcast_to(x, (rows, *x.shape[1:])))
                 for name, x in controls.items()
             }
-            self.controls = self.programs.lay_out(tables)
+            self.tables["controls"] = self.programs.lay_out(tables)
         for name, x in controls.items():
-            table = self.controls[name]
+            table = self.tables["controls"][name]
             sizes = zip(table.shape[1:], x.shape[1:], strict=True)
             widths = [(0, 0), *((0, size - own) for own, size in sizes)]
             if any(width for _, width in widths):
-                self.controls[name] = jnp.pad(table, widths, mode="edge")
+                self.tables["controls"][name] = jnp.pad(table, widths, mode="edge")
 
 
 def controls_of_sizes(

@@ -8,6 +8,8 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.formats.response_format import ResponseFormat
+from backbone_surgery.generation.formats.rows import read_formats
 from backbone_surgery.generation.penalties import Penalties, read_penalties
 from backbone_surgery.generation.request import TooLongError, check_backend, read_request
 from backbone_surgery.numbers import check_count, check_flag, is_int
@@ -111,6 +113,7 @@ class Engine:
         logprobs: bool = False,
         penalties: Penalties | None = None,
         prompt_logprobs: bool = False,
+        response_format: ResponseFormat | None = None,
     ) -> EngineRequest:
         """Ask for one text. It returns at once, and the text comes as the engine runs.
 
@@ -134,6 +137,7 @@ class Engine:
             prompt_logprobs: whether to note log-probabilities of the prompt, for
                 `EngineRequest.prompt_logprobs`. Nothing of it then comes out of the prefix cache,
                 and the logits of the first new token may round otherwise.
+            response_format: what the new text has to be; see `ResponseFormat`.
 
         Returns:
             The request: iterate over it for pieces of text, or wait for its `result`.
@@ -156,6 +160,7 @@ class Engine:
             logprobs=logprobs,
             penalties=penalties,
             prompt_logprobs=prompt_logprobs,
+            response_format=response_format,
         )
         return requests[0]
 
@@ -172,6 +177,7 @@ class Engine:
         stop_sequences: Any = None,
         strip_prompt: bool = False,
         penalties: Penalties | None = None,
+        response_format: ResponseFormat | list[ResponseFormat | None] | None = None,
     ) -> list[Any]:
         """Generate from many prompts, however many rows there are.
 
@@ -187,6 +193,7 @@ class Engine:
             stop_sequences: see there.
             strip_prompt: see there.
             penalties: see `submit`.
+            response_format: for all prompts, or a list with one or `None` for each.
 
         Returns:
             The texts in the order of the prompts; int32[tokens] for each without a preprocessor.
@@ -206,10 +213,16 @@ class Engine:
             stop_sequences=stop_sequences,
             strip_prompt=strip_prompt,
             penalties=penalties,
+            response_format=response_format,
         )
         return [request.result() for request in requests]
 
-    def warm_up(self, captures: bool = False, prompt_logprobs: bool = False) -> None:
+    def warm_up(
+        self,
+        captures: bool = False,
+        prompt_logprobs: bool = False,
+        response_format: ResponseFormat | None = None,
+    ) -> None:
         """Compile every program that requests can need, so that none waits for it.
 
         What is not covered is a `Patch` of more positions, and a `Clamp` of more features, than
@@ -218,9 +231,16 @@ class Engine:
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
             prompt_logprobs: the same of those with `prompt_logprobs=True`.
+            response_format: the largest one, if requests with response formats are to come.
+
+        Raises:
+            SurgeryError: a format that the model cannot keep to.
         """
         self._scheduler.check_model("warm_up")
-        self._scheduler.warm_up(captures, prompt_logprobs)
+        lm = self.lm
+        size = lm.programs.head.input_dim
+        tables = read_formats(response_format, 1, lm.preprocessor, size, "warm_up")
+        self._scheduler.warm_up(captures, prompt_logprobs, tables[0] if tables else None)
 
     def clear(self) -> None:
         """Empty the prefix cache. New weights empty it by themselves."""
@@ -304,6 +324,7 @@ class Engine:
                 seeds=part.seeds,
                 controls=part.controls,
                 sampling=chosen,
+                table=part.formats[0] if part.formats else None,
                 captures=part.captures,
                 prompt_logprobs=bool(prompt_logprobs),
             )

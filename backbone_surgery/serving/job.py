@@ -13,6 +13,7 @@ import numpy as np
 
 from backbone_surgery.contexts import setting
 from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.stopping import Stops
 from backbone_surgery.serving.sampling import Sampling
 
@@ -53,6 +54,7 @@ class Job:
         seeds: uint32[1, 2], its random state.
         controls: `{input name: array[1, ...]}`.
         sampling: how its tokens are chosen.
+        table: of its response format, if it has one.
         captures: whether to keep what the graph captures.
         prompt_logprobs: whether to note the log-probabilities of its prompt.
         changed: told of every change below.
@@ -79,6 +81,7 @@ class Job:
     seeds: np.ndarray
     controls: dict[str, np.ndarray]
     sampling: Sampling
+    table: FormatTable | None = None
     captures: bool = False
     prompt_logprobs: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)

@@ -17,7 +17,7 @@ MOST_LIKELIEST = 20
 class TokenLogprobs:
     """Log-probabilities of tokens of one request, by the logits as the model gives them.
 
-    Penalties, the temperature, `top_k` and `top_p` do not change them.
+    Penalties, a response format, the temperature, `top_k` and `top_p` do not change them.
 
     Attributes:
         token_ids: int32[tokens], the new tokens; or those of the prompt but its first one.
@@ -70,12 +70,15 @@ class RecordedSampling:
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays
     ) -> tuple[jax.Array, None, Arrays]:
-        """Choose a token for each row. What no row asks for is not computed."""
+        """Choose a token for each row. What no row asks for is not computed.
+
+        `settings` have the `logits` that are noted, too: those before a format took some away.
+        """
         tokens, _, draws = self._sampling.choose(logits, done, state["draws"], settings)
         notes, step = state["notes"], state["step"]
 
         def noted() -> Arrays:
-            new = self.notes(logits, tokens)
+            new = self.notes(settings["logits"], tokens)
             return {
                 name: jax.lax.dynamic_update_slice_in_dim(table, new[name][:, None], step[0], 1)
                 for name, table in notes.items()

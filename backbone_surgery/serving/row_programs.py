@@ -17,6 +17,8 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
+from backbone_surgery.generation.formats.rows import go_on, keep_format, with_stops
+from backbone_surgery.generation.formats.table import FREE, OVER, START
 from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.programs import Programs
@@ -76,6 +78,20 @@ class RowPrograms:
         }
         return self.lay_out(captures)
 
+    def new_formats(self, size: int) -> State:
+        """Make the tables of the response formats of rows that have none, see `arrays_of`.
+
+        Args:
+            size: for how many entries of each there is room.
+        """
+        rows, vocabulary = self.rows, self.programs.head.input_dim
+        formats = {
+            "following": jnp.zeros((rows, size), jnp.int16),
+            "width": jnp.zeros(rows, jnp.int32),
+            "classes": jnp.zeros((rows, vocabulary), jnp.int16),
+        }
+        return self.lay_out(formats)
+
     def lay_out(self, values: State) -> State:
         """Put arrays whose first axis counts rows where the devices of a mesh have them."""
         if self.programs.placement is None:
@@ -104,34 +120,33 @@ class RowPrograms:
         return self.programs.run("extend", self.strategy, run, args, (1,), length)
 
     def insert(
-        self, state: State, controls: State, staging: State, new: State, staged: int
+        self, state: State, tables: State, staging: State, new: State, staged: int
     ) -> tuple[State, State, State]:
         """Put a prefilled row into the state, and choose its first token.
 
         Args:
             state: the decode state, with captures if the staging has them. Taken over.
-            controls: a row of each control for each row of the state. Taken over.
+            tables: `controls`, a row of each control for each row of the state; and `formats`, see
+                `new_formats`, if the new row has one. Taken over.
             staging: from `extend`.
             new: `row` int32[], `slot` int32[], the one that all rows write to next, `tokens`
                 int32[1, staged], the prompt, `length` int32[], how many these are, `logits`
                 float[1, vocabulary], and of the request `budget` int32[1], `stop_ids`
-                int32[1, n], `settings`, `draws` and `controls` of one row.
+                int32[1, n], `settings`, `draws` and `tables` of one row.
             staged: number of slots of the staging cache.
 
         Returns:
-            The state, the controls, and of the row `token` int32[1] and `notes`, its
+            The state, the tables, and of the row `token` int32[1] and `notes`, its
             log-probabilities.
         """
 
-        def run(state: State, controls: State, staging: State, new: State) -> tuple:
-            return self._insert(state, controls, staging, new, staged)
+        def run(state: State, tables: State, staging: State, new: State) -> tuple:
+            return self._insert(state, tables, staging, new, staged)
 
         others = {k: state.pop(k) for k in ("captures",) if k in state and k not in staging}
-        args = (state, controls, staging, new)
-        state, controls, first = self.programs.run(
-            "insert", self.strategy, run, args, (0, 1), staged
-        )
-        return {**state, **others}, controls, first
+        args = (state, tables, staging, new)
+        state, tables, first = self.programs.run("insert", self.strategy, run, args, (0, 1), staged)
+        return {**state, **others}, tables, first
 
     def decode(self, state: State, arguments: State, until: int) -> tuple[State, State]:
         """Run a chunk of steps, whose log-probabilities are noted from the first on.
@@ -241,7 +256,7 @@ class RowPrograms:
         return {**self.programs.pin_state(state), "cache": cache}
 
     def _insert(
-        self, state: State, controls: State, staging: State, new: State, staged: int
+        self, state: State, tables: State, staging: State, new: State, staged: int
     ) -> tuple[State, State, State]:
         row, slot, length = new["row"], new["slot"], new["length"]
         first = slot - 1 - length
@@ -256,20 +271,12 @@ class RowPrograms:
             widths = [(0, slots - staged if i == axis else 0) for i in range(x.ndim)]
             return jnp.roll(jnp.pad(x, widths, constant_values=initial), first, axis)
 
-        settings = {
-            **new["settings"],
-            "past": past_of(new["tokens"], length[None], length, length),
-        }
-        token, _, draws = self.strategy.choose(
-            new["logits"], new["budget"] <= 0, new["draws"], settings
-        )
-        stopped = (token[:, None] == new["stop_ids"]).any(axis=1)
+        token, chosen = self._first_token(new)
         own = {
             "lengths": length[None],
             "start": slot[None] - 1,
-            "done": stopped | (new["budget"] <= 1),
-            "draws": draws,
             "cache_mask": (jnp.arange(slots) >= first)[None],
+            **{name: x for name, x in chosen.items() if name in state},
         }
         placed = {name: jax.tree.map(put, state[name], value) for name, value in own.items()}
         state = {**state, **placed, "slot": slot}
@@ -282,9 +289,25 @@ class RowPrograms:
                 for axis in _slot_axes(name):
                     buffer = aligned(buffer, axis)
                 state["captures"][name] = put(state["captures"][name], buffer)
-        controls = {name: put(x, new["controls"][name]) for name, x in controls.items()}
-        state, controls = self._pin(state, rows), self.programs.pin_rows(controls)
-        return state, controls, {"token": token, "notes": draws["notes"]}
+        tables = jax.tree.map(put, tables, new["tables"])
+        state, tables = self._pin(state, rows), self.programs.pin_rows(tables)
+        return state, tables, {"token": token, "notes": chosen["draws"]["notes"]}
+
+    def _first_token(self, new: State) -> tuple[jax.Array, State]:
+        """Choose the first token of a row: int32[1], and its `done`, `draws` and `formats`."""
+        logits, length = new["logits"], new["length"]
+        past = past_of(new["tokens"], length[None], length, length)
+        settings = {**new["settings"], "past": past, "logits": logits}
+        following = None
+        if "formats" in new["tables"]:
+            formats = with_stops(new["tables"]["formats"], new["stop_ids"])
+            logits, following = keep_format(logits, formats, jnp.full(1, START, jnp.int32))
+        token, _, draws = self.strategy.choose(logits, new["budget"] <= 0, new["draws"], settings)
+        done = (token[:, None] == new["stop_ids"]).any(axis=1) | (new["budget"] <= 1)
+        if following is None:
+            return token, {"done": done, "draws": draws, "formats": jnp.full(1, FREE, jnp.int32)}
+        states = go_on(following, token, None)
+        return token, {"done": done | (states == OVER), "draws": draws, "formats": states}
 
     def _insert_cache(
         self, cache: Any, staged: Any, rows: int, put: Callable, aligned: Callable

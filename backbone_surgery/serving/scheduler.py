@@ -10,6 +10,7 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.once import lora_settings
 from backbone_surgery.rewriting.control import schedule_width
@@ -188,7 +189,9 @@ class Scheduler:
             if self.prefix_cache is not None:
                 self.prefix_cache.clear()
 
-    def warm_up(self, captures: bool, prompt_logprobs: bool) -> None:
+    def warm_up(
+        self, captures: bool, prompt_logprobs: bool, format_table: FormatTable | None
+    ) -> None:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
         controls = controls_of_sizes(_one_row(self.lm.opened), self._sizes)
         with self._lock, self.programs.weights_of_now():
@@ -202,6 +205,7 @@ class Scheduler:
                     kept,
                     self.prefix_cache is not None,
                     prompt_logprobs,
+                    format_table,
                 )
 
     def _running(self) -> list[Job]:

@@ -1,8 +1,11 @@
 """Warm-up: compile every program that an engine can need, before the first request."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from backbone_surgery.generation.formats.rows import arrays_of, entries
+from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.loop import State
 from backbone_surgery.serving.prefill import tail_size
 from backbone_surgery.serving.row_programs import RowPrograms
@@ -18,6 +21,7 @@ def warm_up(
     captures: bool,
     keeps_prefixes: bool,
     prompt_logprobs: bool,
+    format_table: FormatTable | None,
 ) -> None:
     """Run each program once, on rows that hold nothing.
 
@@ -30,6 +34,7 @@ def warm_up(
         captures: whether requests ask for captures.
         keeps_prefixes: whether there is a prefix cache.
         prompt_logprobs: whether requests ask for log-probabilities of their prompts.
+        format_table: the largest of a response format that requests have, if they have one.
     """
     staged = {}
     for length in lengths:
@@ -40,27 +45,59 @@ def warm_up(
         staged[length], logits = _run_prompt(
             programs, controls, length, chunk, captures, keeps_prefixes
         )
-    rows = programs.rows
     new = _new_row(programs, controls, stop_ids, logits)
     for length in lengths:
-        state = programs.new_state(length)
-        if captures:
-            state["captures"] = programs.new_captures(rows, length)
-        table = {name: np.repeat(x, rows, axis=0) for name, x in controls.items()}
-        table = programs.lay_out(jax.device_put(table))
-        for size in (n for n in lengths if n <= length):
-            new["tokens"] = np.zeros((1, size), np.int32)
-            state, table, _ = programs.insert(state, table, staged[size], new, size)
-        arguments = {
-            "controls": table,
-            "settings": jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["settings"]),
-            "stop_ids": np.zeros((rows, stop_ids), np.int32),
-            "budget": np.ones(rows, np.int32),
-        }
-        state, _ = programs.decode(state, arguments, 2)
-        for size in (n for n in lengths if n < length):
-            programs.shift(state, 0, size)
-        programs.shift(state, 0, length)
+        _run_rows(programs, new, staged, length, captures)
+        if format_table is not None:
+            size = entries([format_table])
+            formats = programs.new_formats(size), arrays_of([format_table], size)
+            _run_rows(programs, new, staged, length, captures, formats)
+
+
+def _run_rows(
+    programs: RowPrograms,
+    new: State,
+    staged: dict[int, State],
+    length: int,
+    captures: bool,
+    formats: tuple[State, State] | None = None,
+) -> None:
+    """Run what works on all rows, in a cache of one length.
+
+    Args:
+        programs: of the engine.
+        new: a row to insert.
+        staged: its cache, for each length that this may have.
+        length: of the cache of all rows.
+        captures: whether requests ask for captures.
+        formats: the tables of response formats of all rows, and of the new one.
+    """
+    rows, sizes = programs.rows, [n for n in staged if n <= length]
+    state = programs.new_state(length)
+    if captures:
+        state["captures"] = programs.new_captures(rows, length)
+    controls = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["tables"]["controls"])
+    tables: State = {"controls": programs.lay_out(jax.device_put(controls))}
+    if formats is not None:
+        state.update(programs.lay_out({"formats": jnp.zeros(rows, jnp.int32)}))
+    for size in sizes:
+        row = {**new, "tokens": np.zeros((1, size), np.int32)}
+        state, tables, _ = programs.insert(state, tables, staged[size], row, size)
+    if formats is not None:
+        tables["formats"] = formats[0]
+        for size in sizes:
+            row = {**new, "tokens": np.zeros((1, size), np.int32)}
+            row["tables"] = {**new["tables"], "formats": formats[1]}
+            state, tables, _ = programs.insert(state, tables, staged[size], row, size)
+    arguments = {
+        **tables,
+        "settings": jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["settings"]),
+        "stop_ids": np.zeros(new["stop_ids"].shape, np.int32).repeat(rows, axis=0),
+        "budget": np.ones(rows, np.int32),
+    }
+    state, _ = programs.decode(state, arguments, 2)
+    for size in sizes:
+        programs.shift(state, 0, size)
 
 
 def _run_prompt(
@@ -101,7 +138,7 @@ def _new_row(programs: RowPrograms, controls: State, stop_ids: int, logits: jax.
         "stop_ids": np.zeros((1, stop_ids), np.int32),
         "settings": jax.tree.map(lambda x: x[None], Sampling().arrays()),
         "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
-        "controls": controls,
+        "tables": {"controls": controls},
     }
 
 

@@ -48,7 +48,6 @@ def test_what_changes_nothing_is_taken(fields):
     "fields",
     [
         {"store": True},
-        {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "auto"},
         {"audio": {"voice": "alloy", "format": "mp3"}},

@@ -142,7 +142,7 @@ class Service:
         controls = read_steering(
             self.lm, self.vectors, body.steering or {}, self.engine.length, self.strengths
         )
-        capture = self.sites(body)
+        capture, wanted = self.sites(body), body.wanted_format
         requests: list[EngineRequest] = []
         try:
             for prompt in prompts:
@@ -161,6 +161,7 @@ class Service:
                             logprobs=body.likeliest is not None,
                             penalties=body.penalties,
                             prompt_logprobs=body.prompt_logprobs,
+                            response_format=wanted,
                         )
                     )
         except BaseException:

@@ -1,7 +1,7 @@
 """What a client may send: the fields of both completion routes, and nothing else."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from backbone_surgery.errors import SurgeryError
+from backbone_surgery.generation.formats.response_format import ResponseFormat
 from backbone_surgery.generation.penalties import MOST_BIASED, Penalties
 from backbone_surgery.generation.request import LONGEST
 from backbone_surgery.serving.logprobs import MOST_LIKELIEST
@@ -59,6 +61,66 @@ class StreamOptions(_Body):
     include_obfuscation: Annotated[Any, _only(False)] = None
 
 
+class JsonSchema(_Body):
+    """A JSON Schema, as OpenAI's clients send it."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Format(_Body):
+    """What the answer has to be, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Any:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "one", "expected `json_schema` where `type` is 'json_schema', and only there"
+            )
+        return self
+
+    @property
+    def wanted(self) -> ResponseFormat | None:
+        """The format; `None` for any text."""
+        if self.json_schema is not None:
+            return ResponseFormat.json_schema(self.json_schema.schema_)
+        return None if self.type == "text" else ResponseFormat.json_object()
+
+
+class StructuredOutputs(_Body):
+    """What the answer has to be, as vLLM has it: one of these."""
+
+    choice: Strings | None = None
+    regex: _Text | None = None
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Any:
+        given = [self.choice, self.regex, self.json_, self.json_object or None]
+        if sum(value is not None for value in given) != 1:
+            raise PydanticCustomError(
+                "one", "expected one of `choice`, `regex`, `json` and `json_object`"
+            )
+        return self
+
+    @property
+    def wanted(self) -> ResponseFormat:
+        """The format."""
+        if self.choice is not None:
+            return ResponseFormat.choice(self.choice)
+        if self.regex is not None:
+            return ResponseFormat(self.regex)
+        if self.json_ is not None:
+            return ResponseFormat.json_schema(self.json_)
+        return ResponseFormat.json_object()
+
+
 class _Asked(_Body):
     """What is sent to a route, as a whole."""
 
@@ -79,8 +141,8 @@ class _Asked(_Body):
 class Completion(_Asked):
     """The fields that both routes share.
 
-    `top_k`, `repetition_penalty`, `steering` and `capture` are not OpenAI's. Null is as if a field
-    was left out.
+    `top_k`, `repetition_penalty`, `structured_outputs`, `steering` and `capture` are not OpenAI's.
+    Null is as if a field was left out.
     """
 
     model: str | None = None
@@ -97,6 +159,8 @@ class Completion(_Asked):
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASED)] | None = None
+    response_format: Format | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     steering: dict[str, Any] | None = None
     capture: Strings | None = None
@@ -122,6 +186,16 @@ class Completion(_Asked):
             frequency=self.frequency_penalty or 0.0,
             bias={int(token): number for token, number in (self.logit_bias or {}).items()},
         )
+
+    @property
+    def wanted_format(self) -> ResponseFormat | None:
+        """What the text has to be."""
+        formats = [f.wanted for f in (self.response_format, self.structured_outputs) if f]
+        if len(formats) > 1:
+            raise SurgeryError(
+                "structured_outputs: expected it or `response_format`. Received both. Send one."
+            )
+        return formats[0] if formats else None
 
     @property
     def stops(self) -> list[str]:
@@ -239,7 +313,6 @@ class ChatCompletion(Completion):
     prompt_cache_retention: Annotated[Any, _only("in_memory")] = None
     store: Annotated[Any, _only(False)] = None
     service_tier: Annotated[Any, _only("auto", "default")] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
     modalities: Annotated[Any, _only(["text"])] = None
     reasoning_effort: Annotated[Any, _only("none")] = None
     verbosity: Annotated[Any, _only("medium")] = None

@@ -18,6 +18,7 @@ _WORDS = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "list_type": "a list",
+    "literal_error": "{expected}",
     "model_attributes_type": "an object",
     "model_type": "an object",
     "string_pattern_mismatch": "the id of a token",

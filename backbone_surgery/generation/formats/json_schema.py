@@ -1,0 +1,277 @@
+"""JSON Schema as a regular expression: of the JSON that fits a schema, and of nothing else.
+
+What a regular expression cannot say is refused, so that no text comes that does not fit.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.numbers import is_int
+
+DEEPEST = 3
+"""How many arrays and objects lie in one another, where a schema leaves open what a value is."""
+
+_META = frozenset(r"\.+*?()|[]{}^$#&-~")
+
+
+def escape(text: str) -> str:
+    """Return the regular expression of one text."""
+    return "".join(f"\\{c}" if c in _META else c for c in text)
+
+
+def any_of(parts: Iterable[str]) -> str:
+    """Return the regular expression of any of some others."""
+    return f"({'|'.join(parts)})"
+
+
+_GAP = "[ ]?"
+_CHARACTER = (
+    r'([^"\\\x00-\x1f]|\\["\\/bfnrt]'
+    r"|\\u([0-9a-cefA-CEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
+)
+_INTEGER = r"-?(0|[1-9][0-9]{0,14})"
+_SCALARS = {
+    "null": "null",
+    "boolean": "(true|false)",
+    "integer": _INTEGER,
+    "number": rf"{_INTEGER}(\.[0-9]{{1,15}})?([eE][+-]?[0-9]{{1,2}})?",
+    "string": f'"{_CHARACTER}*"',
+}
+_DAYS = {"(0[13578]|1[02])": "|29|3[01]", "(0[469]|11)": "|29|30", "02": ""}
+_DATE = "[12][0-9]{3}-" + any_of(
+    f"{months}-(0[1-9]|1[0-9]|2[0-8]{last})" for months, last in _DAYS.items()
+)
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_CLOCK})"
+_HEX = "[0-9a-f]"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+}
+_TYPES = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+_NOTES = frozenset(
+    "title description default examples deprecated readOnly writeOnly "
+    "$schema $id $comment $defs definitions discriminator".split()
+)
+"""Keywords that say nothing about which values fit."""
+
+_OF_TYPES = {
+    "string": {"minLength", "maxLength", "format"},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+
+
+def regex_of_schema(schema: Any) -> str:
+    """Return the regular expression of the JSON that fits a schema.
+
+    Args:
+        schema: a JSON Schema, a dict.
+
+    Raises:
+        SurgeryError: it says what cannot be said here, or is no schema.
+    """
+    return _Translation(schema).any(schema, "schema", ())
+
+
+def regex_of_objects() -> str:
+    """Return the regular expression of JSON objects, of `DEEPEST` levels at most."""
+    return _object_of(_value(DEEPEST - 1))
+
+
+class _Translation:
+    """Turns the parts of one schema into regular expressions.
+
+    Args:
+        whole: the schema, which references point into.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def any(self, schema: Any, where: str, inside: tuple[str, ...]) -> str:
+        """Return the expression of a schema; `inside` are the references that led to it."""
+        if schema is True:
+            return _value(DEEPEST)
+        if not isinstance(schema, Mapping):
+            raise _refusal(where, "a JSON Schema, a dict", schema)
+        said = {name for name in schema if name not in _NOTES}
+        for name in ("$ref", "anyOf", "allOf", "const", "enum"):
+            if name in said:
+                _check_alone(said - {name} - ({"type"} if name in ("const", "enum") else set()))
+        if "$ref" in said:
+            return self._reference(schema["$ref"], where, inside)
+        if "anyOf" in said or "allOf" in said:
+            return self._several(schema, where, inside)
+        if "const" in said or "enum" in said:
+            return _constants(schema, where)
+        if not said:
+            return _value(DEEPEST)
+        _check_alone(said - {"type"}.union(*_OF_TYPES.values()))
+        kinds = schema.get("type")
+        names = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(names, list) or not names or not set(map(str, names)) <= set(_TYPES):
+            raise _refusal(f"{where} at 'type'", f"one or more of {', '.join(_TYPES)}", kinds)
+        _check_alone(said - {"type"} - set().union(*(_OF_TYPES.get(n, set()) for n in names)))
+        return any_of(self._typed(name, schema, where, inside) for name in names)
+
+    def _typed(self, name: str, schema: Any, where: str, inside: tuple[str, ...]) -> str:
+        if name == "object":
+            return self._object(schema, where, inside)
+        if name == "array":
+            least, most = _bounds(schema, "minItems", "maxItems", where)
+            item = self.any(schema.get("items", True), f"{where} at 'items'", inside)
+            return _list_of(item, "[", "]", least, most)
+        if name != "string":
+            return _SCALARS[name]
+        if "format" in schema:
+            _check_alone({"minLength", "maxLength"} & set(schema), beside=" beside 'format'")
+            if schema["format"] not in _FORMATS:
+                known = ", ".join(_FORMATS)
+                raise _refusal(f"{where} at 'format'", f"one of {known}", schema["format"])
+            return f'"{_FORMATS[schema["format"]]}"'
+        least, most = _bounds(schema, "minLength", "maxLength", where)
+        return f'"{_CHARACTER}{_times(least, most)}"'
+
+    def _object(self, schema: Any, where: str, inside: tuple[str, ...]) -> str:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not all(isinstance(n, str) for n in properties):
+            raise _refusal(f"{where} at 'properties'", "a dict of schemas", properties)
+        if not isinstance(required, list) or not set(map(str, required)) <= set(properties):
+            raise _refusal(f"{where} at 'required'", "names of its properties", required)
+        others = schema.get("additionalProperties", True)
+        if not properties:
+            if others is False:
+                return rf"\{{{_GAP}\}}"
+            return _object_of(self.any(others, f"{where} at 'additionalProperties'", inside))
+        parts = [
+            (self._property(name, value, where, inside), name in required)
+            for name, value in properties.items()
+        ]
+        return rf"\{{{_GAP}{_in_order(parts)}{_GAP}\}}"
+
+    def _property(self, name: str, schema: Any, where: str, inside: tuple[str, ...]) -> str:
+        value = self.any(schema, f"{where} at '{name}'", inside)
+        return f"{escape(json.dumps(name, ensure_ascii=False))}{_GAP}:{_GAP}{value}"
+
+    def _several(self, schema: Any, where: str, inside: tuple[str, ...]) -> str:
+        name = "anyOf" if "anyOf" in schema else "allOf"
+        parts = schema[name]
+        if not isinstance(parts, list) or not parts or (name == "allOf" and len(parts) > 1):
+            rule = "a list of one or more schemas" if name == "anyOf" else "one schema"
+            raise _refusal(f"{where} at '{name}'", rule, parts)
+        return any_of(self.any(part, f"{where} at '{name}'", inside) for part in parts)
+
+    def _reference(self, reference: Any, where: str, inside: tuple[str, ...]) -> str:
+        if reference in inside:
+            raise _refusal(
+                where, "a schema that is not part of itself, since JSON ends", {"$ref": reference}
+            )
+        found = self._whole
+        for part in str(reference).removeprefix("#").split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not str(reference).startswith("#") or found is None:
+            raise _refusal(where, "a reference to a part of the schema", {"$ref": reference})
+        return self.any(found, f"schema at '{reference}'", (*inside, reference))
+
+
+def _check_alone(others: Iterable[str], beside: str = "") -> None:
+    """Refuse keywords that cannot be kept."""
+    names = sorted(others)
+    if names:
+        raise SurgeryError(
+            f"ResponseFormat.json_schema: expected keywords that can be kept{beside}. Received "
+            f"{', '.join(map(repr, names))}. Leave these out and check the answers, or write a "
+            "regular expression."
+        )
+
+
+def _refusal(where: str, rule: str, received: Any) -> SurgeryError:
+    return SurgeryError(
+        f"ResponseFormat.json_schema, {where}: expected {rule}. Received {shown(received)}. Write "
+        "the schema in another way."
+    )
+
+
+def _bounds(schema: Any, first: str, last: str, where: str) -> tuple[int, int | None]:
+    least, most = schema.get(first, 0), schema.get(last)
+    numbers = [least] if most is None else [least, most]
+    if not all(is_int(n) and n >= 0 for n in numbers) or numbers != sorted(numbers):
+        received = {name: schema[name] for name in (first, last) if name in schema}
+        raise _refusal(where, "whole numbers, the least one first", received)
+    return least, most
+
+
+def _times(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _constants(schema: Any, where: str) -> str:
+    """Return the expression of the values that `const` or `enum` list and `type` allows."""
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    kinds = schema.get("type", list(_TYPES))
+    names = [kinds] if isinstance(kinds, str) else kinds
+    types: Any = tuple(t for name in names for t in _TYPES.get(name, ()))
+    fits = [
+        value
+        for value in (values if isinstance(values, list) else [])
+        if isinstance(value, types) and (not isinstance(value, bool) or bool in types)
+    ]
+    if not fits:
+        raise _refusal(where, "one or more values of its type", values)
+    try:
+        texts = [json.dumps(value, ensure_ascii=False, allow_nan=False) for value in fits]
+    except (TypeError, ValueError) as error:
+        raise _refusal(where, "values that JSON has", values) from error
+    return any_of(map(escape, texts))
+
+
+def _in_order(parts: list[tuple[str, bool]]) -> str:
+    """Return the expression of some parts in order, of which those not required may be missing."""
+    comma = f"{_GAP},{_GAP}"
+    ways = []
+    for i, (first, is_required) in enumerate(parts):
+        rest = (
+            f"{comma}{part}" if needed else f"({comma}{part})?" for part, needed in parts[i + 1 :]
+        )
+        ways.append(first + "".join(rest))
+        if is_required:
+            return any_of(ways)
+    return f"{any_of(ways)}?"
+
+
+def _list_of(item: str, opening: str, closing: str, least: int, most: int | None) -> str:
+    """Return the expression of some items between brackets, with commas between them."""
+    if most == 0:
+        return rf"\{opening}{_GAP}\{closing}"
+    more = _times(max(least - 1, 0), None if most is None else most - 1)
+    items = f"({item}({_GAP},{_GAP}{item}){more})"
+    return rf"\{opening}{_GAP}{items}{'' if least else '?'}{_GAP}\{closing}"
+
+
+def _object_of(value: str) -> str:
+    """Return the expression of objects with any names."""
+    return _list_of(f"{_SCALARS['string']}{_GAP}:{_GAP}{value}", "{", "}", 0, None)
+
+
+def _value(depth: int) -> str:
+    """Return the expression of any value, with so many arrays and objects in one another."""
+    scalars = [_SCALARS[name] for name in ("null", "boolean", "number", "string")]
+    if not depth:
+        return any_of(scalars)
+    inner = _value(depth - 1)
+    return any_of([*scalars, _list_of(inner, "[", "]", 0, None), _object_of(inner)])

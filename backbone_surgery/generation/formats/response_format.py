@@ -1,0 +1,111 @@
+"""`ResponseFormat`: what a new text has to be."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.formats.json_schema import (
+    any_of,
+    escape,
+    regex_of_objects,
+    regex_of_schema,
+)
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    r"""What a new text has to be: a match of a regular expression, from its first character on.
+
+    At each step only those tokens can be chosen with which the text can still become a match, and a
+    stop token only where it is one. The text ends with the token after which nothing can follow.
+    So it is a match, unless it has as many tokens as it may before, or a stop sequence ends it.
+
+    The new text is what comes after the prompt. Most models begin it with a space, if the prompt
+    ends in a word: `" (yes|no)"` then fits better than `"(yes|no)"`.
+
+    Attributes:
+        regex: in the syntax of the Rust crate `regex`, which is Python's but for lookaround, back
+            references and the anchors `^` and `$`, which are not needed: the whole text has to fit.
+
+    Raises:
+        SurgeryError: it is no string. What is wrong in a string is told by the call that uses it.
+
+    Examples:
+        >>> import backbone_surgery as bs
+        >>> bs.ResponseFormat(r"[0-9]{1,3}(\.[0-9])?").regex
+        '[0-9]{1,3}(\\.[0-9])?'
+        >>> bs.ResponseFormat.choice([" yes", " no"]).regex
+        '( yes| no)'
+        >>> schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
+        >>> bs.ResponseFormat.json_schema(schema).regex
+        '(\\{[ ]?("age"[ ]?:[ ]?(-?(0|[1-9][0-9]{0,14})))?[ ]?\\})'
+    """
+
+    regex: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.regex, str):
+            raise SurgeryError(
+                f"ResponseFormat: expected a regular expression, a string. Received "
+                f"{shown(self.regex)}. Use `ResponseFormat.choice` or `.json_schema` for others."
+            )
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "ResponseFormat":
+        """Return the format of one of some texts.
+
+        Args:
+            texts: of at least one character each.
+
+        Raises:
+            SurgeryError: they are none.
+        """
+        listed = [] if isinstance(texts, str) or not isinstance(texts, Sequence) else list(texts)
+        if not listed or not all(isinstance(text, str) and text for text in listed):
+            raise SurgeryError(
+                "ResponseFormat.choice: expected a list of texts, none of them empty. Received "
+                f"{shown(texts)}. Pass `[' yes', ' no']`, say."
+            )
+        return cls(any_of(map(escape, listed)))
+
+    @classmethod
+    def json_schema(cls, schema: Any) -> "ResponseFormat":
+        """Return the format of JSON that fits a schema.
+
+        The text has at most one space where JSON may have some, and the properties of an object in
+        the order of the schema, without others. A number has 15 digits at most, and as many after
+        the point. Where a schema leaves open what a value is, it has three levels of arrays and
+        objects at most.
+
+        Args:
+            schema: a JSON Schema as a dict or as JSON, or a class of Pydantic. Types, `properties`,
+                `required`, `additionalProperties`, `items`, `minItems`, `maxItems`, `minLength`,
+                `maxLength`, `enum`, `const`, `anyOf`, references that do not lead back, and the
+                formats `date`, `time`, `date-time` and `uuid` are kept.
+
+        Raises:
+            SurgeryError: it has other keywords, such as `minimum` or `pattern`, or is no schema.
+        """
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise SurgeryError(
+                    f"ResponseFormat.json_schema: expected JSON. Received {shown(schema)}, which "
+                    f"is none: {error}. Pass the schema as a dict."
+                ) from error
+        if not isinstance(schema, Mapping):
+            raise SurgeryError(
+                "ResponseFormat.json_schema: expected a JSON Schema, a dict. Received "
+                f"{shown(schema)}. Pass `{{'type': 'object', 'properties': ...}}`, say."
+            )
+        return cls(regex_of_schema(schema))
+
+    @classmethod
+    def json_object(cls) -> "ResponseFormat":
+        """Return the format of a JSON object, with three levels of arrays and objects at most."""
+        return cls(regex_of_objects())

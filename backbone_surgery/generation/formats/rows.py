@@ -1,0 +1,187 @@
+"""Response formats of rows: their arrays, and what the compiled loop does with them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.formats.response_format import ResponseFormat
+from backbone_surgery.generation.formats.table import (
+    FREE,
+    NEVER,
+    OVER,
+    START,
+    STOP,
+    FormatTable,
+    table_of,
+)
+
+Arrays = dict[str, Any]
+
+_LEAST_ENTRIES = 2**16
+_GROWTH = 4
+"""Tables have one of a few sizes, so that another format seldom is another program."""
+
+
+def read_formats(
+    response_format: Any, rows: int, preprocessor: Any, vocabulary_size: int, operation: str
+) -> list[FormatTable | None]:
+    """Return the table of each row; of a row without a format `None`. Nothing if no row has one.
+
+    Args:
+        response_format: a format, `None`, or a list with one of these for each row.
+        rows: how many there are.
+        preprocessor: whose tokenizer makes text of tokens.
+        vocabulary_size: how many token ids the model has.
+        operation: what was called, for errors.
+
+    Raises:
+        SurgeryError: it is something else, or `table_of` refuses a format.
+    """
+    wanted = response_format if isinstance(response_format, list) else [response_format] * rows
+    if len(wanted) != rows or not all(isinstance(x, ResponseFormat | None) for x in wanted):
+        raise SurgeryError(
+            f"{operation} at 'response_format': expected a `bs.ResponseFormat` or None, or a list "
+            f"of {rows}, one for each row. Received {shown(response_format)}. Pass "
+            "`bs.ResponseFormat.choice([' yes', ' no'])`, say."
+        )
+    if not any(wanted):
+        return []
+    if preprocessor is None:
+        raise SurgeryError(
+            f"{operation} at 'response_format': expected a model with a preprocessor, whose tokens "
+            "are known. Received one without. Attach a preprocessor."
+        )
+    return [
+        None if x is None else table_of(x, preprocessor.tokenizer, vocabulary_size) for x in wanted
+    ]
+
+
+def check_stops(
+    tables: Sequence[FormatTable | None], stop_ids: Sequence[int], operation: str
+) -> None:
+    """Refuse stop tokens without whose text a format cannot be kept: they come at its end alone.
+
+    Args:
+        tables: of the rows.
+        stop_ids: the stop tokens.
+        operation: what was called, for errors.
+    """
+    for table in dict.fromkeys(tables):
+        stops = [] if table is None else [i for i in stop_ids if table.classes[i] != NEVER]
+        if table is None or not stops:
+            continue
+        counts = np.bincount(table.classes, minlength=table.following.shape[1])
+        counts -= np.bincount(table.classes[stops], minlength=len(counts))
+        counts[STOP] = 1
+        if not (table.following[:, counts > 0] >= 0).any(axis=1).all():
+            raise SurgeryError(
+                f"{operation} at 'stop_token_ids': expected tokens whose text is not needed for "
+                f"the `response_format`. Received {shown(stops)}, which come at its end alone. "
+                "Pass others, or `stop_token_ids=None`."
+            )
+
+
+def entries(tables: Sequence[FormatTable | None]) -> int:
+    """Return for how many entries of a table there is to be room."""
+    size = _LEAST_ENTRIES
+    while size < max((t.following.size for t in tables if t is not None), default=0):
+        size *= _GROWTH
+    return size
+
+
+def arrays_of(tables: Sequence[FormatTable], size: int) -> Arrays:
+    """Return tables as arrays.
+
+    Args:
+        tables: the tables; not none.
+        size: for how many entries of each there is room.
+
+    Returns:
+        `following` int16[tables, size], of which `width` int32[tables] entries are of one state,
+        and `classes` int16[tables, vocabulary].
+    """
+    flat = [table.following.reshape(-1) for table in tables]
+    return {
+        "following": np.stack([np.pad(x, (0, size - len(x))) for x in flat]),
+        "width": np.array([table.following.shape[1] for table in tables], np.int32),
+        "classes": np.stack([table.classes for table in tables]),
+    }
+
+
+def arrays_of_rows(tables: Sequence[FormatTable | None]) -> tuple[Arrays, np.ndarray]:
+    """Return the arrays of all rows, with each table once, and the state that each begins in.
+
+    Args:
+        tables: of each row; at least one is a table.
+    """
+    distinct = list(dict.fromkeys(table for table in tables if table is not None))
+    count = 1
+    while count < len(distinct):
+        count *= 2
+    filled = [*distinct, *[distinct[0]] * (count - len(distinct))]
+    which = [0 if table is None else distinct.index(table) for table in tables]
+    states = [FREE if table is None else START for table in tables]
+    arrays = arrays_of(filled, entries(distinct))
+    return {**arrays, "which": np.array(which, np.int32)}, np.array(states, np.int32)
+
+
+def with_stops(formats: Arrays, stop_ids: jax.Array, width: int = 1) -> Arrays:
+    """Return the arrays with what depends on the row alone, to be made before a loop.
+
+    Args:
+        formats: from `arrays_of`; with `which` int32[rows], the table of each row, or one for each.
+        stop_ids: int32[ids] or int32[rows, ids], stop tokens; negative ones are none.
+        width: candidate rows of each row.
+    """
+    classes = formats["classes"]
+    which = formats.get("which", jnp.arange(len(classes), dtype=jnp.int32))
+    rows = jnp.arange(len(which))[:, None]
+    stop_ids = jnp.broadcast_to(stop_ids, (len(which), stop_ids.shape[-1]))
+    outside = jnp.where(stop_ids < 0, classes.shape[1], stop_ids)
+    classes = classes[which].at[rows, outside].set(STOP, mode="drop")
+    of_rows = {"classes": classes, "which": which, "width": formats["width"][which]}
+    of_rows = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), of_rows)
+    return {"following": formats["following"], **of_rows}
+
+
+def keep_format(
+    logits: jax.Array, formats: Arrays, states: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Take away the tokens that may not follow.
+
+    A beam whose text is whole goes on with token 0, which costs nothing, so it stays as likely as
+    it is.
+
+    Args:
+        logits: float[rows, vocabulary].
+        formats: from `with_stops`.
+        states: int32[rows].
+
+    Returns:
+        The logits, minus infinity for these tokens, and int16[rows, vocabulary], the state after
+        each token.
+    """
+    entry = (states * formats["width"])[:, None] + formats["classes"]
+    following = formats["following"][formats["which"][:, None], entry]
+    is_over, is_first = (states == OVER)[:, None], (jnp.arange(logits.shape[1]) == 0)[None]
+    allowed = jnp.where(is_over, is_first, following >= 0)
+    return jnp.where(allowed, logits, -jnp.inf), following
+
+
+def go_on(following: jax.Array, tokens: jax.Array, parents: jax.Array | None) -> jax.Array:
+    """Return the states after some tokens, int32[rows].
+
+    What ends a beam that nothing could follow is as good as any.
+
+    Args:
+        following: from `keep_format`.
+        tokens: int32[rows], negative where none was chosen.
+        parents: int32[rows], the row that each one continues; `None` for its own.
+    """
+    rows = jnp.arange(len(tokens)) if parents is None else parents
+    states = following[rows, jnp.maximum(tokens, 0)].astype(jnp.int32)
+    return jnp.where(states < 0, OVER, states)

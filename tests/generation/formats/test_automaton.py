@@ -1,0 +1,97 @@
+"""The automaton of a regular expression accepts the texts that Python's `re` matches."""
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backbone_surgery.generation.formats import automaton
+from backbone_surgery.generation.formats.automaton import BYTES, make_automaton
+
+LETTERS = "abcé"
+TEXTS = ["".join(t) for n in range(5) for t in itertools.product(LETTERS, repeat=n)]
+PARTS = st.sampled_from(["a", "b", "ab", "ba", "[ab]", "[^a]", "é", "c"])
+COUNTS = st.sampled_from(["*", "?", "+", "{1,2}", "{2,}", "{0,3}"])
+EXPRESSIONS = st.recursive(
+    PARTS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        st.tuples(inner, COUNTS).map(lambda pair: f"({pair[0]}){pair[1]}"),
+    ),
+    max_leaves=8,
+)
+
+
+def accepts(made, text):
+    state = made.first
+    for byte in text.encode():
+        state = made.table[state * BYTES + byte]
+    return state in made.ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(EXPRESSIONS)
+def test_it_accepts_what_python_matches(regex):
+    made = automaton._make(regex)
+    assert [accepts(made, text) for text in TEXTS] == [
+        re.fullmatch(regex, text) is not None for text in TEXTS
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(EXPRESSIONS)
+def test_no_two_states_are_alike(regex):
+    """Each pair is told apart by a text that ends after one of them alone."""
+    made = automaton._make(regex)
+    table = made.table.reshape(-1, BYTES)
+    apart = {
+        (a, b) for a in range(len(table)) for b in range(a) if (a in made.ends) != (b in made.ends)
+    }
+    while True:
+        more = {
+            (a, b)
+            for a in range(len(table))
+            for b in range(a)
+            if any(
+                (max(p), min(p)) in apart
+                for p in zip(table[a].tolist(), table[b].tolist(), strict=True)
+            )
+        }
+        if more <= apart:
+            break
+        apart |= more
+    assert len(apart) == len(table) * (len(table) - 1) // 2
+
+
+def test_a_text_may_go_on_after_the_end_of_another():
+    """As it may not in an `Index` of outlines-core 0.2.14."""
+    made = make_automaton(r"[0-9]+(\.[0-9]+)?")
+    assert [accepts(made, text) for text in ("12", "12.", "12.5", "", ".5")] == [
+        True, False, True, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", ["(a", "a)|(b", "[(]a)(b", "^a$", "(?=a)b", r"(a)\1", "a{2"])
+def test_what_is_no_expression_is_refused(regex):
+    with pytest.raises(ValueError, match=r"its syntax is another one|what stands before|no text"):
+        make_automaton(regex)
+
+
+def test_one_that_takes_long_is_given_up(monkeypatch):
+    monkeypatch.setattr(automaton, "_SECONDS", 0.5)
+    with pytest.raises(ValueError, match=r"its automaton takes more than 0\.5 seconds"):
+        make_automaton("(a|b)*a(a|b){22}")
+
+
+@pytest.mark.slow
+def test_one_with_too_many_states():
+    with pytest.raises(ValueError, match="its automaton has 49161 states, more than 32764"):
+        make_automaton("(a|b)*a(a|b){14}.?")
+
+
+def test_states_that_are_needed_are_kept():
+    """One for each of the last 9 letters, and the one that nothing follows."""
+    assert len(make_automaton("(a|b)*a(a|b){8}").table) // BYTES == 2**9 + 1
