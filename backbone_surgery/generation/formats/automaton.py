@@ -1,7 +1,7 @@
 """The automaton over bytes of a regular expression, made by the package `outlines-core`.
 
-It is made in a process of its own, this file as a script: a short expression can have an automaton
-that fills the memory, and while it is made, no other thread of the process runs.
+It is made in a process of its own, this file as a script: the automaton of a short expression can
+take hours, and fill the memory.
 """
 
 import io
@@ -132,7 +132,7 @@ def _main() -> None:
         sys.exit(_TOO_LARGE)
     if len(made.table) > MOST_STATES * BYTES:
         sys.exit(f"its automaton has {len(made.table) // BYTES} states, more than {MOST_STATES}")
-    np.savez(sys.stdout.buffer, **made._asdict())
+    np.savez(sys.stdout.buffer, table=made.table, first=made.first, ends=made.ends)
 
 
 if __name__ == "__main__":
