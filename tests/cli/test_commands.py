@@ -43,6 +43,28 @@ def test_an_adapter_of_peft(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_response_formats(run, tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    schema = {"type": "object", "properties": {"pet": {"enum": ["dog", "cat"]}}, "required": ["pet"]}
+    (tmp_path / "pet.json").write_text(json.dumps(schema))
+    formats = {
+        "--regex": ("[0-9]{3}", bs.ResponseFormat("[0-9]{3}")),
+        "--json-schema": (str(tmp_path / "pet.json"), bs.ResponseFormat.json_schema(schema)),
+    }
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    for option, (value, wanted) in formats.items():
+        text = lm.generate(PROMPT, response_format=wanted, max_new_tokens=30)
+        asked = [option, value, "--max-new-tokens", "30"]
+        assert run("generate", PROMPT, *asked).stdout.strip() == text
+        assert run("generate", PROMPT, "--stream", *asked).stdout.strip() == text
+        folder = tmp_path / option
+        assert run("batch", str(tmp_path / "in.jsonl"), str(folder), *asked).exit_code == 0
+        row = json.loads(next(folder.glob("*.jsonl")).read_text())
+        assert text == PROMPT + row["generated"]
+
+
+@pytest.mark.slow
 def test_a_penalty_against_repetition(run, tmp_path):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm.compile(sampler="greedy")
