@@ -34,7 +34,10 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*GENERATE, "--adapter", "tuned=./nowhere"], "Add --control tuned=1"),
         ([*GENERATE, "--adapter", "x=docs", "-c", "x=1"], "without adapter_config.json and"),
         ([*GENERATE, "--regex", "(a"], "its syntax is another one"),
-        ([*GENERATE, "--regex", "a", "--json-schema", "a.json"], "one of --regex and --json-schema"),
+        (
+            [*GENERATE, "--regex", "a", "--json-schema", "a.json"],
+            "one of --regex and --json-sc",
+        ),
         ([*GENERATE, "--json-schema", "nowhere.json"], "Received 'nowhere.json', which cannot be"),
         ([*GENERATE, "--json-schema", "README.md"], "expected JSON. Received '"),
         (["generate"], "prompts"),

@@ -46,7 +46,11 @@ def test_an_adapter_of_peft(run, tmp_path):
 def test_response_formats(run, tmp_path):
     lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
     lm.compile(sampler="greedy")
-    schema = {"type": "object", "properties": {"pet": {"enum": ["dog", "cat"]}}, "required": ["pet"]}
+    schema = {
+        "type": "object",
+        "properties": {"pet": {"enum": ["dog", "cat"]}},
+        "required": ["pet"],
+    }
     (tmp_path / "pet.json").write_text(json.dumps(schema))
     formats = {
         "--regex": ("[0-9]{3}", bs.ResponseFormat("[0-9]{3}")),
