@@ -279,28 +279,46 @@ class Engine:
         self.close()
 
     def _submit(
+        self, inputs: Any, count: int | None, strip_prompt: bool, **asked: Any
+    ) -> list[EngineRequest]:
+        """Read requests, one for each prompt, and put them into the queue."""
+        operation = "Engine.generate" if count is None else "submit"
+        check_flag(operation, "strip_prompt", strip_prompt)
+        self._scheduler.check_model(operation)
+        jobs = self._read(inputs, operation, **asked)
+        if count is not None and len(jobs) != count:
+            raise SurgeryError(
+                f"submit: expected one prompt. Received {len(jobs)}. Use `generate` for many."
+            )
+        with self._scheduler.work:
+            if self._closed:
+                raise SurgeryError(
+                    f"{operation}: expected an engine that is open. Received one that was closed. "
+                    "Make another, or enter it again."
+                )
+            # `generate` may bring more prompts than may wait, as long as nobody else does.
+            self._scheduler.add(jobs, may_exceed=count is None)
+        return [EngineRequest(job, self._advance, bool(strip_prompt)) for job in jobs]
+
+    def _read(
         self,
         inputs: Any,
-        count: int | None,
+        operation: str,
         sampling: tuple[Any, Any, Any],
-        strip_prompt: bool,
         captures: bool = False,
         logprobs: bool = False,
         penalties: Penalties | None = None,
         prompt_logprobs: bool = False,
         **asked: Any,
-    ) -> list[EngineRequest]:
-        """Read requests, one for each prompt, and put them into the queue."""
-        operation = "Engine.generate" if count is None else "submit"
+    ) -> list[Job]:
+        """Read what is asked for, a job for each prompt."""
         flags = {
-            "strip_prompt": strip_prompt,
             "return_captures": captures,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
         }
         for name, value in flags.items():
             check_flag(operation, name, value)
-        self._scheduler.check_model(operation)
         penalties = read_penalties(penalties, self.lm.programs.head.input_dim, operation)
         chosen = replace(
             read_sampling(self.lm.sampler, *sampling),
@@ -311,12 +329,8 @@ class Engine:
         batch = read_request(
             self.lm, inputs, whole, captures=bool(captures), operation=operation, **asked
         ).batch
-        if count is not None and len(batch.rows) != count:
-            raise SurgeryError(
-                f"submit: expected one prompt. Received {len(batch.rows)}. Use `generate` for many."
-            )
         self._check(batch, operation)
-        jobs = [
+        return [
             Job(
                 prompt=part.rows[0],
                 budget=int(part.budget[0]),
@@ -330,15 +344,6 @@ class Engine:
             )
             for part in batch.split(1)
         ]
-        with self._scheduler.work:
-            if self._closed:
-                raise SurgeryError(
-                    f"{operation}: expected an engine that is open. Received one that was closed. "
-                    "Make another, or enter it again."
-                )
-            # `generate` may bring more prompts than may wait, as long as nobody else does.
-            self._scheduler.add(jobs, may_exceed=count is None)
-        return [EngineRequest(job, self._advance, bool(strip_prompt)) for job in jobs]
 
     def _check(self, batch: Any, operation: str) -> None:
         for i, (row, budget) in enumerate(zip(batch.rows, batch.budget, strict=True)):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 
 import pyarrow.parquet as pq
@@ -300,3 +301,33 @@ def test_a_broken_link_is_no_folder_of_output(lm, lines, tmp_path):
             run(lm, lines, tmp_path / "out")
     (tmp_path / "gone").mkdir()
     assert all(path.is_file() for path in generate(lm, lines, tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_the_response_format_that_it_began_with(tmp_path):
+    lm = bs.CachedCausalLM.from_preset("tiny_gpt2")
+    lm.compile(sampler="greedy")
+    prompts = ["Tom is", "Once upon a time", "A"]
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (tmp_path / "in.jsonl").write_text(lines)
+    digits, letters = bs.ResponseFormat("[0-9]{4}"), bs.ResponseFormat("[a-z]{4}")
+    asked = {"max_new_tokens": 9, "shard_rows": 2, "batch_size": 2, "verbose": 0}
+
+    def run(wanted):
+        inputs, out = tmp_path / "in.jsonl", tmp_path / "out"
+        return bs.generate_dataset(lm, inputs, out, response_format=wanted, **asked)
+
+    paths = run(digits)
+    for prompt, row in zip(prompts, read_lines(paths), strict=True):
+        asked_alone = {"max_new_tokens": 9, "response_format": digits, "strip_prompt": True}
+        assert row["generated"] == lm.generate(prompt, **asked_alone)
+    paths[-1].unlink()
+    assert run(bs.ResponseFormat("[0-9]{4}")) == paths
+    for other in (None, letters):
+        with pytest.raises(bs.SurgeryError, match="differs in: options"):
+            run(other)
+    with pytest.raises(bs.SurgeryError, match="its syntax is another one"):
+        bs.generate_dataset(
+            lm, tmp_path / "in.jsonl", tmp_path / "new", response_format=bs.ResponseFormat("(a")
+        )
+    assert not (tmp_path / "new").exists()
