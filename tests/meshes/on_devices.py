@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from jax.experimental import multihost_utils
 from keras import distribution
 
 import backbone_surgery as bs
+from backbone_surgery import hosts
 from backbone_surgery.generation.request import read_request
 from backbone_surgery.generation.run_batch import run_batch
 from backbone_surgery.generation.samplers import make_strategy
@@ -194,6 +196,26 @@ def check_placement(name):
     assert paper.cache_bytes == sum(states)
 
 
+def formatted(lm):
+    """Return texts of response formats, as characters, of a task whose tokens are letters."""
+    letters = {chr(ord("0") + i): i for i in range(62)} | {"01": 62, "<|endoftext|>": 63}
+    tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=letters, merges=["0 1"])
+    preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=24)
+    task = bs.CachedCausalLM(lm.opened, preprocessor)
+    wanted = [bs.ResponseFormat("[a-e]{4,9}"), None, bs.ResponseFormat("([AB][CD])+;")]
+    arrays, options = {}, {**OPTIONS, "strip_prompt": True, "response_format": wanted}
+    for sampler in ("greedy", "beam", "top_p"):
+        task.compile(sampler=SAMPLERS[sampler])
+        texts = task.generate(prompts(3), seed=4, **options)
+        assert re.fullmatch("[a-e]{4,9}", texts[0])
+        assert re.fullmatch("([AB][CD])+(;|[AB])?", texts[2])
+        arrays[f"ids in formats {sampler}"] = np.array([list(t.ljust(24).encode()) for t in texts])
+        if sampler == "greedy" and not hosts.span(task):
+            engine = bs.Engine(task, rows=4, length=48, chunk_size=4)
+            assert engine.generate(prompts(3), **options) == texts
+    return arrays
+
+
 def tools(folder):
     """Return what each tool gives: generation, analysis, vectors, recipes, transfer."""
     backbone = make_divisible()
@@ -207,6 +229,7 @@ def tools(folder):
     lm.compile(sampler="top_p")
     ids = lm.generate(prompts(3), penalties=penalties, seed=4, **OPTIONS)["token_ids"]
     arrays["ids with penalties"] = ids
+    arrays |= formatted(lm)
     bs.check(lm.opened)
     vector = bs.ControlVector.train(lm, PAIRS, "mean_diff", verbose=0)
     vector.save(folder / "vector.safetensors")
