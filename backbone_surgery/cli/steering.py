@@ -14,15 +14,18 @@ from backbone_surgery.cli.loading import load
 from backbone_surgery.cli.options import (
     AnyBatchSize,
     Control,
+    JsonSchema,
     Mesh,
     Model,
     NewTokens,
+    Regex,
     RepetitionPenalty,
     Sampler,
     SamplerName,
     Seed,
     Strengths,
     Vector,
+    parse_format,
     parse_strengths,
     parse_vectors,
 )
@@ -40,11 +43,13 @@ def steer(
     seed: Seed = 0,
     mesh: Mesh = None,
     repetition_penalty: RepetitionPenalty = 1.0,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
 ) -> None:
     """Show what a control vector does: one text for each strength, all in one batch."""
     import backbone_surgery as bs
 
-    values = parse_strengths(strengths)
+    values, wanted = parse_strengths(strengths), parse_format(regex, json_schema)
     lm, name = _load(vector, control, model, sampler, mesh)
     result = bs.sweep(
         lm,
@@ -54,6 +59,7 @@ def steer(
         max_new_tokens=max_new_tokens,
         seed=seed,
         penalties=bs.Penalties(repetition_penalty),
+        response_format=wanted,
     )
     typer.secho(prompt, bold=True)
     table = Table(show_lines=True)
@@ -84,12 +90,14 @@ def sweep(
     batch_size: AnyBatchSize = None,
     mesh: Mesh = None,
     repetition_penalty: RepetitionPenalty = 1.0,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
 ) -> None:
     """Generate from many prompts at several strengths, and count words in the texts."""
     import backbone_surgery as bs
     from backbone_surgery.files import picture_path
 
-    values = parse_strengths(strengths)
+    values, wanted = parse_strengths(strengths), parse_format(regex, json_schema)
     counted = list(dict.fromkeys(_plain(word.strip()) for word in words.split(",") if word.strip()))
     if plot is not None and not counted:
         raise SurgeryError(
@@ -110,6 +118,7 @@ def sweep(
         batch_size=batch_size,
         verbose=1,
         penalties=bs.Penalties(repetition_penalty),
+        response_format=wanted,
     )
     write_table(result.table())
     if plot is not None:

@@ -66,6 +66,10 @@ def test_response_formats(run, tmp_path):
         assert run("batch", str(tmp_path / "in.jsonl"), str(folder), *asked).exit_code == 0
         row = json.loads(next(folder.glob("*.jsonl")).read_text())
         assert text == PROMPT + row["generated"]
+    felt = ["Lily lost her ball. She felt very", "--vector", "mood", "--regex", " (happy|sad)"]
+    assert re.findall("happy|sad", run("steer", *felt).stdout) == ["sad", "sad", "happy"]
+    swept = run("sweep", *felt, "--strengths", "-1,1").stdout
+    assert re.findall("happy|sad", swept) == ["sad", "happy"]
 
 
 @pytest.mark.slow
