@@ -100,7 +100,7 @@ def parse_format(regex: str | None, json_schema: Path | None) -> Any:
     if json_schema is None:
         return None if regex is None else bs.ResponseFormat(regex)
     try:
-        text = json_schema.read_text("utf-8")
+        text = json_schema.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SurgeryError(
             f"--json-schema: expected a file of JSON. Received '{json_schema}', which cannot be "

@@ -30,6 +30,7 @@ from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, ends_count
 from backbone_surgery.generation.formats.response_format import ResponseFormat
+from backbone_surgery.generation.formats.rows import read_format
 from backbone_surgery.generation.penalties import Penalized, Penalties, read_penalties
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request
@@ -237,7 +238,9 @@ class _Work:
                 f"{_OPERATION} at 'max_new_tokens': expected a number of tokens. Received None. "
                 "Pass one."
             )
-        penalties = read_penalties(self.penalties, lm.programs.head.input_dim, _OPERATION)
+        size = lm.programs.head.input_dim
+        read_format(self.response_format, lm.preprocessor, size, _OPERATION)
+        penalties = read_penalties(self.penalties, size, _OPERATION)
         if penalties is not None:
             Penalized(make_strategy(lm.sampler), penalties, _OPERATION)  # no beams
         controls = defaults(lm, self.fixed, self.by_column)
@@ -249,7 +252,6 @@ class _Work:
                 seed=0,
                 controls=controls,
                 operation=_OPERATION,
-                response_format=self.response_format,
                 **self.options,
             )
         if self.output_column in self.scores:

@@ -224,7 +224,7 @@ class CachedCausalLM(TrainsOwnLayers, Presets, ChatTask, keras_hub.models.Causal
             penalties: against repetition, and for or against tokens; see `Penalties`. No beams.
             response_format: what the new text has to be, such as JSON of a schema; for all rows, or
                 a list with one or `None` for each. Not with `lookup`. Another format compiles
-                nothing, unless it is four times as large.
+                nothing, unless it is four times as large, or there are twice as many at once.
 
         Returns:
             With a preprocessor text: a string for a string, else a list with one for each row, for

@@ -18,7 +18,7 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packed import logits_of
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.formats.rows import go_on, keep_format, with_stops
+from backbone_surgery.generation.formats.rows import keep_format, next_states, with_stops
 from backbone_surgery.generation.formats.table import OVER
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.penalties import past_of
@@ -242,7 +242,7 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
         per_row = jax.tree.map(lambda x: x[parents], per_row)
     state = {**state, **per_row, "draws": draws}
     if following is not None:
-        state["formats"] = go_on(following, tokens, parents)
+        state["formats"] = next_states(following, tokens, parents)
     slot, done = state["slot"], state["done"]
     budget = jnp.repeat(arguments["budget"], strategy.width)
     stopped = (tokens[:, None] == arguments["stop_ids"]).any(axis=1)

@@ -48,6 +48,7 @@ class RowBatch:
 
     Attributes:
         new_tokens: how many were handed out so far.
+        entries: for how many entries of a response format there is room; as many as any has had.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class RowBatch:
         self.first_tokens: list[tuple[Job, int, State]] = []
         self.state: State = {}  # made with the first row
         self.tables: State = {"controls": {}}
+        self.entries = 0
 
     @property
     def running(self) -> list[int]:
@@ -251,6 +253,7 @@ class RowBatch:
             length = self._length_for(needed)
             if length != self.length:
                 self.length, self.state = length, {}
+                self.tables.pop("formats", None)
             return
         if self.slot > prompt and self.slot < self.length:
             return
@@ -279,8 +282,8 @@ class RowBatch:
         own = {"controls": job.controls}
         if job.table is None:
             return controls, own
-        size = entries([job.table])
-        if "formats" not in self.tables:
+        size = self.entries = max(self.entries, entries([job.table]))
+        if "formats" not in self.state:  # it may be a new one
             self.tables["formats"] = self.programs.new_formats(size)
             formats = {"formats": jnp.zeros(len(self.jobs), jnp.int32)}
             self.state.update(self.programs.lay_out(formats))
@@ -288,7 +291,7 @@ class RowBatch:
         room = formats["following"].shape[1]
         if room < size:
             formats["following"] = jnp.pad(formats["following"], ((0, 0), (0, size - room)))
-        own["formats"] = arrays_of([job.table], max(room, size))
+        own["formats"] = arrays_of([job.table], size)
         return {**controls, "formats": formats}, own
 
     def _widen(self, controls: dict[str, np.ndarray]) -> None:

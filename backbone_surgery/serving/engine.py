@@ -9,7 +9,7 @@ from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.formats.response_format import ResponseFormat
-from backbone_surgery.generation.formats.rows import read_formats
+from backbone_surgery.generation.formats.rows import read_format
 from backbone_surgery.generation.penalties import Penalties, read_penalties
 from backbone_surgery.generation.request import TooLongError, check_backend, read_request
 from backbone_surgery.numbers import check_count, check_flag, is_int
@@ -146,6 +146,8 @@ class Engine:
             QueueFullError: `max_waiting` requests wait already.
             SurgeryError: bad input, before anything is run.
         """
+        size = self.lm.programs.head.input_dim
+        read_format(response_format, self.lm.preprocessor, size, "submit")
         requests = self._submit(
             [prompt] if isinstance(prompt, str) else prompt,
             1,
@@ -237,10 +239,9 @@ class Engine:
             SurgeryError: a format that the model cannot keep to.
         """
         self._scheduler.check_model("warm_up")
-        lm = self.lm
-        size = lm.programs.head.input_dim
-        tables = read_formats(response_format, 1, lm.preprocessor, size, "warm_up")
-        self._scheduler.warm_up(captures, prompt_logprobs, tables[0] if tables else None)
+        lm, size = self.lm, self.lm.programs.head.input_dim
+        table = read_format(response_format, lm.preprocessor, size, "warm_up")
+        self._scheduler.warm_up(captures, prompt_logprobs, table)
 
     def clear(self) -> None:
         """Empty the prefix cache. New weights empty it by themselves."""

@@ -17,7 +17,7 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.formats.rows import go_on, keep_format, with_stops
+from backbone_surgery.generation.formats.rows import keep_format, next_states, with_stops
 from backbone_surgery.generation.formats.table import FREE, OVER, START
 from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.penalties import past_of
@@ -306,7 +306,7 @@ class RowPrograms:
         done = (token[:, None] == new["stop_ids"]).any(axis=1) | (new["budget"] <= 1)
         if following is None:
             return token, {"done": done, "draws": draws, "formats": jnp.full(1, FREE, jnp.int32)}
-        states = go_on(following, token, None)
+        states = next_states(following, token, None)
         return token, {"done": done | (states == OVER), "draws": draws, "formats": states}
 
     def _insert_cache(

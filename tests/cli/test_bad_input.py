@@ -33,7 +33,7 @@ SWEEP = ["sweep", PROMPT, "--vector", "mood"]
         ([*GENERATE, "--adapter", "./lora"], "expected NAME=FOLDER"),
         ([*GENERATE, "--adapter", "tuned=./nowhere"], "Add --control tuned=1"),
         ([*GENERATE, "--adapter", "x=docs", "-c", "x=1"], "without adapter_config.json and"),
-        ([*GENERATE, "--regex", "(a"], "its syntax is another one"),
+        ([*GENERATE, "--regex", "(a"], "it is no regular expression"),
         (
             [*GENERATE, "--regex", "a", "--json-schema", "a.json"],
             "one of --regex and --json-sc",

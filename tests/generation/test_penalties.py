@@ -292,7 +292,7 @@ def test_what_is_refused(lm):
             words = words.replace("generate", "submit")
             with pytest.raises(bs.SurgeryError, match=words):
                 bs.Engine(lm).submit(ids, **asked, penalties=penalties)
-        with pytest.raises(bs.SurgeryError, match=r"at 'lookup': .*Received penalties"):
+        with pytest.raises(bs.SurgeryError, match=r"at 'lookup': .*Received `penalties`"):
             lm.generate(ids, **asked, penalties=bs.Penalties(1.1), lookup=4)
         with compiled(lm, "beam"), pytest.raises(bs.SurgeryError, match="beam search"):
             lm.generate(ids, **asked, penalties=bs.Penalties(1.1))

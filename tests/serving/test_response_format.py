@@ -2,6 +2,9 @@
 
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -10,6 +13,7 @@ import pydantic
 import pytest
 
 import backbone_surgery as bs
+from backbone_surgery.generation.formats import table
 from tests.serving.tiny import Server, make_steered, serve
 
 PROMPT = "Once upon a time there was a"
@@ -91,18 +95,64 @@ def test_a_format_comes_and_goes_beside_a_row_without(lm):
     assert small.result() == lm.generate("Tom", response_format=YES, max_new_tokens=20)
     assert larger.result() == lm.generate("Tom", response_format=large, max_new_tokens=20)
     assert without.result() == lm.generate(PROMPT, max_new_tokens=60, stop_token_ids=None)
-    assert engine.stats.compilations["insert"] == 4  # without, with two sizes, and all at first
+    assert engine.stats.compilations["insert"] == 3  # without, and with tables of two sizes
     assert not engine._scheduler._batch.tables.get("formats")
 
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_warm_up(lm):
+    """Whatever the order in which smaller formats come."""
     engine = bs.Engine(lm, rows=2, length=128, prefill_chunk=32)
-    engine.warm_up(response_format=NAME)
+    large = bs.ResponseFormat("[a-z ]{9000}")
+    engine.warm_up(response_format=large)
     before = engine.stats.compilations
-    formats = [NAME, None, YES, None, bs.ResponseFormat("[0-9]{9}"), AGE, None]
-    engine.generate([PROMPT] * 7, response_format=formats, max_new_tokens=30)
+    formats = [YES, None, NAME, None, bs.ResponseFormat("[0-9]{9}"), large, AGE, None]
+    for wanted in formats[:1], formats:
+        engine.generate([PROMPT] * len(wanted), response_format=wanted, max_new_tokens=30)
     assert engine.stats.compilations == before
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_longer_cache_is_made_while_a_format_is_read(rows):
+    lm = bs.CachedCausalLM.from_preset("tiny_gemma")
+    lm.compile(sampler="greedy")
+    engine = bs.Engine(lm, rows=rows, length=512)
+    letters = bs.ResponseFormat("[a-z ]{40,60}")
+    for wanted in (None, letters):
+        asked = [("Tom", letters), ("The cat sat on the mat. " * 40, wanted)]
+        requests = [engine.submit(p, response_format=f, max_new_tokens=9) for p, f in asked]
+        for request, (prompt, format_) in zip(requests, asked, strict=True):
+            alone = lm.generate(prompt, response_format=format_, max_new_tokens=9)
+            assert request.result() == alone
+
+
+def test_a_format_that_takes_long_holds_up_nobody_else(monkeypatch, running):
+    """Two are made at once; requests without one, and with one that is made, go on."""
+    known = {"structured_outputs": {"choice": [" yes", " no"]}}
+    body = {"prompt": PROMPT, "max_tokens": 3}
+    running.send("POST", "/v1/completions", json={**body, **known})
+    go_on, begun = threading.Event(), []
+
+    def slow(wanted, tokens):
+        begun.append(wanted)
+        go_on.wait(60)
+        raise ValueError("it took long")
+
+    monkeypatch.setattr(table, "make_table", slow)
+    slow_ones = [{**body, "structured_outputs": {"regex": f"a{{{i + 1}}}"}} for i in range(17)]
+    with ThreadPoolExecutor(17) as threads:
+        sent = [threads.submit(running.send, "POST", "/v1/completions", json=b) for b in slow_ones]
+        try:
+            deadline = time.monotonic() + 30
+            while sum(s.done() for s in sent) < 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for more in ({}, known):
+                answer = running.send("POST", "/v1/completions", json={**body, **more})
+                assert answer.status_code == 200
+            assert len(begun) == 2
+            assert [s.result().status_code for s in sent if s.done()] == [429]
+        finally:
+            go_on.set()
 
 
 def test_log_probabilities_are_those_of_the_model(lm):
@@ -207,11 +257,14 @@ def test_any_object_of_json(running):
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": 1}}}},
-            "ResponseFormat.json_schema: expected keywords that can be kept. Received 'minimum'",
+            "ResponseFormat.json_schema, schema: expected keywords that can be kept. Received 'minimum'",
         ),
         ({"structured_outputs": {}}, "expected one of `choice`, `regex`, `json` and `json_object`"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "expected one of `choice`, `reg"),
-        ({"structured_outputs": {"regex": "(a"}}, "its syntax is another one. Write it in another"),
+        (
+            {"structured_outputs": {"regex": "(a"}},
+            "it is no regular expression of the Rust crate `regex`. Change it.",
+        ),
         ({"structured_outputs": {"grammar": "a"}}, "expected no such field"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

@@ -6,12 +6,15 @@ What a regular expression cannot say is refused, so that no text comes that does
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.numbers import is_int
 
 DEEPEST = 3
 """How many arrays and objects lie in one another, where a schema leaves open what a value is."""
+
+_LONGEST = 2**20
 
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 
@@ -84,7 +87,10 @@ def regex_of_schema(schema: Any) -> str:
     Raises:
         SurgeryError: it says what cannot be said here, or is no schema.
     """
-    return _Translation(schema).any(schema, "schema", ())
+    try:
+        return _Translation(schema).any(schema, "schema", ())
+    except RecursionError as error:
+        raise _refusal("schema", "fewer levels", schema) from error
 
 
 def regex_of_objects() -> str:
@@ -101,31 +107,39 @@ class _Translation:
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
+        self._referred: dict[str, str] = {}
 
     def any(self, schema: Any, where: str, inside: tuple[str, ...]) -> str:
         """Return the expression of a schema; `inside` are the references that led to it."""
+        regex = self._any(schema, where, inside)
+        _check_length(len(regex), where)
+        return regex
+
+    def _any(self, schema: Any, where: str, inside: tuple[str, ...]) -> str:
         if schema is True:
             return _value(DEEPEST)
         if not isinstance(schema, Mapping):
             raise _refusal(where, "a JSON Schema, a dict", schema)
         said = {name for name in schema if name not in _NOTES}
+        if schema is not self._whole:  # else references inside would mean something else
+            _check_alone({"$id"} & set(schema), where)
+        names = _types(schema, where)
         for name in ("$ref", "anyOf", "allOf", "const", "enum"):
             if name in said:
-                _check_alone(said - {name} - ({"type"} if name in ("const", "enum") else set()))
+                typed = {"type"} if name in ("const", "enum") else set()
+                _check_alone(said - {name} - typed, where)
         if "$ref" in said:
             return self._reference(schema["$ref"], where, inside)
         if "anyOf" in said or "allOf" in said:
             return self._several(schema, where, inside)
         if "const" in said or "enum" in said:
-            return _constants(schema, where)
+            return _constants(schema, names, where)
+        _check_alone(said - {"type"}.union(*_OF_TYPES.values()), where)
         if not said:
             return _value(DEEPEST)
-        _check_alone(said - {"type"}.union(*_OF_TYPES.values()))
-        kinds = schema.get("type")
-        names = [kinds] if isinstance(kinds, str) else kinds
-        if not isinstance(names, list) or not names or not set(map(str, names)) <= set(_TYPES):
-            raise _refusal(f"{where} at 'type'", f"one or more of {', '.join(_TYPES)}", kinds)
-        _check_alone(said - {"type"} - set().union(*(_OF_TYPES.get(n, set()) for n in names)))
+        if "type" not in said:
+            raise _refusal(f"{where} at 'type'", f"one or more of {', '.join(_TYPES)}", None)
+        _check_alone(said - {"type"}.union(*(_OF_TYPES.get(n, set()) for n in names)), where)
         return any_of(self._typed(name, schema, where, inside) for name in names)
 
     def _typed(self, name: str, schema: Any, where: str, inside: tuple[str, ...]) -> str:
@@ -138,8 +152,8 @@ class _Translation:
         if name != "string":
             return _SCALARS[name]
         if "format" in schema:
-            _check_alone({"minLength", "maxLength"} & set(schema), beside=" beside 'format'")
-            if schema["format"] not in _FORMATS:
+            _check_alone({"minLength", "maxLength"} & set(schema), f"{where} beside 'format'")
+            if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
                 known = ", ".join(_FORMATS)
                 raise _refusal(f"{where} at 'format'", f"one of {known}", schema["format"])
             return f'"{_FORMATS[schema["format"]]}"'
@@ -150,17 +164,24 @@ class _Translation:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not all(isinstance(n, str) for n in properties):
             raise _refusal(f"{where} at 'properties'", "a dict of schemas", properties)
-        if not isinstance(required, list) or not set(map(str, required)) <= set(properties):
+        if not isinstance(required, list) or not all(name in [*properties] for name in required):
             raise _refusal(f"{where} at 'required'", "names of its properties", required)
         others = schema.get("additionalProperties", True)
+        if not isinstance(others, bool | Mapping):
+            raise _refusal(
+                f"{where} at 'additionalProperties'", "a schema, or true or false", others
+            )
         if not properties:
             if others is False:
                 return rf"\{{{_GAP}\}}"
             return _object_of(self.any(others, f"{where} at 'additionalProperties'", inside))
-        parts = [
-            (self._property(name, value, where, inside), name in required)
-            for name, value in properties.items()
-        ]
+        texts = _bounded(
+            (self._property(name, value, where, inside) for name, value in properties.items()),
+            where,
+        )
+        parts = [(text, name in required) for text, name in zip(texts, properties, strict=True)]
+        ways = next((i for i, (_, is_required) in enumerate(parts) if is_required), len(parts))
+        _check_length((ways + 1) * sum(map(len, texts)), where)
         return rf"\{{{_GAP}{_in_order(parts)}{_GAP}\}}"
 
     def _property(self, name: str, schema: Any, where: str, inside: tuple[str, ...]) -> str:
@@ -173,28 +194,63 @@ class _Translation:
         if not isinstance(parts, list) or not parts or (name == "allOf" and len(parts) > 1):
             rule = "a list of one or more schemas" if name == "anyOf" else "one schema"
             raise _refusal(f"{where} at '{name}'", rule, parts)
-        return any_of(self.any(part, f"{where} at '{name}'", inside) for part in parts)
+        place = f"{where} at '{name}'"
+        return any_of(_bounded((self.any(part, place, inside) for part in parts), place))
 
     def _reference(self, reference: Any, where: str, inside: tuple[str, ...]) -> str:
         if reference in inside:
             raise _refusal(
                 where, "a schema that is not part of itself, since JSON ends", {"$ref": reference}
             )
+        parts = str(reference).split("/")
         found = self._whole
-        for part in str(reference).removeprefix("#").split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
+        for part in parts[1:]:
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = {str(i): item for i, item in enumerate(found)}
             found = found.get(key) if isinstance(found, Mapping) else None
-        if not str(reference).startswith("#") or found is None:
+        if parts[0] != "#" or found is None:
             raise _refusal(where, "a reference to a part of the schema", {"$ref": reference})
-        return self.any(found, f"schema at '{reference}'", (*inside, reference))
+        if reference not in self._referred:
+            place = f"schema at '{reference}'"
+            self._referred[reference] = self.any(found, place, (*inside, reference))
+        return self._referred[reference]
 
 
-def _check_alone(others: Iterable[str], beside: str = "") -> None:
+def _bounded(parts: Iterable[str], where: str) -> list[str]:
+    """Return expressions that are not too long together."""
+    found: list[str] = []
+    length = 0
+    for part in parts:
+        found.append(part)
+        length += len(part)
+        _check_length(length, where)
+    return found
+
+
+def _check_length(length: int, where: str) -> None:
+    if length > _LONGEST:
+        raise SurgeryError(
+            f"ResponseFormat.json_schema, {where}: expected what takes at most {_LONGEST} "
+            "characters as a regular expression. Received more. Ask for less at once."
+        )
+
+
+def _types(schema: Any, where: str) -> list[str]:
+    """Return the types that a schema names; all of them if it names none."""
+    kinds = schema.get("type", list(_TYPES))
+    names = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(names, list) or not names or not set(map(str, names)) <= set(_TYPES):
+        raise _refusal(f"{where} at 'type'", f"one or more of {', '.join(_TYPES)}", kinds)
+    return list(dict.fromkeys(names))
+
+
+def _check_alone(others: Iterable[str], where: str) -> None:
     """Refuse keywords that cannot be kept."""
-    names = sorted(others)
+    names = sorted(map(str, others))
     if names:
         raise SurgeryError(
-            f"ResponseFormat.json_schema: expected keywords that can be kept{beside}. Received "
+            f"ResponseFormat.json_schema, {where}: expected keywords that can be kept. Received "
             f"{', '.join(map(repr, names))}. Leave these out and check the answers, or write a "
             "regular expression."
         )
@@ -209,7 +265,7 @@ def _refusal(where: str, rule: str, received: Any) -> SurgeryError:
 
 def _bounds(schema: Any, first: str, last: str, where: str) -> tuple[int, int | None]:
     least, most = schema.get(first, 0), schema.get(last)
-    numbers = [least] if most is None else [least, most]
+    numbers = [least, most] if last in schema else [least]
     if not all(is_int(n) and n >= 0 for n in numbers) or numbers != sorted(numbers):
         received = {name: schema[name] for name in (first, last) if name in schema}
         raise _refusal(where, "whole numbers, the least one first", received)
@@ -220,12 +276,10 @@ def _times(least: int, most: int | None) -> str:
     return f"{{{least},{'' if most is None else most}}}"
 
 
-def _constants(schema: Any, where: str) -> str:
+def _constants(schema: Any, names: list[str], where: str) -> str:
     """Return the expression of the values that `const` or `enum` list and `type` allows."""
     values = [schema["const"]] if "const" in schema else schema["enum"]
-    kinds = schema.get("type", list(_TYPES))
-    names = [kinds] if isinstance(kinds, str) else kinds
-    types: Any = tuple(t for name in names for t in _TYPES.get(name, ()))
+    types: Any = tuple(t for name in names for t in _TYPES[name])
     fits = [
         value
         for value in (values if isinstance(values, list) else [])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from backbone_surgery.errors import SurgeryError, shown
@@ -28,6 +28,8 @@ class ResponseFormat:
     Attributes:
         regex: in the syntax of the Rust crate `regex`, which is Python's but for lookaround, back
             references and the anchors `^` and `$`, which are not needed: the whole text has to fit.
+            No text has a character 0.
+        kind: what it was made of, for errors.
 
     Raises:
         SurgeryError: it is no string. What is wrong in a string is told by the call that uses it.
@@ -44,6 +46,7 @@ class ResponseFormat:
     """
 
     regex: str
+    kind: str = field(default="the regular expression", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.regex, str):
@@ -51,6 +54,13 @@ class ResponseFormat:
                 f"ResponseFormat: expected a regular expression, a string. Received "
                 f"{shown(self.regex)}. Use `ResponseFormat.choice` or `.json_schema` for others."
             )
+        try:
+            self.regex.encode()
+        except UnicodeEncodeError as error:
+            raise SurgeryError(
+                "ResponseFormat: expected characters that UTF-8 has. Received half of a surrogate "
+                f"pair ({error}). Leave it out."
+            ) from error
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "ResponseFormat":
@@ -68,7 +78,7 @@ class ResponseFormat:
                 "ResponseFormat.choice: expected a list of texts, none of them empty. Received "
                 f"{shown(texts)}. Pass `[' yes', ' no']`, say."
             )
-        return cls(any_of(map(escape, listed)))
+        return cls._of("choices of", any_of(map(escape, listed)))
 
     @classmethod
     def json_schema(cls, schema: Any) -> "ResponseFormat":
@@ -89,23 +99,35 @@ class ResponseFormat:
             SurgeryError: it has other keywords, such as `minimum` or `pattern`, or is no schema.
         """
         if hasattr(schema, "model_json_schema"):
-            schema = schema.model_json_schema()
+            try:
+                schema = schema.model_json_schema()
+            except Exception as error:  # of Pydantic, which is not imported here
+                raise SurgeryError(
+                    "ResponseFormat.json_schema: expected a class that has a JSON Schema. Received "
+                    f"{shown(schema)}: {str(error)[:200]}. Pass the schema as a dict."
+                ) from error
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
                 raise SurgeryError(
                     f"ResponseFormat.json_schema: expected JSON. Received {shown(schema)}, which "
-                    f"is none: {error}. Pass the schema as a dict."
+                    f"is none: {error}. Pass a schema."
                 ) from error
         if not isinstance(schema, Mapping):
             raise SurgeryError(
                 "ResponseFormat.json_schema: expected a JSON Schema, a dict. Received "
                 f"{shown(schema)}. Pass `{{'type': 'object', 'properties': ...}}`, say."
             )
-        return cls(regex_of_schema(schema))
+        return cls._of("a JSON Schema as", regex_of_schema(schema))
 
     @classmethod
     def json_object(cls) -> "ResponseFormat":
         """Return the format of a JSON object, with three levels of arrays and objects at most."""
-        return cls(regex_of_objects())
+        return cls._of("any JSON object as", regex_of_objects())
+
+    @classmethod
+    def _of(cls, kind: str, regex: str) -> "ResponseFormat":
+        made = cls(regex)
+        object.__setattr__(made, "kind", kind)
+        return made

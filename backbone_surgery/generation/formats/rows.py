@@ -41,29 +41,51 @@ def read_formats(
     Raises:
         SurgeryError: it is something else, or `table_of` refuses a format.
     """
-    wanted = response_format if isinstance(response_format, list) else [response_format] * rows
-    if len(wanted) != rows or not all(isinstance(x, ResponseFormat | None) for x in wanted):
-        raise SurgeryError(
-            f"{operation} at 'response_format': expected a `bs.ResponseFormat` or None, or a list "
-            f"of {rows}, one for each row. Received {shown(response_format)}. Pass "
-            "`bs.ResponseFormat.choice([' yes', ' no'])`, say."
-        )
+    is_list = isinstance(response_format, list) and len(response_format) == rows
+    wanted = response_format if is_list else [response_format] * rows
+    if not all(isinstance(x, ResponseFormat | None) for x in wanted):
+        raise _no_format(response_format, operation, f", or a list of {rows}, one for each row")
     if not any(wanted):
         return []
+    return [
+        None if x is None else _table_of(x, preprocessor, vocabulary_size, operation)
+        for x in wanted
+    ]
+
+
+def read_format(
+    response_format: Any, preprocessor: Any, vocabulary_size: int, operation: str
+) -> FormatTable | None:
+    """Return the table of one format; see `read_formats`."""
+    if not isinstance(response_format, ResponseFormat | None):
+        raise _no_format(response_format, operation)
+    if response_format is None:
+        return None
+    return _table_of(response_format, preprocessor, vocabulary_size, operation)
+
+
+def _no_format(response_format: Any, operation: str, others: str = "") -> SurgeryError:
+    return SurgeryError(
+        f"{operation} at 'response_format': expected a `bs.ResponseFormat` or None{others}. "
+        f"Received {shown(response_format)}. Pass `bs.ResponseFormat.choice([' yes', ' no'])`, say."
+    )
+
+
+def _table_of(
+    wanted: ResponseFormat, preprocessor: Any, vocabulary_size: int, operation: str
+) -> FormatTable:
     if preprocessor is None:
         raise SurgeryError(
             f"{operation} at 'response_format': expected a model with a preprocessor, whose tokens "
             "are known. Received one without. Attach a preprocessor."
         )
-    return [
-        None if x is None else table_of(x, preprocessor.tokenizer, vocabulary_size) for x in wanted
-    ]
+    return table_of(wanted, preprocessor.tokenizer, vocabulary_size)
 
 
 def check_stops(
     tables: Sequence[FormatTable | None], stop_ids: Sequence[int], operation: str
 ) -> None:
-    """Refuse stop tokens without whose text a format cannot be kept: they come at its end alone.
+    """Refuse stop tokens whose text a format needs before its end: they come at the end alone.
 
     Args:
         tables: of the rows.
@@ -77,7 +99,11 @@ def check_stops(
         counts = np.bincount(table.classes, minlength=table.following.shape[1])
         counts -= np.bincount(table.classes[stops], minlength=len(counts))
         counts[STOP] = 1
-        if not (table.following[:, counts > 0] >= 0).any(axis=1).all():
+        following = table.following[:, counts > 0]
+        ends = np.arange(len(following)) == OVER
+        while not (more := (ends[following] & (following >= 0)).any(axis=1) <= ends).all():
+            ends |= ~more
+        if not ends[START:].all():
             raise SurgeryError(
                 f"{operation} at 'stop_token_ids': expected tokens whose text is not needed for "
                 f"the `response_format`. Received {shown(stops)}, which come at its end alone. "
@@ -172,10 +198,10 @@ def keep_format(
     return jnp.where(allowed, logits, -jnp.inf), following
 
 
-def go_on(following: jax.Array, tokens: jax.Array, parents: jax.Array | None) -> jax.Array:
+def next_states(following: jax.Array, tokens: jax.Array, parents: jax.Array | None) -> jax.Array:
     """Return the states after some tokens, int32[rows].
 
-    What ends a beam that nothing could follow is as good as any.
+    A beam that had no allowed token has probability 0, and counts as over.
 
     Args:
         following: from `keep_format`.

@@ -10,6 +10,7 @@ arXiv:2307.09702. There the tokens of each state are listed on the host.
 """
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.extras import import_extra
-from backbone_surgery.generation.formats.automaton import BYTES, Automaton, make_automaton
+from backbone_surgery.generation.formats.automaton import SECONDS, Automaton, make_automaton
+from backbone_surgery.generation.formats.automaton_script import BYTES
 from backbone_surgery.generation.formats.response_format import ResponseFormat
 from backbone_surgery.generation.formats.token_bytes import TokenBytes, token_bytes
 
@@ -64,29 +66,49 @@ class FormatTable:
 class _Tables:
     """What was made for one tokenizer."""
 
-    def __init__(self) -> None:
-        self.lock, self.making = threading.Lock(), threading.Lock()
-        self.tokens: TokenBytes | None = None
-        self.tables: OrderedDict[tuple[str, int], FormatTable] = OrderedDict()
+    def __init__(self, vocabulary: Any) -> None:
+        self.vocabulary = vocabulary
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._making: dict[tuple[str, int], threading.Lock] = {}
+        self._tables: OrderedDict[tuple[str, int], FormatTable] = OrderedDict()
+        self._tokens: TokenBytes | None = None
+
+    def tokens(self, tokenizer: Any, size: int) -> TokenBytes:
+        """Return the bytes of the tokens, which are read once."""
+        with self._reading:
+            if self._tokens is None or self._tokens.size != size:
+                self._tokens = token_bytes(tokenizer, size)
+            return self._tokens
 
     def get(self, key: tuple[str, int]) -> FormatTable | None:
         """Return a table that is kept; nobody waits here for one that is being made."""
-        with self.lock:
-            if key in self.tables:
-                self.tables.move_to_end(key)
-            return self.tables.get(key)
+        with self._lock:
+            if key in self._tables:
+                self._tables.move_to_end(key)
+            return self._tables.get(key)
 
     def put(self, key: tuple[str, int], table: FormatTable) -> FormatTable:
         """Keep a table, and let go of those that were not used for longest."""
-        with self.lock:
-            self.tables[key] = table
-            while len(self.tables) > _KEPT:
-                self.tables.popitem(last=False)
+        with self._lock:
+            self._tables[key] = table
+            self._making.pop(key, None)
+            while len(self._tables) > _KEPT:
+                self._tables.popitem(last=False)
         return table
+
+    def making(self, key: tuple[str, int]) -> threading.Lock:
+        """Return what to hold while a table is made: it is made once, others meanwhile."""
+        with self._lock:
+            return self._making.setdefault(key, threading.Lock())
 
 
 _made: weakref.WeakKeyDictionary[Any, _Tables] = weakref.WeakKeyDictionary()
 _sorting = threading.Lock()
+
+
+def is_made(wanted: ResponseFormat, tokenizer: Any, vocabulary_size: int) -> bool:
+    """Tell whether the table of a format is kept."""
+    return _of(tokenizer).get((wanted.regex, vocabulary_size)) is not None
 
 
 def table_of(wanted: ResponseFormat, tokenizer: Any, vocabulary_size: int) -> FormatTable:
@@ -101,54 +123,76 @@ def table_of(wanted: ResponseFormat, tokenizer: Any, vocabulary_size: int) -> Fo
         SurgeryError: the format is no regular expression, too large, or nothing that the tokenizer
             can write.
     """
-    with _sorting:
-        made = _made.setdefault(tokenizer, _Tables())
-    key = (wanted.regex, vocabulary_size)
+    made, key = _of(tokenizer), (wanted.regex, vocabulary_size)
     table = made.get(key)
     if table is not None:
         return table
-    with made.making:
-        if made.tokens is None or made.tokens.size != vocabulary_size:
-            made.tokens = token_bytes(tokenizer, vocabulary_size)
-        return made.get(key) or made.put(key, make_table(wanted.regex, made.tokens))
+    with made.making(key):
+        found = made.get(key)
+        if found is not None:
+            return found
+        return made.put(key, make_table(wanted, made.tokens(tokenizer, vocabulary_size)))
 
 
-def make_table(regex: str, tokens: TokenBytes) -> FormatTable:
-    """Make the table of a regular expression for some tokens; see `table_of`."""
-    table, first, end_states = _automaton(regex)
-    ends = set(end_states.tolist())
-    walked: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+def _of(tokenizer: Any) -> _Tables:
+    vocabulary = getattr(tokenizer, "proto", None) or getattr(tokenizer, "vocabulary", None)
+    with _sorting:
+        made = _made.get(tokenizer)
+        if made is None or made.vocabulary is not vocabulary:  # another one was set since
+            made = _made[tokenizer] = _Tables(vocabulary)
+        return made
+
+
+def make_table(wanted: ResponseFormat, tokens: TokenBytes) -> FormatTable:
+    """Make the table of a format for some tokens; see `table_of`.
+
+    What is kept of each state are the states after it and, of all states together, a number for
+    each token, which tells classes apart. The walks themselves would take gigabytes.
+    """
+    import_extra("response_format", "outlines_core")
+    try:
+        automaton = make_automaton(wanted.regex)
+        return _walked(automaton, tokens)
+    except ValueError as error:
+        raise SurgeryError(
+            "response_format: expected a format that this model can keep to. Received "
+            f"{wanted.kind} {shown(wanted.regex)}, but {str(error)[:200]}. Change it."
+        ) from error
+
+
+def _walked(automaton: Automaton, tokens: TokenBytes) -> FormatTable:
+    """Walk an automaton by the bytes of all tokens.
+
+    Raises:
+        ValueError: no token leads on from its first state, or the table is too large.
+    """
+    table, first, ends = automaton
+    random, until = np.random.default_rng(0), time.monotonic() + SECONDS
+    of_target = random.integers(1, 2**64, len(table) // BYTES, np.uint64)
+    columns = np.zeros(tokens.size, np.uint64)
     targets: dict[int, np.ndarray] = {}
     waiting = [first]
     while waiting:
         state = waiting.pop()
-        if state not in walked:
-            walked[state] = tokens.walk(table, state)
-            targets[state] = np.flatnonzero(np.bincount(walked[state][1]))
-            waiting += targets[state].tolist()
-    alive = _alive(targets, ends)
-    if first not in alive:
-        raise _refusal(regex, "a text that the tokens of this model can write")
-    order = [s for s in walked if s in alive and not alive.isdisjoint(targets[s].tolist())]
+        if state in targets:
+            continue
+        ids, states = tokens.walk(table, state)
+        columns[ids] += of_target[states] * random.integers(1, 2**64, dtype=np.uint64)
+        targets[state] = np.flatnonzero(np.bincount(states))
+        waiting += targets[state].tolist()
+        if time.monotonic() > until:
+            raise ValueError(f"its table takes more than {SECONDS} seconds")
+    alive = _alive(targets, set(ends.tolist()))
+    order = [s for s in targets if s in alive and not alive.isdisjoint(targets[s].tolist())]
     if first not in order:
-        raise _refusal(regex, "a text of at least one character")
-    numbers = np.full(len(table) // BYTES, -1)
+        empty = first in alive
+        raise ValueError(
+            "a text has at least one character" if empty else "no tokens of this model write it"
+        )
+    numbers = np.full(len(of_target), -1)
     numbers[list(alive)] = OVER  # a state that ends a text, and that nothing follows
     numbers[order] = START + np.arange(len(order))  # the first one first, as it was walked from
-    rows = [(walked[s][0], numbers[walked[s][1]]) for s in order]
-    return _compressed(rows, [s in ends for s in order], tokens.size, regex)
-
-
-def _automaton(regex: str) -> Automaton:
-    import_extra("response_format", "outlines_core")
-    try:
-        return make_automaton(regex)
-    except ValueError as error:
-        raise SurgeryError(
-            "response_format: expected a regular expression without anchors, lookaround and back "
-            f"references, and not too large a one. Received {shown(regex)}: {str(error)[:200]}. "
-            "Write it in another way, in the syntax of the Rust crate `regex`."
-        ) from error
+    return _filled(automaton, tokens, columns, order, numbers)
 
 
 def _alive(targets: dict[int, np.ndarray], ends: set[int]) -> set[int]:
@@ -167,40 +211,35 @@ def _alive(targets: dict[int, np.ndarray], ends: set[int]) -> set[int]:
     return alive
 
 
-def _compressed(
-    rows: list[tuple[np.ndarray, np.ndarray]], ends: list[bool], size: int, regex: str
+def _filled(
+    automaton: Automaton,
+    tokens: TokenBytes,
+    columns: np.ndarray,
+    order: list[int],
+    numbers: np.ndarray,
 ) -> FormatTable:
-    """Make a table of the tokens that may follow in each state, and of the states after them.
+    """Fill a table, by one token of each class.
 
     Args:
-        rows: for each state from `START` on, token ids and states; -1 for those that lead nowhere.
-        ends: which of these states end a text.
-        size: how many token ids there are.
-        regex: for errors.
+        automaton: over bytes.
+        tokens: the tokens.
+        columns: uint64[vocabulary], alike for tokens of one class, and 0 for those without text.
+        order: the states of the automaton that have rows, from `START` on.
+        numbers: int64[states], what the table calls each of them; -1 for those that lead nowhere.
     """
-    columns = np.zeros(size, np.uint64)  # a number for each column, alike for columns alike
-    random = np.random.default_rng(0)
-    for ids, targets in rows:
-        weights = random.integers(1, 2**64, len(rows) + START, np.uint64)
-        there = targets >= 0
-        columns[ids[there]] += weights[targets[there]]
-    _, classes = np.unique(np.append(np.uint64(0), columns), return_inverse=True)
-    classes = classes[1:] + NEVER  # of all columns, 0 comes first
-    shape = len(rows) + START, int(classes.max(initial=NEVER)) + 1
+    columns = np.append(np.uint64(0), columns)  # of all columns, 0 comes first
+    _, examples, classes = np.unique(columns, return_index=True, return_inverse=True)
+    shape = len(order) + START, len(examples) + NEVER
     if np.prod(shape) > MOST_ENTRIES or max(shape) > np.iinfo(np.int16).max:
-        rule = f"a table of at most {MOST_ENTRIES} entries, and {2**15 - 1} states and classes"
-        raise _refusal(regex, rule, shape)
+        raise ValueError(
+            f"its table has {shape[0]} states and {shape[1]} classes of tokens, which is more than "
+            f"{MOST_ENTRIES} entries or {2**15 - 1} of either"
+        )
     following = np.full(shape, -1, np.int16)
     following[FREE], following[OVER] = FREE, OVER
-    for state, (ids, targets) in enumerate(rows, START):
-        following[state, classes[ids]] = targets
-        following[state, STOP] = OVER if ends[state - START] else -1
-    return FormatTable(following, classes.astype(np.int16))
-
-
-def _refusal(regex: str, rule: str, shape: tuple[int, ...] | None = None) -> SurgeryError:
-    received = shown(regex) if shape is None else f"{shown(regex)}, whose table is {list(shape)}"
-    return SurgeryError(
-        f"response_format: expected {rule}. Received {received}. Pass another format, or a shorter "
-        "one."
-    )
+    following[START:, STOP] = np.where(np.isin(order, automaton.ends), OVER, -1)
+    some = tokens.some(examples[1:] - 1)
+    for row, state in enumerate(order, START):
+        kinds, states = some.walk(automaton.table, state)
+        following[row, kinds + NEVER + 1] = numbers[states]
+    return FormatTable(following, (classes[1:] + NEVER).astype(np.int16))

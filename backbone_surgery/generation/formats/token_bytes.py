@@ -38,6 +38,14 @@ class TokenBytes:
             self._levels.append(np.array([text[depth] for text in texts], np.int32))
             texts = [text for text in texts if len(text) > depth + 1]
 
+    def some(self, token_ids: np.ndarray) -> "TokenBytes":
+        """Return some of the tokens, numbered in this order."""
+        places = np.full(self.size, -1)
+        places[self.ids] = np.arange(len(self.ids))
+        rows = places[token_ids]
+        texts = [bytes(int(x[row]) for x in self._levels if row < len(x)) for row in rows]
+        return TokenBytes([*texts])
+
     def walk(self, table: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
         """Find where each token leads.
 

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.controls import bind_controls
+from backbone_surgery.generation.formats.response_format import ResponseFormat
 from backbone_surgery.generation.prompts import to_text
 from backbone_surgery.opening.site import places, select
 from backbone_surgery.serving.engine import Engine
@@ -28,6 +29,7 @@ from backbone_surgery.serving.web.body import (
     Tokenize,
 )
 from backbone_surgery.serving.web.errors import add_errors
+from backbone_surgery.serving.web.formats import FormatPreparation
 from backbone_surgery.serving.web.key import KeyCheck
 from backbone_surgery.serving.web.limits import BodyLimit
 from backbone_surgery.serving.web.metrics import Metrics
@@ -79,6 +81,7 @@ class Service:
             controls = read_steering(self.lm, self.vectors, {}, engine.length, strengths)
             bind_controls(self.lm.opened, {**by_hand, **controls}, np.array([1]), "serve")
         self.metrics = Metrics(engine)
+        self.formats = FormatPreparation(engine.lm)
         self.most_characters = engine.length * _longest_token(engine.lm.preprocessor)
         self.model = {
             "id": name,
@@ -126,6 +129,7 @@ class Service:
         body: TextCompletion | ChatCompletion,
         prompts: Sequence[str | list[int]],
         max_tokens: int | None,
+        wanted: ResponseFormat | None,
     ) -> list[EngineRequest]:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
         self.check_model(body)
@@ -142,7 +146,7 @@ class Service:
         controls = read_steering(
             self.lm, self.vectors, body.steering or {}, self.engine.length, self.strengths
         )
-        capture, wanted = self.sites(body), body.wanted_format
+        capture = self.sites(body)
         requests: list[EngineRequest] = []
         try:
             for prompt in prompts:
@@ -268,7 +272,8 @@ def _add_completions(app: FastAPI, service: Service) -> None:
                 "too. Received all three. Leave one out."
             )
         most = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        requests = await asyncio.to_thread(service.submit, body, body.prompts, most)
+        wanted = await service.formats.prepare(body)
+        requests = await asyncio.to_thread(service.submit, body, body.prompts, most, wanted)
         n, sites, count = body.choices, service.sites(body), body.likeliest
         echoed = [service.text(p) for p in body.prompts for _ in range(n)] if body.echo else ()
         answer = Answer(requests, service.name, False, body.stops, sites, echoed, count, n)
@@ -289,9 +294,11 @@ def _add_chat(app: FastAPI, service: Service) -> None:
                 "both."
             )
 
+        wanted = await service.formats.prepare(body)
+
         def submit() -> list[EngineRequest]:
             prompt = service.chat_prompt(body.messages)
-            return service.submit(body, [prompt], given[0] if given else None)
+            return service.submit(body, [prompt], given[0] if given else None, wanted)
 
         requests = await asyncio.to_thread(submit)
         n, sites, count = body.choices, service.sites(body), body.likeliest

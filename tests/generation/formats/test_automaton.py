@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbone_surgery.generation.formats import automaton
-from backbone_surgery.generation.formats.automaton import BYTES, make_automaton
+from backbone_surgery.generation.formats.automaton import make_automaton
+from backbone_surgery.generation.formats.automaton_script import BYTES
+from tests.generation.formats.automata import make_here
 
 LETTERS = "abcé"
 TEXTS = ["".join(t) for n in range(5) for t in itertools.product(LETTERS, repeat=n)]
@@ -35,7 +37,7 @@ def accepts(made, text):
 @settings(max_examples=60, deadline=None)
 @given(EXPRESSIONS)
 def test_it_accepts_what_python_matches(regex):
-    made = automaton._make(regex)
+    made = make_here(regex)
     assert [accepts(made, text) for text in TEXTS] == [
         re.fullmatch(regex, text) is not None for text in TEXTS
     ]
@@ -45,7 +47,7 @@ def test_it_accepts_what_python_matches(regex):
 @given(EXPRESSIONS)
 def test_no_two_states_are_alike(regex):
     """Each pair is told apart by a text that ends after one of them alone."""
-    made = automaton._make(regex)
+    made = make_here(regex)
     table = made.table.reshape(-1, BYTES)
     apart = {
         (a, b) for a in range(len(table)) for b in range(a) if (a in made.ends) != (b in made.ends)
@@ -76,14 +78,22 @@ def test_a_text_may_go_on_after_the_end_of_another():
 
 @pytest.mark.parametrize("regex", ["(a", "a)|(b", "[(]a)(b", "^a$", "(?=a)b", r"(a)\1", "a{2"])
 def test_what_is_no_expression_is_refused(regex):
-    with pytest.raises(ValueError, match=r"its syntax is another one|what stands before|no text"):
+    with pytest.raises(
+        ValueError, match=r"it is no regular expression of|has an anchor, which is not|no text"
+    ):
         make_automaton(regex)
 
 
 def test_one_that_takes_long_is_given_up(monkeypatch):
-    monkeypatch.setattr(automaton, "_SECONDS", 0.5)
+    monkeypatch.setattr(automaton, "SECONDS", 0.5)
     with pytest.raises(ValueError, match=r"its automaton takes more than 0\.5 seconds"):
         make_automaton("(a|b)*a(a|b){22}")
+
+
+def test_an_expression_may_end_with_a_comment():
+    made = make_automaton("(?x) a b # and that is all")
+    assert accepts(made, "ab")
+    assert not accepts(made, "ab ")
 
 
 @pytest.mark.slow

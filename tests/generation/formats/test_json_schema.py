@@ -5,14 +5,15 @@ import enum
 import json
 import random
 import re
+from collections.abc import Callable
 
 import jsonschema
 import pydantic
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.formats import automaton
-from backbone_surgery.generation.formats.automaton import BYTES
+from backbone_surgery.generation.formats.automaton_script import BYTES
+from tests.generation.formats.automata import make_here
 
 
 class Size(enum.Enum):
@@ -70,7 +71,7 @@ SCHEMAS = {
 
 
 def made(regex):
-    found = automaton._make(regex)
+    found = make_here(regex)
     return found.table.reshape(-1, BYTES), found.first, found.ends
 
 
@@ -169,6 +170,26 @@ def test_any_object_has_three_levels_at_most():
         assert not re.fullmatch(regex, text)
 
 
+def nested(depth, inner):
+    for _ in range(depth):
+        inner = {"type": "array", "items": inner}
+    return inner
+
+
+def test_a_reference_is_written_once():
+    names = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(12)}
+    schema = {"$defs": {**names, "d12": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    assert re.fullmatch(bs.ResponseFormat.json_schema(schema).regex, "null")
+
+
+def test_a_class_without_a_schema_is_refused():
+    class Odd(pydantic.BaseModel):
+        call: Callable
+
+    with pytest.raises(bs.SurgeryError, match="expected a class that has a JSON Schema. Received"):
+        bs.ResponseFormat.json_schema(Odd)
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -177,9 +198,27 @@ def test_any_object_has_three_levels_at_most():
         ({"type": "string", "items": {}}, "Received 'items'"),
         ({"oneOf": [{"type": "null"}]}, "Received 'oneOf'"),
         ({"anyOf": [{"type": "null"}], "type": "null"}, "Received 'type'"),
-        ({"type": "string", "format": "date", "maxLength": 3}, "kept beside 'format'. Received"),
+        (
+            {"type": "string", "format": "date", "maxLength": 3},
+            "schema beside 'format': expected keywords that can be kept. Received",
+        ),
         ({"type": "string", "format": "email"}, "schema at 'format': expected one of date, time"),
         ({"type": "text"}, "schema at 'type': expected one or more of null, boolean"),
+        ({"type": "string", "format": []}, r"schema at 'format': expected one of .* Received \[\]"),
+        ({"enum": [1], "type": 5}, "schema at 'type': expected one or more of null, .* Received 5"),
+        ({"const": 1, "type": [["integer"]]}, "schema at 'type': expected one or more of null"),
+        ({"type": "string", "maxLength": None}, "whole numbers, the least one first"),
+        ({"$ref": "#name", "$defs": {}}, "expected a reference to a part of the schema"),
+        (nested(26, {"type": "null"}), "at most 1048576 characters as a regular expression"),
+        (nested(2000, {}), "expected fewer levels"),
+        (
+            {"type": "object", "properties": {f"p{i}": {} for i in range(9000)}},
+            "at most 1048576 characters as a regular expression. Received more. Ask for less",
+        ),
+        (
+            {"$defs": {"a": nested(9, {})}, "anyOf": [{"$ref": "#/$defs/a"}] * 900},
+            "schema at '.*': expected what takes at most 1048576 characters",
+        ),
         ({"type": []}, "schema at 'type': expected one or more of"),
         ({"type": "array", "items": [1]}, r"schema at 'items': expected a JSON Schema, a dict"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "whole numbers, the least one first"),
@@ -227,7 +266,7 @@ def test_a_format_is_a_string():
 def test_choices_are_taken_as_they_stand():
     texts = ["a.b", "(x) [y] {z}", "1+1=2?", "^$|\\", "é\n\t", "#-~&"]
     regex = bs.ResponseFormat.choice(texts).regex
-    found = automaton._make(regex)
+    found = make_here(regex)
     for text in [*texts, "axb", "x"]:
         state = found.first
         for byte in text.encode():
