@@ -86,6 +86,7 @@ def test_each_request_gives_what_generate_gives_for_it_alone(lm, seed):
 def test_a_format_comes_and_goes_beside_a_row_without(lm):
     """The row goes on as it does alone, whether tables are there, and of whatever size."""
     engine = bs.Engine(lm, rows=3, length=128, chunk_size=2)
+    before = engine.stats.compilations.get("insert", 0)
     without = engine.submit(PROMPT, max_new_tokens=60, stop_token_ids=None)
     engine.step()
     large = bs.ResponseFormat(r"([a-z]{1,9}[0-9]{1,9}[.,]){1,9}(a|b){1,900}")
@@ -95,7 +96,9 @@ def test_a_format_comes_and_goes_beside_a_row_without(lm):
     assert small.result() == lm.generate("Tom", response_format=YES, max_new_tokens=20)
     assert larger.result() == lm.generate("Tom", response_format=large, max_new_tokens=20)
     assert without.result() == lm.generate(PROMPT, max_new_tokens=60, stop_token_ids=None)
-    assert engine.stats.compilations["insert"] == 3  # without, and with tables of two sizes
+    assert (
+        engine.stats.compilations["insert"] == before + 3
+    )  # without, and with tables of two sizes
     assert not engine._scheduler._batch.tables.get("formats")
 
 
@@ -257,13 +260,13 @@ def test_any_object_of_json(running):
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": 1}}}},
-            "ResponseFormat.json_schema, schema: expected keywords that can be kept. Received 'minimum'",
+            "json_schema, schema: expected keywords that can be kept. Received 'minimum'",
         ),
         ({"structured_outputs": {}}, "expected one of `choice`, `regex`, `json` and `json_object`"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "expected one of `choice`, `reg"),
         (
             {"structured_outputs": {"regex": "(a"}},
-            "it is no regular expression of the Rust crate `regex`. Change it.",
+            "it is no regular expression of the Rust crate `regex`",
         ),
         ({"structured_outputs": {"grammar": "a"}}, "expected no such field"),
         (

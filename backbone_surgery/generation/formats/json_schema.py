@@ -168,9 +168,7 @@ class _Translation:
             raise _refusal(f"{where} at 'required'", "names of its properties", required)
         others = schema.get("additionalProperties", True)
         if not isinstance(others, bool | Mapping):
-            raise _refusal(
-                f"{where} at 'additionalProperties'", "a schema, or true or false", others
-            )
+            raise _refusal(f"{where} at 'additionalProperties'", "a schema or a boolean", others)
         if not properties:
             if others is False:
                 return rf"\{{{_GAP}\}}"

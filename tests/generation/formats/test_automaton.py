@@ -79,7 +79,7 @@ def test_a_text_may_go_on_after_the_end_of_another():
 @pytest.mark.parametrize("regex", ["(a", "a)|(b", "[(]a)(b", "^a$", "(?=a)b", r"(a)\1", "a{2"])
 def test_what_is_no_expression_is_refused(regex):
     with pytest.raises(
-        ValueError, match=r"it is no regular expression of|has an anchor, which is not|no text"
+        ValueError, match=r"it is no regular expression of|has an anchor|no text|was not opened"
     ):
         make_automaton(regex)
 
@@ -90,10 +90,51 @@ def test_one_that_takes_long_is_given_up(monkeypatch):
         make_automaton("(a|b)*a(a|b){22}")
 
 
-def test_an_expression_may_end_with_a_comment():
-    made = make_automaton("(?x) a b # and that is all")
-    assert accepts(made, "ab")
-    assert not accepts(made, "ab ")
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "(?x)a # b",
+        "(?-u:a)",
+        "a(?s).",
+        "(?s:.)",
+        "(?i-s:.)",
+        "[a",
+        r"\x{00}",
+        r"\u0000",
+        "a\0",
+        r"a\z",
+    ],
+)
+def test_what_would_mean_something_else_is_refused(regex):
+    with pytest.raises(
+        ValueError, match=r"of flags it may|has no end|no text has a char|an anchor"
+    ):
+        make_automaton(regex)
+
+
+@pytest.mark.parametrize("regex", [".", "[^a]", r"\D", r"\S", r"\W", "(?s).", "[^]a]", "[]a]"])
+def test_no_text_has_a_nul(regex):
+    """Which is all that is taken out of what an expression matches."""
+    made = make_here(regex)
+    assert not accepts(made, "\0")
+    for text in ("a", "\x01", "é", "\n", "7", "]", "-"):
+        assert accepts(made, text) == (re.fullmatch(regex, text) is not None)
+
+
+def test_properties_of_characters():
+    for regex, texts, others in ((r"\PL", "1\n]", "aé\0"), (r"\p{Cc}", "\x01\n", "aé\0")):
+        made = make_here(regex)
+        assert all(accepts(made, text) for text in texts)
+        assert not any(accepts(made, text) for text in others)
+
+
+@pytest.mark.parametrize(
+    "regex", [r" [a-z ]{5,40}\.", ".{3,300}!", "x[^a]{3,30}!", r'"([^"\\]|\\"){0,300}"']
+)
+def test_what_begins_like_its_middle_takes_no_time(regex, monkeypatch):
+    """As it would where matches inside of a text were looked for."""
+    monkeypatch.setattr(automaton, "SECONDS", 20)
+    assert len(make_automaton(regex).table) // BYTES < 5000
 
 
 @pytest.mark.slow

@@ -176,6 +176,15 @@ def nested(depth, inner):
     return inner
 
 
+def test_references_into_lists_and_with_escapes():
+    names = {"a b/c": {"type": "null"}}
+    part = {"$ref": "#/$defs/a%20b~1c"}
+    schema = {"$defs": names, "anyOf": [part, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}
+    regex = bs.ResponseFormat.json_schema(schema).regex
+    assert re.fullmatch(regex, "null")
+    assert re.fullmatch(regex, "[null]")
+
+
 def test_a_reference_is_written_once():
     names = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(12)}
     schema = {"$defs": {**names, "d12": {"type": "null"}}, "$ref": "#/$defs/d0"}
@@ -186,7 +195,9 @@ def test_a_class_without_a_schema_is_refused():
     class Odd(pydantic.BaseModel):
         call: Callable
 
-    with pytest.raises(bs.SurgeryError, match="expected a class that has a JSON Schema. Received"):
+    with pytest.raises(
+        bs.SurgeryError, match=r"expected a class that has a JSON Schema\. Received"
+    ):
         bs.ResponseFormat.json_schema(Odd)
 
 
@@ -219,6 +230,14 @@ def test_a_class_without_a_schema_is_refused():
             {"$defs": {"a": nested(9, {})}, "anyOf": [{"$ref": "#/$defs/a"}] * 900},
             "schema at '.*': expected what takes at most 1048576 characters",
         ),
+        ({"type": "array", "items": {"$id": "x"}}, r"schema at 'items': expected keywords .*id"),
+        (
+            {"type": "object", "properties": {"1": {}}, "required": [1]},
+            "expected names of its prop",
+        ),
+        ({"type": "object", "additionalProperties": 5}, "expected a schema or a boolean. Received"),
+        ({"$ref": "#x/$defs/a", "$defs": {"a": {}}}, "expected a reference to a part of the sch"),
+        ({"const": "\ud800"}, "expected characters that UTF-8 has"),
         ({"type": []}, "schema at 'type': expected one or more of"),
         ({"type": "array", "items": [1]}, r"schema at 'items': expected a JSON Schema, a dict"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "whole numbers, the least one first"),
