@@ -26,10 +26,10 @@ class ResponseFormat:
     ends in a word: `" (yes|no)"` then fits better than `"(yes|no)"`.
 
     Attributes:
-        regex: in the syntax of the Rust crate `regex`, which is Python's but for lookaround and back
-            references. Anchors such as `^` and `$` are not needed, as the whole text has to fit,
-            and are refused; so is a character 0. Of flags there are `i`, `m` and `U`, and `(?s)`
-            at the beginning.
+        regex: in the syntax of the Rust crate `regex`, which is Python's but for lookaround and
+            back references. Anchors such as `^` and `$` are not needed, as the whole text has to
+            fit, and are refused; so is a character 0. Of flags there are `i`, `m` and `U`, and
+            `(?s)` at the beginning.
         kind: what it was made of, for errors.
 
     Raises:
