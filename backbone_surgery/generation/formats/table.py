@@ -9,10 +9,12 @@ Source: Willard and Louf 2023, Efficient Guided Generation for Large Language Mo
 arXiv:2307.09702. There the tokens of each state are listed on the host.
 """
 
+import contextlib
 import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +93,21 @@ class _Tables:
         """Keep a table, and let go of those that were not used for longest."""
         with self._lock:
             self._tables[key] = table
-            self._making.pop(key, None)
             while len(self._tables) > _KEPT:
                 self._tables.popitem(last=False)
         return table
 
-    def making(self, key: tuple[str, int]) -> threading.Lock:
-        """Return what to hold while a table is made: it is made once, others meanwhile."""
+    @contextlib.contextmanager
+    def making(self, key: tuple[str, int]) -> Iterator[None]:
+        """Have nobody else make a table meanwhile, but others."""
         with self._lock:
-            return self._making.setdefault(key, threading.Lock())
+            lock = self._making.setdefault(key, threading.Lock())
+        with lock:
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._making.pop(key, None)
 
 
 _made: weakref.WeakKeyDictionary[Any, _Tables] = weakref.WeakKeyDictionary()
