@@ -83,6 +83,7 @@ def test_each_request_gives_what_generate_gives_for_it_alone(lm, seed):
     assert [request.finish_reason for request in requests].count("stop") >= 4
 
 
+@pytest.mark.slow
 def test_a_format_comes_and_goes_beside_a_row_without(lm):
     """The row goes on as it does alone, whether tables are there, and of whatever size."""
     engine = bs.Engine(lm, rows=3, length=128, chunk_size=2)
@@ -114,7 +115,8 @@ def test_nothing_is_compiled_after_the_warm_up(lm):
     assert engine.stats.compilations == before
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
 def test_a_longer_cache_is_made_while_a_format_is_read(rows):
     lm = bs.CachedCausalLM.from_preset("tiny_gemma")
     lm.compile(sampler="greedy")

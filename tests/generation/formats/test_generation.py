@@ -110,7 +110,7 @@ def test_greedy_tokens_are_numpys(lm):
         assert shown in CHOICES
 
 
-@pytest.mark.by_default(3)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     "sampler",
     [
