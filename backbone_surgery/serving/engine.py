@@ -146,8 +146,6 @@ class Engine:
             QueueFullError: `max_waiting` requests wait already.
             SurgeryError: bad input, before anything is run.
         """
-        size = self.lm.programs.head.input_dim
-        read_format(response_format, self.lm.preprocessor, size, "submit")
         requests = self._submit(
             [prompt] if isinstance(prompt, str) else prompt,
             1,

@@ -164,7 +164,10 @@ class _Translation:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not all(isinstance(n, str) for n in properties):
             raise _refusal(f"{where} at 'properties'", "a dict of schemas", properties)
-        if not isinstance(required, list) or not all(name in [*properties] for name in required):
+        names = set(properties)
+        if not isinstance(required, list) or not all(
+            isinstance(name, str) and name in names for name in required
+        ):
             raise _refusal(f"{where} at 'required'", "names of its properties", required)
         others = schema.get("additionalProperties", True)
         if not isinstance(others, bool | Mapping):
@@ -177,7 +180,8 @@ class _Translation:
             (self._property(name, value, where, inside) for name, value in properties.items()),
             where,
         )
-        parts = [(text, name in required) for text, name in zip(texts, properties, strict=True)]
+        needed = set(required)
+        parts = [(text, name in needed) for text, name in zip(texts, properties, strict=True)]
         ways = next((i for i, (_, is_required) in enumerate(parts) if is_required), len(parts))
         _check_length((ways + 1) * sum(map(len, texts)), where)
         return rf"\{{{_GAP}{_in_order(parts)}{_GAP}\}}"

@@ -101,8 +101,9 @@ def check_stops(
         counts[STOP] = 1
         following = table.following[:, counts > 0]
         ends = np.arange(len(following)) == OVER
-        while not (more := (ends[following] & (following >= 0)).any(axis=1) <= ends).all():
-            ends |= ~more
+        before = np.zeros_like(ends)
+        while (before != ends).any():
+            before, ends = ends, ends | (ends[following] & (following >= 0)).any(axis=1)
         if not ends[START:].all():
             raise SurgeryError(
                 f"{operation} at 'stop_token_ids': expected tokens whose text is not needed for "
@@ -111,10 +112,10 @@ def check_stops(
             )
 
 
-def entries(tables: Sequence[FormatTable | None]) -> int:
+def entries(tables: Sequence[FormatTable]) -> int:
     """Return for how many entries of a table there is to be room."""
     size = _LEAST_ENTRIES
-    while size < max((t.following.size for t in tables if t is not None), default=0):
+    while size < max(table.following.size for table in tables):
         size *= _GROWTH
     return size
 

@@ -132,7 +132,6 @@ class Service:
         wanted: ResponseFormat | None,
     ) -> list[EngineRequest]:
         """Send a request to the engine for each choice of each prompt; all of them, or none."""
-        self.check_model(body)
         count, most = len(prompts) * body.choices, self.engine.max_waiting
         if count > most:
             raise SurgeryError(
@@ -272,6 +271,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
                 "too. Received all three. Leave one out."
             )
         most = _NEW_TOKENS if body.max_tokens is None else body.max_tokens
+        service.check_model(body)
         wanted = await service.formats.prepare(body)
         requests = await asyncio.to_thread(service.submit, body, body.prompts, most, wanted)
         n, sites, count = body.choices, service.sites(body), body.likeliest
@@ -294,6 +294,7 @@ def _add_chat(app: FastAPI, service: Service) -> None:
                 "both."
             )
 
+        service.check_model(body)
         wanted = await service.formats.prepare(body)
 
         def submit() -> list[EngineRequest]:

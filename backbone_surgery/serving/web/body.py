@@ -190,8 +190,8 @@ class Completion(_Asked):
     @property
     def wanted_format(self) -> ResponseFormat | None:
         """What the text has to be."""
-        asked = (self.response_format, self.structured_outputs)
-        formats = [f.wanted for f in asked if f is not None and f.wanted is not None]
+        asked = [f.wanted for f in (self.response_format, self.structured_outputs) if f is not None]
+        formats = [wanted for wanted in asked if wanted is not None]
         if len(formats) > 1:
             raise SurgeryError(
                 "structured_outputs: expected it or `response_format`. Received both. Send one."
