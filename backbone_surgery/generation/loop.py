@@ -233,20 +233,19 @@ def _choose(strategy: Strategy, logits: jax.Array, state: State, arguments: Stat
         settings = {**settings, "past": past_of(*places)}
     if "logprobs" in settings:
         settings = {**settings, "logits": logits}
-    following = None
     if "formats" in arguments:
-        logits, following = keep_format(logits, arguments["formats"], state["formats"])
+        logits = keep_format(logits, arguments["formats"], state["formats"])
     tokens, parents, draws = strategy.choose(logits, state["done"], state["draws"], settings)
     per_row = {k: state[k] for k in _PER_ROW if k in state}
     if parents is not None and len(tokens) > 1:
         per_row = jax.tree.map(lambda x: x[parents], per_row)
     state = {**state, **per_row, "draws": draws}
-    if following is not None:
-        state["formats"] = next_states(following, tokens, parents)
+    if "formats" in arguments:
+        state["formats"] = next_states(arguments["formats"], state["formats"], tokens)
     slot, done = state["slot"], state["done"]
     budget = jnp.repeat(arguments["budget"], strategy.width)
     stopped = (tokens[:, None] == arguments["stop_ids"]).any(axis=1)
-    if following is not None:
+    if "formats" in arguments:
         stopped = stopped | (state["formats"] == OVER)
     written = jax.lax.dynamic_update_slice_in_dim(state["tokens"], tokens[:, None], slot, 1)
     out_of_budget = slot + 1 - state["start"] >= budget

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.generation.captures import cut
-from backbone_surgery.generation.formats.rows import arrays_of, entries
-from backbone_surgery.generation.loop import State
+from backbone_surgery.generation.formats.rows import Room, arrays_of
+from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.samplers import NO_TOKEN
 from backbone_surgery.serving.job import Job, RequestError
@@ -48,7 +48,7 @@ class RowBatch:
 
     Attributes:
         new_tokens: how many were handed out so far.
-        entries: for how many entries of a response format there is room; as many as any has had.
+        room: of the table of a response format; as much as any has needed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RowBatch:
         self.first_tokens: list[tuple[Job, int, State]] = []
         self.state: State = {}  # made with the first row
         self.tables: State = {"controls": {}}
-        self.entries = 0
+        self.room = Room()
 
     @property
     def running(self) -> list[int]:
@@ -282,16 +282,15 @@ class RowBatch:
         own = {"controls": job.controls}
         if job.table is None:
             return controls, own
-        size = self.entries = max(self.entries, entries([job.table]))
+        room = self.room = self.room.for_tables(job.table)
         if "formats" not in self.state:  # it may be a new one
-            self.tables["formats"] = self.programs.new_formats(size)
+            self.tables["formats"] = self.programs.new_formats(room)
             formats = {"formats": jnp.zeros(len(self.jobs), jnp.int32)}
             self.state.update(self.programs.lay_out(formats))
         formats = self.tables["formats"]
-        room = formats["following"].shape[1]
-        if room < size:
-            formats["following"] = jnp.pad(formats["following"], ((0, 0), (0, size - room)))
-        own["formats"] = arrays_of([job.table], size)
+        for name, size in zip(("following", "masks"), room, strict=True):
+            formats[name] = pad(formats[name], size, 0, 1)
+        own["formats"] = arrays_of([job.table], room)
         return {**controls, "formats": formats}, own
 
     def _widen(self, controls: dict[str, np.ndarray]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.formats.rows import keep_format, next_states, with_stops
+from backbone_surgery.generation.formats.rows import Room, keep_format, next_states, with_stops
 from backbone_surgery.generation.formats.table import FREE, OVER, START
 from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.penalties import past_of
@@ -78,19 +78,10 @@ class RowPrograms:
         }
         return self.lay_out(captures)
 
-    def new_formats(self, size: int) -> State:
-        """Make the tables of the response formats of rows that have none, see `arrays_of`.
-
-        Args:
-            size: for how many entries of each there is room.
-        """
-        rows, vocabulary = self.rows, self.programs.head.input_dim
-        formats = {
-            "following": jnp.zeros((rows, size), jnp.int16),
-            "width": jnp.zeros(rows, jnp.int32),
-            "classes": jnp.zeros((rows, vocabulary), jnp.int16),
-        }
-        return self.lay_out(formats)
+    def new_formats(self, room: Room) -> State:
+        """Make the tables of the response formats of rows that have none, see `arrays_of`."""
+        empty = room.empty(self.rows, self.programs.head.input_dim)
+        return self.lay_out(jax.tree.map(jnp.asarray, empty))
 
     def lay_out(self, values: State) -> State:
         """Put arrays whose first axis counts rows where the devices of a mesh have them."""
@@ -298,15 +289,15 @@ class RowPrograms:
         logits, length = new["logits"], new["length"]
         past = past_of(new["tokens"], length[None], length, length)
         settings = {**new["settings"], "past": past, "logits": logits}
-        following = None
+        states, formats = jnp.full(1, FREE, jnp.int32), None
         if "formats" in new["tables"]:
+            states = jnp.full(1, START, jnp.int32)
             formats = with_stops(new["tables"]["formats"], new["stop_ids"])
-            logits, following = keep_format(logits, formats, jnp.full(1, START, jnp.int32))
+            logits = keep_format(logits, formats, states)
         token, _, draws = self.strategy.choose(logits, new["budget"] <= 0, new["draws"], settings)
         done = (token[:, None] == new["stop_ids"]).any(axis=1) | (new["budget"] <= 1)
-        if following is None:
-            return token, {"done": done, "draws": draws, "formats": jnp.full(1, FREE, jnp.int32)}
-        states = next_states(following, token, None)
+        if formats is not None:
+            states = next_states(formats, states, token)
         return token, {"done": done | (states == OVER), "draws": draws, "formats": states}
 
     def _insert_cache(

@@ -10,7 +10,6 @@ import numpy as np
 
 from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.causal_lm import CachedCausalLM
-from backbone_surgery.generation.formats.rows import entries
 from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.opening.model import EditedBackbone
 from backbone_surgery.opening.once import lora_settings
@@ -196,7 +195,7 @@ class Scheduler:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
         controls = controls_of_sizes(_one_row(self.lm.opened), self._sizes)
         if format_table is not None:
-            self._batch.entries = max(self._batch.entries, entries([format_table]))
+            self._batch.room = self._batch.room.for_tables(format_table)
         with self._lock, self.programs.weights_of_now():
             for kept in {False, captures}:
                 warm_up(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backbone_surgery.generation.formats.rows import arrays_of, entries
+from backbone_surgery.generation.formats.rows import Room, arrays_of
 from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.loop import State
 from backbone_surgery.serving.prefill import tail_size
@@ -49,8 +49,8 @@ def warm_up(
     for length in lengths:
         _run_rows(programs, new, staged, length, captures)
         if format_table is not None:
-            size = entries([format_table])
-            formats = programs.new_formats(size), arrays_of([format_table], size)
+            room = Room().for_tables(format_table)
+            formats = programs.new_formats(room), arrays_of([format_table], room)
             _run_rows(programs, new, staged, length, captures, formats)
 
 

@@ -1,7 +1,7 @@
 """Response formats of rows: their arrays, and what the compiled loop does with them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ from backbone_surgery.generation.formats.table import (
     STOP,
     FormatTable,
     table_of,
+    words_of,
 )
 
 Arrays = dict[str, Any]
 
-_LEAST_ENTRIES = 2**16
+_LEAST_ENTRIES, _LEAST_MASKS = 2**16, 2**8
 _GROWTH = 4
 """Tables have one of a few sizes, so that another format seldom is another program."""
 
@@ -112,31 +113,62 @@ def check_stops(
             )
 
 
-def entries(tables: Sequence[FormatTable]) -> int:
-    """Return for how many entries of a table there is to be room."""
-    size = _LEAST_ENTRIES
-    while size < max(table.following.size for table in tables):
-        size *= _GROWTH
-    return size
+class Room(NamedTuple):
+    """For how many entries and masks of a table there is room."""
+
+    entries: int = 0
+    masks: int = 0
+
+    def for_tables(self, *tables: FormatTable) -> "Room":
+        """Return the room that is needed for some tables too."""
+        entries = (table.following.size + len(table.mask_of) for table in tables)
+        masks = (len(table.masks) for table in tables)
+        return Room(
+            _size(max(entries), max(self.entries, _LEAST_ENTRIES)),
+            _size(max(masks), max(self.masks, _LEAST_MASKS)),
+        )
+
+    def empty(self, rows: int, vocabulary_size: int) -> Arrays:
+        """Return arrays as those of `arrays_of`, for rows without a format."""
+        words = words_of(vocabulary_size)
+        return {
+            "following": np.zeros((rows, self.entries), np.int16),
+            "width": np.zeros(rows, np.int32),
+            "classes": np.zeros((rows, vocabulary_size), np.int16),
+            "masks": np.full((rows, self.masks, words), np.iinfo(np.uint32).max, np.uint32),
+        }
 
 
-def arrays_of(tables: Sequence[FormatTable], size: int) -> Arrays:
+def _size(needed: int, least: int) -> int:
+    while least < needed:
+        least *= _GROWTH
+    return least
+
+
+def arrays_of(tables: Sequence[FormatTable], room: Room) -> Arrays:
     """Return tables as arrays.
 
     Args:
         tables: the tables; not none.
-        size: for how many entries of each there is room.
+        room: that each of them has.
 
     Returns:
-        `following` int16[tables, size], of which `width` int32[tables] entries are of one state,
-        and `classes` int16[tables, vocabulary].
+        `following` int16[tables, entries], of which `width` int32[tables] are of one state: its
+        mask, and the state after a token of each class; `classes` int16[tables, vocabulary]; and
+        `masks` uint32[tables, masks, words].
     """
-    flat = [table.following.reshape(-1) for table in tables]
+    states = [np.column_stack([table.mask_of, table.following]) for table in tables]
     return {
-        "following": np.stack([np.pad(x, (0, size - len(x))) for x in flat]),
-        "width": np.array([table.following.shape[1] for table in tables], np.int32),
+        "following": np.stack([_filled(x.reshape(-1), room.entries) for x in states]),
+        "width": np.array([x.shape[1] for x in states], np.int32),
         "classes": np.stack([table.classes for table in tables]),
+        "masks": np.stack([_filled(table.masks, room.masks) for table in tables]),
     }
+
+
+def _filled(x: np.ndarray, length: int) -> np.ndarray:
+    """Lengthen an array by zeros."""
+    return np.pad(x, [(0, length - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
 def arrays_of_rows(tables: Sequence[FormatTable | None]) -> tuple[Arrays, np.ndarray]:
@@ -152,7 +184,7 @@ def arrays_of_rows(tables: Sequence[FormatTable | None]) -> tuple[Arrays, np.nda
     filled = [*distinct, *[distinct[0]] * (count - len(distinct))]
     which = [0 if table is None else distinct.index(table) for table in tables]
     states = [FREE if table is None else START for table in tables]
-    arrays = arrays_of(filled, entries(distinct))
+    arrays = arrays_of(filled, Room().for_tables(*distinct))
     return {**arrays, "which": np.array(which, np.int32)}, np.array(states, np.int32)
 
 
@@ -164,20 +196,21 @@ def with_stops(formats: Arrays, stop_ids: jax.Array, width: int = 1) -> Arrays:
         stop_ids: int32[ids] or int32[rows, ids], stop tokens; negative ones are none.
         width: candidate rows of each row.
     """
-    classes = formats["classes"]
-    which = formats.get("which", jnp.arange(len(classes), dtype=jnp.int32))
-    rows = jnp.arange(len(which))[:, None]
+    tables, vocabulary = formats["classes"].shape
+    which = formats.get("which", jnp.arange(tables, dtype=jnp.int32))
     stop_ids = jnp.broadcast_to(stop_ids, (len(which), stop_ids.shape[-1]))
-    outside = jnp.where(stop_ids < 0, classes.shape[1], stop_ids)
-    classes = classes[which].at[rows, outside].set(STOP, mode="drop")
-    of_rows = {"classes": classes, "which": which, "width": formats["width"][which]}
+    rows, known = jnp.arange(len(which))[:, None], jnp.where(stop_ids < 0, vocabulary, stop_ids)
+    of_rows = {
+        "which": which,
+        "width": formats["width"][which],
+        "stop_ids": stop_ids,
+        "is_stop": jnp.zeros((len(which), vocabulary), bool).at[rows, known].set(True, mode="drop"),
+    }
     of_rows = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), of_rows)
-    return {"following": formats["following"], **of_rows}
+    return {**{name: formats[name] for name in ("following", "classes", "masks")}, **of_rows}
 
 
-def keep_format(
-    logits: jax.Array, formats: Arrays, states: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def keep_format(logits: jax.Array, formats: Arrays, states: jax.Array) -> jax.Array:
     """Take away the tokens that may not follow.
 
     A beam whose text is whole goes on with token 0, which costs nothing, so it stays as likely as
@@ -189,26 +222,33 @@ def keep_format(
         states: int32[rows].
 
     Returns:
-        The logits, minus infinity for these tokens, and int16[rows, vocabulary], the state after
-        each token.
+        The logits, minus infinity for these tokens.
     """
-    entry = (states * formats["width"])[:, None] + formats["classes"]
-    following = formats["following"][formats["which"][:, None], entry]
-    is_over, is_first = (states == OVER)[:, None], (jnp.arange(logits.shape[1]) == 0)[None]
-    allowed = jnp.where(is_over, is_first, following >= 0)
-    return jnp.where(allowed, logits, -jnp.inf), following
+    (rows, size), which = logits.shape, formats["which"]
+    mask_of = formats["following"][which, states * formats["width"]]
+    words = formats["masks"][which, mask_of]
+    places = jnp.arange(jnp.iinfo(words.dtype).bits, dtype=words.dtype)[:, None]
+    bits = ((words[:, None] >> places) & 1).reshape(rows, -1)[:, :size]
+    place, word = divmod(size, words.shape[1])
+    stops = (words[:, word, None] >> place) & 1
+    allowed = jnp.where(formats["is_stop"], stops, bits) == 1
+    is_over, is_first = (states == OVER)[:, None], (jnp.arange(size) == 0)[None]
+    return jnp.where(jnp.where(is_over, is_first, allowed), logits, -jnp.inf)
 
 
-def next_states(following: jax.Array, tokens: jax.Array, parents: jax.Array | None) -> jax.Array:
+def next_states(formats: Arrays, states: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return the states after some tokens, int32[rows].
 
     A beam that had no allowed token has probability 0, and counts as over.
 
     Args:
-        following: from `keep_format`.
+        formats: from `with_stops`.
+        states: int32[rows], before the tokens.
         tokens: int32[rows], negative where none was chosen.
-        parents: int32[rows], the row that each one continues; `None` for its own.
     """
-    rows = jnp.arange(len(tokens)) if parents is None else parents
-    states = following[rows, jnp.maximum(tokens, 0)].astype(jnp.int32)
-    return jnp.where(states < 0, OVER, states)
+    which, tokens = formats["which"], jnp.maximum(tokens, 0)
+    is_stop = (tokens[:, None] == formats["stop_ids"]).any(axis=1)
+    kinds = jnp.where(is_stop, STOP, formats["classes"][which, tokens])
+    entries = states * formats["width"] + 1 + kinds
+    following = formats["following"][which, entries].astype(jnp.int32)
+    return jnp.where(following < 0, OVER, following)

@@ -2,8 +2,10 @@
 
 A regular expression is turned into an automaton over bytes, by the package `outlines-core`, and
 that into one over tokens. Tokens that lead to the same states from everywhere are one class, so the
-table is small: it has a row for each state and a column for each class. The compiled loop looks it
-up at each step.
+table is small: it has a row for each state and a column for each class. The compiled loop looks up
+the state after the token that was chosen. Which tokens it may choose from is a mask, a bit for each
+token. Few states differ in theirs, so masks are few, and a step reads one for each row: to look up
+single numbers for all tokens is slow on a TPU.
 
 Source: Willard and Louf 2023, Efficient Guided Generation for Large Language Models,
 arXiv:2307.09702. There the tokens of each state are listed on the host.
@@ -36,6 +38,11 @@ STOP, NEVER = 0, 1
 MOST_ENTRIES = 2**22
 """Of a table."""
 
+MOST_MASKS = 2**12
+
+_LANES = 128
+"""Words of masks come in groups of so many: a TPU then moves none of them to unpack them."""
+
 _KEPT = 32
 
 
@@ -47,10 +54,15 @@ class FormatTable:
         following: int16[states, classes], the state after a token of a class; -1 where it may not
             follow.
         classes: int16[vocabulary], the class of each token.
+        masks: uint32[masks, words], the tokens that may follow: token `i` has bit `i // words` of
+            word `i % words`. Stop tokens have the bit after the last token's instead of their own.
+        mask_of: int16[states], the mask of each state.
     """
 
     following: np.ndarray
     classes: np.ndarray
+    masks: np.ndarray
+    mask_of: np.ndarray
 
     def end(self, new: np.ndarray, stop_ids: list[int]) -> int | None:
         """Return how many of the new tokens the text has when it is whole; `None` if it is not."""
@@ -250,4 +262,29 @@ def _filled(
     for row, state in enumerate(order, START):
         kinds, states = some.walk(automaton.table, state)
         following[row, kinds + NEVER + 1] = numbers[states]
-    return FormatTable(following, (classes[1:] + NEVER).astype(np.int16))
+    classes = (classes[1:] + NEVER).astype(np.int16)
+    return FormatTable(following, classes, *_masks(following, classes))
+
+
+def words_of(vocabulary_size: int) -> int:
+    """Return how many words a mask has."""
+    return -(-(vocabulary_size + 1) // (np.iinfo(np.uint32).bits * _LANES)) * _LANES
+
+
+def _masks(following: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the masks of a table, and the one of each state; see `FormatTable`."""
+    kinds, mask_of = np.unique(following >= 0, axis=0, return_inverse=True)
+    if len(kinds) > MOST_MASKS:
+        raise ValueError(
+            f"{len(kinds)} of its states differ in the tokens that may follow, which is more than "
+            f"{MOST_MASKS}"
+        )
+    bits = np.iinfo(np.uint32).bits
+    words = words_of(len(classes))
+    allowed = np.zeros(bits * words, bool)
+    masks = np.empty((len(kinds), words), np.uint32)
+    for mask, kind in zip(masks, kinds, strict=True):
+        allowed[: len(classes) + 1] = np.append(kind[classes], kind[STOP])
+        packed = np.packbits(allowed.reshape(bits, words), axis=0, bitorder="little")
+        mask[:] = np.ascontiguousarray(packed.T).view("<u4")[:, 0]
+    return masks, mask_of.reshape(-1).astype(np.int16)

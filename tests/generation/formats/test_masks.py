@@ -1,0 +1,129 @@
+"""What the compiled loop looks up is the table, and a step looks up few numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import backbone_surgery as bs
+from backbone_surgery.generation.formats import table as tables
+from backbone_surgery.generation.formats.rows import (
+    Room,
+    arrays_of,
+    arrays_of_rows,
+    keep_format,
+    next_states,
+    with_stops,
+)
+from backbone_surgery.generation.formats.table import FREE, OVER, START, STOP, table_of
+
+FORMATS = [
+    bs.ResponseFormat.choice([" girl", " green dog", "dog", "!?"]),
+    bs.ResponseFormat(r" [a-z]{1,6}( [a-z]{1,6}){2,4}\."),
+]
+STOPS = [[0, 7], [5, -1], [-1, -1]]
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return bs.CachedCausalLM.from_preset("tiny_gpt2")
+
+
+def tables_of(lm):
+    size = lm.programs.head.input_dim
+    return [table_of(f, lm.preprocessor.tokenizer, size) for f in FORMATS]
+
+
+def by_hand(table, state, stops, size):
+    """Return the states after each token, -1 where it may not follow, read off the table."""
+    if table is None:
+        return np.full(size, FREE)
+    following = table.following[state][table.classes]
+    following[[i for i in stops if i >= 0]] = table.following[state, STOP]
+    return following
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_every_state_allows_what_the_table_says(gpt2, width):
+    size, formats = gpt2.programs.head.input_dim, [*tables_of(gpt2), None]
+    arrays, first = arrays_of_rows(formats)
+    assert first.tolist() == [START, START, FREE]
+    ready = with_stops(arrays, jnp.array(STOPS), width)
+    logits = jnp.arange(3.0 * width * size).reshape(3 * width, size)
+    states = [len(table.following) if table else 1 for table in formats]
+    for step in range(max(states)):
+        now = [min(step, count - 1) for count in states]
+        now = jnp.repeat(jnp.array(now, jnp.int32), width)
+        kept = np.asarray(keep_format(logits, ready, now))
+        for i in range(3 * width):
+            state, table = int(now[i]), formats[i // width]
+            following = by_hand(table, state, STOPS[i // width], size)
+            allowed = following >= 0
+            if state == OVER and table is not None:
+                allowed = np.arange(size) == 0
+            assert np.array_equal(kept[i], np.where(allowed, logits[i], -np.inf))
+
+
+def test_every_token_leads_where_the_table_says(gpt2):
+    size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
+    ready = with_stops(arrays_of([table], Room().for_tables(table)), jnp.array([0, 7]))
+    ready = {**ready, **{k: ready[k].repeat(size, 0) for k in ("which", "width", "stop_ids")}}
+    for state in range(len(table.following)):
+        found = next_states(ready, jnp.full(size, state, jnp.int32), jnp.arange(size))
+        expected = by_hand(table, state, [0, 7], size)
+        assert np.array_equal(found, np.where(expected < 0, OVER, expected))
+    none = next_states(ready, jnp.full(size, START, jnp.int32), jnp.full(size, -1))
+    assert (none == next_states(ready, jnp.array([START], jnp.int32), jnp.array([0]))[0]).all()
+
+
+def test_rows_of_an_engine_without_a_format_may_have_any_token():
+    ready = with_stops(Room(8, 2).empty(3, 300), jnp.full((3, 1), -1))
+    logits, states = jnp.zeros((3, 300)), jnp.full(3, FREE, jnp.int32)
+    assert (keep_format(logits, ready, states) == logits).all()
+    assert next_states(ready, states, jnp.array([0, 5, 299])).tolist() == [FREE] * 3
+
+
+def test_a_step_looks_up_two_numbers_and_a_mask_for_each_row(gpt2):
+    """A number for each token would be looked up one by one on a TPU."""
+    size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
+    arrays, states = arrays_of_rows([table] * 4)
+
+    def step(logits, ready, states):
+        logits = keep_format(logits, ready, states)
+        return next_states(ready, states, logits.argmax(axis=1))
+
+    ready = with_stops(arrays, jnp.array([0]))
+    jaxpr = jax.make_jaxpr(step)(jnp.zeros((4, size)), ready, states)
+    gathers = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "gather"]
+    assert [e.invars[1].aval.shape[0] for e in gathers] == [4] * 4
+    taken = [e.outvars[0].aval.shape for e in gathers]
+    assert sorted(taken) == [(4,), (4,), (4,), (4, table.masks.shape[1])]
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def test_masks_are_shared_by_states_and_have_room_for_those_of_other_formats(gpt2):
+    table = table_of(
+        bs.ResponseFormat("[a-z ]{200}"),
+        gpt2.preprocessor.tokenizer,
+        gpt2.programs.head.input_dim,
+    )
+    assert len(table.following) == 202
+    assert len(table.masks) < 30
+    room = Room().for_tables(table)
+    assert room == (2**16, 2**8)
+    assert Room(2**18, 2**8).for_tables(table) == (2**18, 2**8)
+    assert room.for_tables(*tables_of(gpt2)) == room
+
+
+def test_one_whose_masks_are_too_many(gpt2, monkeypatch):
+    monkeypatch.setattr(tables, "MOST_MASKS", 3)
+    words = r"but \d+ of its states differ in the tokens that may follow, which is more than 3\."
+    with pytest.raises(bs.SurgeryError, match=words):
+        gpt2.generate("Tom", max_new_tokens=5, response_format=bs.ResponseFormat("[a-z ]{102}"))
