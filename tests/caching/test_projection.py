@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.caching.projection import HeadProjection, projects_heads
+from backbone_surgery.caching.projection import HeadProjection, projects_heads, works_by_token
 from tests.helpers import make_gemma
 
 TO_HEADS = ("btd,ndh->btnh", (None, 4, 8), (3, 5, 16))
@@ -47,6 +47,33 @@ def test_other_layers_are_left_alone(rng):
         keras.layers.Dense(4),
     ]
     assert not any(projects_heads(layer, "float32") for layer in others)
+
+
+@pytest.mark.parametrize(
+    ("equation", "outputs"),
+    [
+        ("btd,df->btf", (5, 8)),
+        ("btnh,nhd->btd", (5, 8)),
+        ("btd,tdf->btf", (5, 8)),  # each token has a kernel of its own
+        ("btd,ts->bsd", (6, 16)),  # mixes tokens
+        ("btd,tdf->bf", (8,)),
+        ("btd,df->bft", (8, 5)),
+    ],
+)
+def test_a_layer_that_mixes_tokens_is_known_by_its_equation(rng, equation, outputs):
+    shape = (3, 5, 4, 4) if "n" in equation else (3, 5, 16)
+    layer, x = dense(equation, outputs, shape), rng.normal(size=shape).astype("float32")
+    whole, alone = np.asarray(layer(x)), dense_alone(layer, x[1:2, 2:3])
+    is_same = alone is not None and np.allclose(whole[1:2, 2:3], alone, atol=1e-5)
+    assert works_by_token(layer) == is_same
+
+
+def dense_alone(layer, x):
+    """Run one token of one row, if the kernel allows it."""
+    try:
+        return np.einsum(layer.equation, x, np.asarray(layer.kernel))
+    except ValueError:
+        return None
 
 
 @pytest.mark.slow

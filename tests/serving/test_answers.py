@@ -37,6 +37,28 @@ def test_a_long_text_is_compared_with_stops_at_its_end_alone():
     assert Stop.compared <= 6
 
 
+@pytest.mark.parametrize(
+    ("text", "ended", "shown"),
+    [
+        ("stop here", False, ""),
+        ("go, stop", True, "go, "),
+        ("go, stop it.", True, "go"),
+        ("go, sto", False, "go"),
+        ("go, sto", True, "go, sto"),
+        ("gone", False, "gone"),
+    ],
+)
+def test_a_text_is_shown_up_to_its_first_stop_sequence(text, ended, shown):
+    reason = "length" if ended else None
+    request = SimpleNamespace(finish_reason=reason, listen=print, added_text=lambda: text)
+    stops = ["stop", ", stop i"]
+
+    async def visible():
+        return await Answer([request], "tiny", False, stops=stops)._visible(0)
+
+    assert asyncio.run(visible()) == shown
+
+
 class Captured(SimpleNamespace):
     """A request that has ended, and notes in which thread its captures are read."""
 

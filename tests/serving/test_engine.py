@@ -389,6 +389,12 @@ def test_first_come_first_served(lm):
     assert ended == [0, 1, 2, 3, 4]
 
 
+def test_a_request_is_one_prompt(lm):
+    prompts = {"token_ids": np.ones((2, 3), "int32"), "padding_mask": np.ones((2, 3), "int32")}
+    with pytest.raises(bs.SurgeryError, match=r"expected one prompt\. Received 2\. Use `generate`"):
+        make_engine(lm).submit(prompts, max_new_tokens=1, stop_token_ids=None)
+
+
 def test_the_queue_is_bounded(lm):
     engine = make_engine(lm, max_waiting=2)
     kept = [ask([1], max_new_tokens=1).submit(engine) for _ in range(2)]

@@ -239,6 +239,7 @@ def test_a_class_without_a_schema_is_refused():
         ({"$ref": "#x/$defs/a", "$defs": {"a": {}}}, "expected a reference to a part of the sch"),
         ({"const": "\ud800"}, "expected characters that UTF-8 has"),
         ({"type": []}, "schema at 'type': expected one or more of"),
+        ({"minLength": 3}, r"schema at 'type': expected one or more of .*\. Received None"),
         ({"type": "array", "items": [1]}, r"schema at 'items': expected a JSON Schema, a dict"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "whole numbers, the least one first"),
         ({"type": "string", "maxLength": True}, "whole numbers, the least one first"),
