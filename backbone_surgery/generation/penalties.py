@@ -144,29 +144,47 @@ def past_of(tokens: jax.Array, lengths: jax.Array, start: jax.Array, slot: jax.A
     return {"tokens": tokens, "prompt": is_prompt, "new": (slots >= start) & (slots < slot)}
 
 
-def penalized(logits: jax.Array, penalties: Arrays, past: Arrays) -> jax.Array:
+def seen_in(past: Arrays, vocabulary_size: int) -> jax.Array:
+    """Count tokens: int32[rows, vocabulary], how many of each are new; -1 where there is none.
+
+    Those of the prompt alone count as 0.
+
+    Args:
+        past: see `past_of`.
+        vocabulary_size: how many token ids there are.
+    """
+    tokens, prompt, new = (past[name] for name in ("tokens", "prompt", "new"))
+    rows = jnp.arange(len(tokens))[:, None]
+    seen = jnp.full((len(tokens), vocabulary_size), -1, jnp.int32)
+    seen = seen.at[rows, tokens].max(jnp.where(prompt | new, 0, -1), mode="drop")
+    return seen.at[rows, tokens].add(new.astype(jnp.int32), mode="drop")
+
+
+def biases_of(penalties: Arrays, vocabulary_size: int) -> jax.Array:
+    """Return the bias of each token, float32[rows, vocabulary], or of one row if all have one."""
+    biased, bias = (penalties[name].reshape(-1, MOST_BIASED) for name in ("biased", "bias"))
+    rows = jnp.arange(len(biased))[:, None]
+    zeros = jnp.zeros((len(biased), vocabulary_size), jnp.float32)
+    return zeros.at[rows, biased].add(bias, mode="drop")
+
+
+def penalized(
+    logits: jax.Array, penalties: Arrays, seen: jax.Array, biases: jax.Array
+) -> jax.Array:
     """Return the logits after penalties, float32[rows, vocabulary]; see `Penalties`.
 
     Args:
         logits: float[rows, vocabulary].
         penalties: from `Penalties.arrays`, of one row or of all.
-        past: see `past_of`.
+        seen: see `seen_in`.
+        biases: see `biases_of`.
     """
     logits = jax.lax.optimization_barrier(logits).astype(jnp.float32)
-    rows = jnp.arange(len(logits))[:, None]
     repetition, presence, frequency = (penalties[name].reshape(-1, 1) for name in _NUMBERS)
-    biased, bias = (penalties[name].reshape(-1, MOST_BIASED) for name in ("biased", "bias"))
-
-    def sums(tokens: jax.Array, values: jax.Array) -> jax.Array:
-        tokens, values = (jnp.broadcast_to(x, (len(logits), x.shape[1])) for x in (tokens, values))
-        values = values.astype(jnp.float32)
-        return jnp.zeros_like(logits).at[rows, tokens].add(values, mode="drop")
-
-    counts, in_prompt = (sums(past["tokens"], past[name]) for name in ("new", "prompt"))
-    logits = logits + sums(biased, bias)
+    logits = logits + biases
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where((counts > 0) | (in_prompt > 0), repeated, logits)
-    return logits - frequency * counts - presence * (counts > 0)
+    logits = jnp.where(seen >= 0, repeated, logits)
+    return logits - frequency * jnp.maximum(seen, 0) - presence * (seen > 0)
 
 
 def are_asked(penalties: Arrays) -> jax.Array:
@@ -205,11 +223,21 @@ class Penalized:
 
     def start(self, seeds: np.ndarray) -> Arrays:
         """Return the state of the strategy. seeds: uint32[batch, 2]."""
-        return self._strategy.start(seeds)
+        return {"of": self._strategy.start(seeds)}
 
     def choose(
         self, logits: jax.Array, done: jax.Array, state: Arrays, settings: Arrays
     ) -> tuple[jax.Array, jax.Array | None, Arrays]:
-        """Choose a token for each row; `settings` have the `past`, too."""
-        logits = penalized(logits, settings["penalties"], settings["past"])
-        return self._strategy.choose(logits, done, state, settings["own"])
+        """Choose a token for each row; `settings` have the `past`, too.
+
+        After the first token the state has what was seen, and the biases: to write single numbers
+        to tables of all tokens at each step is slow on a TPU.
+        """
+        penalties, size = settings["penalties"], logits.shape[-1]
+        seen = state["seen"] if "seen" in state else seen_in(settings["past"], size)
+        biases = state["biases"] if "biases" in state else biases_of(penalties, size)
+        logits = penalized(logits, penalties, seen, biases)
+        tokens, parents, own = self._strategy.choose(logits, done, state["of"], settings["own"])
+        seen = jnp.where(jnp.arange(size) == tokens[:, None], jnp.maximum(seen, 0) + 1, seen)
+        biases = jnp.broadcast_to(biases, logits.shape)
+        return tokens, parents, {"of": own, "seen": seen, "biases": biases}

@@ -11,7 +11,13 @@ import keras_hub
 import numpy as np
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.penalties import Penalties, are_asked, penalized
+from backbone_surgery.generation.penalties import (
+    Penalties,
+    are_asked,
+    biases_of,
+    penalized,
+    seen_in,
+)
 from backbone_surgery.generation.samplers import NO_TOKEN, Arrays, Greedy
 from backbone_surgery.numbers import is_int, read_number
 
@@ -130,7 +136,8 @@ class RequestSampling:
         penalties, seeds = settings["penalties"], state["seeds"]
 
         def of_penalized() -> jax.Array:
-            changed = penalized(logits, penalties, settings["past"])
+            seen = seen_in(settings["past"], logits.shape[-1])
+            changed = penalized(logits, penalties, seen, biases_of(penalties, logits.shape[-1]))
             return _choose(changed, done, seeds, settings)
 
         tokens = jax.lax.cond(

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.penalties import Penalized, past_of, penalized
+from backbone_surgery.generation.penalties import (
+    Penalized,
+    biases_of,
+    past_of,
+    penalized,
+    seen_in,
+)
 from backbone_surgery.generation.samplers import Greedy
 from tests.helpers import ragged
 from tests.numpy_models import Model, weights_of
@@ -108,9 +114,24 @@ def test_hugging_face_has_the_same_logits(rng):
     processor = processors.RepetitionPenaltyLogitsProcessor(1.3)
     wanted = processor(torch.tensor(ids), torch.tensor(logits)).numpy()
     past = past_of(jax.numpy.array(ids), jax.numpy.array([5, 5]), 5, 8)
-    got = penalized(jax.numpy.array(logits), bs.Penalties(1.3).arrays(), past)
+    penalties = bs.Penalties(1.3).arrays()
+    tables = seen_in(past, VOCABULARY), biases_of(penalties, VOCABULARY)
+    got = penalized(jax.numpy.array(logits), penalties, *tables)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
     assert (wanted != logits).any()
+
+
+def test_only_the_first_token_writes_single_numbers_to_tables():
+    """At each step that would be slow on a TPU."""
+    strategy = Penalized(Greedy(), CASES["all"], "generate")
+    logits, done = np.zeros((2, VOCABULARY), "float32"), np.zeros(2, bool)
+    past = past_of(jax.numpy.zeros((2, 8), int), jax.numpy.array([5, 3]), 5, 5)
+    settings = {**strategy.settings(), "past": past}
+    state = strategy.start(np.zeros((2, 2), np.uint32))
+    first = jax.make_jaxpr(strategy.choose)(logits, done, state, settings)
+    _, _, state = strategy.choose(logits, done, state, settings)
+    later = jax.make_jaxpr(strategy.choose)(logits, done, state, settings)
+    assert ["scatter" in str(program) for program in (first, later)] == [True, False]
 
 
 @pytest.mark.parametrize("neutral", [None, bs.Penalties(), bs.Penalties(bias={3: 0.0})])

@@ -37,7 +37,6 @@ def of_rows(samplings):
     return {**settings, "past": past}
 
 
-@pytest.mark.slow
 def test_a_row_draws_as_its_sampler_would_alone(rng):
     rows, steps, vocabulary = len(KINDS), 40, 97
     logits = rng.normal(size=(steps, rows, vocabulary)).astype("float32") * 2
