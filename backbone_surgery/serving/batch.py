@@ -289,7 +289,8 @@ class RowBatch:
             self.state.update(self.programs.lay_out(formats))
         formats = self.tables["formats"]
         for name, size in zip(("following", "masks"), room, strict=True):
-            formats[name] = pad(formats[name], size, 0, 1)
+            if formats[name].shape[1] < size:
+                formats[name] = pad(formats[name], size, 0, 1)
         own["formats"] = arrays_of([job.table], room)
         return {**controls, "formats": formats}, own
 

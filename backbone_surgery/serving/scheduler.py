@@ -194,8 +194,10 @@ class Scheduler:
     ) -> None:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
         controls = controls_of_sizes(_one_row(self.lm.opened), self._sizes)
+        formats = None
         if format_table is not None:
             self._batch.room = self._batch.room.for_tables(format_table)
+            formats = format_table, self._batch.room
         with self._lock, self.programs.weights_of_now():
             for kept in {False, captures}:
                 warm_up(
@@ -207,7 +209,7 @@ class Scheduler:
                     kept,
                     self.prefix_cache is not None,
                     prompt_logprobs,
-                    format_table,
+                    formats,
                 )
 
     def _running(self) -> list[Job]:

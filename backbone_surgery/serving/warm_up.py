@@ -21,7 +21,7 @@ def warm_up(
     captures: bool,
     keeps_prefixes: bool,
     prompt_logprobs: bool,
-    format_table: FormatTable | None,
+    formats: tuple[FormatTable, Room] | None,
 ) -> None:
     """Run each program once, on rows that hold nothing.
 
@@ -34,7 +34,8 @@ def warm_up(
         captures: whether requests ask for captures.
         keeps_prefixes: whether there is a prefix cache.
         prompt_logprobs: whether requests ask for log-probabilities of their prompts.
-        format_table: the largest of a response format that requests have, if they have one.
+        formats: the largest table of a response format that requests have, and the room for it; if
+            they have one.
     """
     staged = {}
     for length in lengths:
@@ -48,10 +49,10 @@ def warm_up(
     new = _new_row(programs, controls, stop_ids, logits)
     for length in lengths:
         _run_rows(programs, new, staged, length, captures)
-        if format_table is not None:
-            room = Room().for_tables(format_table)
-            formats = programs.new_formats(room), arrays_of([format_table], room)
-            _run_rows(programs, new, staged, length, captures, formats)
+        if formats is not None:
+            table, room = formats
+            tables = programs.new_formats(room), arrays_of([table], room)
+            _run_rows(programs, new, staged, length, captures, tables)
 
 
 def _run_rows(

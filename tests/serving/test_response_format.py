@@ -103,12 +103,30 @@ def test_a_format_comes_and_goes_beside_a_row_without(lm):
 
 
 @pytest.mark.slow
+def test_more_masks_come_beside_rows_that_have_few(lm, rng):
+    letters = rng.integers(97, 123, (700, 7)).astype("uint8")
+    many = bs.ResponseFormat.choice([f" {bytes(row).decode()}" for row in letters])
+    tokenizer, size = lm.preprocessor.tokenizer, lm.programs.head.input_dim
+    assert len(table.table_of(many, tokenizer, size).masks) > 256
+    engine = bs.Engine(lm, rows=3, length=128, chunk_size=2)
+    formats = [NAME, many, YES, None]
+    asked = {"max_new_tokens": 30, "stop_token_ids": None}
+    requests = []
+    for wanted in formats:
+        requests.append(engine.submit(PROMPT, response_format=wanted, **asked))
+        engine.step()
+    for wanted, request in zip(formats, requests, strict=True):
+        assert request.result() == lm.generate(PROMPT, response_format=wanted, **asked)
+
+
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_warm_up(lm):
     """Whatever the order in which smaller formats come."""
     engine = bs.Engine(lm, rows=2, length=128, prefill_chunk=32)
     large = bs.ResponseFormat("[a-z ]{9000}")
     engine.warm_up(response_format=large)
     before = engine.stats.compilations
+    engine.warm_up(response_format=YES)
     formats = [YES, None, NAME, None, bs.ResponseFormat("[0-9]{9}"), large, AGE, None]
     for wanted in formats[:1], formats:
         engine.generate([PROMPT] * len(wanted), response_format=wanted, max_new_tokens=30)
