@@ -4,11 +4,19 @@ What a regular expression cannot say is refused, so that no text comes that does
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from backbone_surgery.errors import SurgeryError, shown
+from backbone_surgery.generation.formats.pieces import (
+    DIGITS,
+    LARGEST,
+    any_of,
+    escape,
+    whole_numbers,
+)
 from backbone_surgery.numbers import is_int
 
 DEEPEST = 3
@@ -16,25 +24,12 @@ DEEPEST = 3
 
 _LONGEST = 2**20
 
-_META = frozenset(r"\.+*?()|[]{}^$#&-~")
-
-
-def escape(text: str) -> str:
-    """Return the regular expression of one text."""
-    return "".join(f"\\{c}" if c in _META else c for c in text)
-
-
-def any_of(parts: Iterable[str]) -> str:
-    """Return the regular expression of any of some others."""
-    return f"({'|'.join(parts)})"
-
-
 _GAP = "[ ]?"
 _CHARACTER = (
     r'([^"\\\x00-\x1f]|\\["\\/bfnrt]'
     r"|\\u([0-9a-cefA-CEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
 )
-_INTEGER = r"-?(0|[1-9][0-9]{0,14})"
+_INTEGER = rf"-?(0|[1-9][0-9]{{0,{DIGITS - 1}}})"
 _SCALARS = {
     "null": "null",
     "boolean": "(true|false)",
@@ -75,6 +70,7 @@ _OF_TYPES = {
     "string": {"minLength", "maxLength", "format"},
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
 }
 
 
@@ -140,6 +136,8 @@ class _Translation:
         if "type" not in said:
             raise _refusal(f"{where} at 'type'", f"one or more of {', '.join(_TYPES)}", None)
         _check_alone(said - {"type"}.union(*(_OF_TYPES.get(n, set()) for n in names)), where)
+        if "number" in names:  # these would be kept for whole ones alone
+            _check_alone(said & _OF_TYPES["integer"], where)
         return any_of(self._typed(name, schema, where, inside) for name in names)
 
     def _typed(self, name: str, schema: Any, where: str, inside: tuple[str, ...]) -> str:
@@ -149,6 +147,8 @@ class _Translation:
             least, most = _bounds(schema, "minItems", "maxItems", where)
             item = self.any(schema.get("items", True), f"{where} at 'items'", inside)
             return _list_of(item, "[", "]", least, most)
+        if name == "integer" and _OF_TYPES[name] & set(schema):
+            return _integers(schema, where)
         if name != "string":
             return _SCALARS[name]
         if "format" in schema:
@@ -272,6 +272,26 @@ def _bounds(schema: Any, first: str, last: str, where: str) -> tuple[int, int | 
         received = {name: schema[name] for name in (first, last) if name in schema}
         raise _refusal(where, "whole numbers, the least one first", received)
     return least, most
+
+
+def _integers(schema: Any, where: str) -> str:
+    """Return the expression of the whole numbers within the bounds of a schema."""
+    said = {name: schema[name] for name in sorted(_OF_TYPES["integer"]) if name in schema}
+    least, most = -LARGEST, LARGEST
+    for name, bound in said.items():
+        if not is_int(bound) and not (isinstance(bound, float) and math.isfinite(bound)):
+            raise _refusal(f"{where} at '{name}'", "a finite number", bound)
+        if name == "minimum":
+            least = max(least, math.ceil(bound))
+        elif name == "exclusiveMinimum":
+            least = max(least, math.floor(bound) + 1)
+        elif name == "maximum":
+            most = min(most, math.floor(bound))
+        else:
+            most = min(most, math.ceil(bound) - 1)
+    if least > most:
+        raise _refusal(where, f"bounds that a number of {DIGITS} digits lies between", said)
+    return whole_numbers(least, most)
 
 
 def _times(least: int, most: int | None) -> str:

@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backbone_surgery.errors import SurgeryError, shown
-from backbone_surgery.generation.formats.json_schema import (
-    any_of,
-    escape,
-    regex_of_objects,
-    regex_of_schema,
-)
+from backbone_surgery.generation.formats.json_schema import regex_of_objects, regex_of_schema
+from backbone_surgery.generation.formats.pieces import any_of, escape
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,11 @@ class ResponseFormat:
         Args:
             schema: a JSON Schema as a dict or as JSON, or a class of Pydantic. Types, `properties`,
                 `required`, `additionalProperties`, `items`, `minItems`, `maxItems`, `minLength`,
-                `maxLength`, `enum`, `const`, `anyOf`, references that do not lead back, and the
-                formats `date`, `time`, `date-time` and `uuid` are kept.
+                `maxLength`, `enum`, `const`, `anyOf`, bounds of integers, references that do not
+                lead back, and the formats `date`, `time`, `date-time` and `uuid` are kept.
 
         Raises:
-            SurgeryError: it has other keywords, such as `minimum` or `pattern`, or is no schema.
+            SurgeryError: it has other keywords, such as `pattern` or `oneOf`, or is no schema.
         """
         if hasattr(schema, "model_json_schema"):
             try:

@@ -41,6 +41,7 @@ SCHEMAS = {
     "null": {"type": "null"},
     "boolean": {"type": "boolean"},
     "integer": {"type": "integer"},
+    "bounded integer": {"type": "integer", "minimum": -12, "exclusiveMaximum": 107},
     "number": {"type": "number"},
     "string": {"type": "string"},
     "bounded string": {"type": "string", "minLength": 2, "maxLength": 4},
@@ -204,7 +205,17 @@ def test_a_class_without_a_schema_is_refused():
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "integer", "minimum": 3}, r"keywords that can be kept. Received 'minimum'"),
+        ({"type": "number", "minimum": 3}, r"keywords that can be kept. Received 'minimum'"),
+        ({"type": ["integer", "number"], "maximum": 3}, "can be kept. Received 'maximum'"),
+        ({"type": "string", "minimum": 3}, "can be kept. Received 'minimum'"),
+        ({"type": "integer", "minimum": True}, "at 'minimum': expected a finite number. Received"),
+        ({"type": "integer", "maximum": float("inf")}, "at 'maximum': expected a finite number"),
+        ({"type": "integer", "maximum": "3"}, "at 'maximum': expected a finite number"),
+        (
+            {"type": "integer", "exclusiveMinimum": 2, "maximum": 2.9},
+            r"expected bounds that a number of 15 digits lies between\. Received",
+        ),
+        ({"type": "integer", "minimum": 10**15}, "bounds that a number of 15 digits lies between"),
         ({"type": "string", "pattern": "a"}, "Received 'pattern'. Leave these out and check"),
         ({"type": "string", "items": {}}, "Received 'items'"),
         ({"oneOf": [{"type": "null"}]}, "Received 'oneOf'"),
