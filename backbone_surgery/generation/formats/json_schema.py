@@ -120,12 +120,14 @@ class _Translation:
         if schema is not self._whole:  # else references inside would mean something else
             _check_alone({"$id"} & set(schema), where)
         names = _types(schema, where)
-        for name in ("$ref", "anyOf", "allOf", "const", "enum"):
+        for name in ("$ref", "anyOf", "allOf", "oneOf", "const", "enum"):
             if name in said:
                 typed = {"type"} if name in ("const", "enum") else set()
                 _check_alone(said - {name} - typed, where)
         if "$ref" in said:
             return self._reference(schema["$ref"], where, inside)
+        if "oneOf" in said:
+            return self._one(schema["oneOf"], f"{where} at 'oneOf'", inside)
         if "anyOf" in said or "allOf" in said:
             return self._several(schema, where, inside)
         if "const" in said or "enum" in said:
@@ -199,11 +201,44 @@ class _Translation:
         place = f"{where} at '{name}'"
         return any_of(_bounded((self.any(part, place, inside) for part in parts), place))
 
-    def _reference(self, reference: Any, where: str, inside: tuple[str, ...]) -> str:
+    def _one(self, schemas: Any, where: str, inside: tuple[str, ...]) -> str:
+        """Return the expression of schemas of which a value fits one, as their objects tell."""
+        listed = schemas if isinstance(schemas, list) else []
+        references = [x.get("$ref") if isinstance(x, Mapping) else None for x in listed]
+        parts = [
+            x if r is None else self._referred_to(r, where)
+            for x, r in zip(listed, references, strict=True)
+        ]
+        name = _what_tells(parts)
+        if name is None:
+            raise _refusal(
+                where,
+                "objects with one property of which each has other values, by `const` or `enum`",
+                schemas,
+            )
+        told = [{**part, "required": [*part.get("required", []), name]} for part in parts]
+        led = [inside if r is None else self._led_to(r, where, inside) for r in references]
+        return any_of(
+            _bounded((self.any(x, where, way) for x, way in zip(told, led, strict=True)), where)
+        )
+
+    def _led_to(self, reference: Any, where: str, inside: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the references that led to a part, if it is not a part of itself."""
         if reference in inside:
             raise _refusal(
                 where, "a schema that is not part of itself, since JSON ends", {"$ref": reference}
             )
+        return (*inside, reference)
+
+    def _reference(self, reference: Any, where: str, inside: tuple[str, ...]) -> str:
+        inside = self._led_to(reference, where, inside)
+        found = self._referred_to(reference, where)
+        if reference not in self._referred:
+            place = f"schema at '{reference}'"
+            self._referred[reference] = self.any(found, place, inside)
+        return self._referred[reference]
+
+    def _referred_to(self, reference: Any, where: str) -> Any:
         parts = str(reference).split("/")
         found = self._whole
         for part in parts[1:]:
@@ -213,10 +248,31 @@ class _Translation:
             found = found.get(key) if isinstance(found, Mapping) else None
         if parts[0] != "#" or found is None:
             raise _refusal(where, "a reference to a part of the schema", {"$ref": reference})
-        if reference not in self._referred:
-            place = f"schema at '{reference}'"
-            self._referred[reference] = self.any(found, place, (*inside, reference))
-        return self._referred[reference]
+        return found
+
+
+def _what_tells(parts: list[Any]) -> str | None:
+    """Return a property by whose values objects of some schemas are told apart, if there is one."""
+    if not parts or not all(_has_properties(part) for part in parts):
+        return None
+    for name in parts[0]["properties"]:
+        values: list[Any] = []
+        for part in parts:
+            said = part["properties"].get(name)
+            own = said if isinstance(said, Mapping) else {}
+            listed = [own["const"]] if "const" in own else own.get("enum")
+            values += listed if isinstance(listed, list) else [None]
+        if all(isinstance(x, str) for x in values) and len(set(values)) == len(values):
+            return str(name)
+    return None
+
+
+def _has_properties(schema: Any) -> bool:
+    """Tell whether a schema is one of objects, and says which properties they have."""
+    if not isinstance(schema, Mapping) or schema.get("type") != "object":
+        return False
+    is_list = isinstance(schema.get("required", []), list)
+    return is_list and isinstance(schema.get("properties"), Mapping)
 
 
 def _bounded(parts: Iterable[str], where: str) -> list[str]:

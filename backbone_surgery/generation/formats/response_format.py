@@ -90,10 +90,11 @@ class ResponseFormat:
             schema: a JSON Schema as a dict or as JSON, or a class of Pydantic. Types, `properties`,
                 `required`, `additionalProperties`, `items`, `minItems`, `maxItems`, `minLength`,
                 `maxLength`, `enum`, `const`, `anyOf`, bounds of integers, references that do not
-                lead back, and the formats `date`, `time`, `date-time` and `uuid` are kept.
+                lead back, and the formats `date`, `time`, `date-time` and `uuid` are kept; `oneOf`
+                where a property tells its objects apart, which then is always written.
 
         Raises:
-            SurgeryError: it has other keywords, such as `pattern` or `oneOf`, or is no schema.
+            SurgeryError: it has other keywords, such as `pattern` or `not`, or is no schema.
         """
         if hasattr(schema, "model_json_schema"):
             try:

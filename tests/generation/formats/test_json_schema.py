@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from typing import Annotated, Literal
 
 import jsonschema
 import pydantic
@@ -36,6 +37,16 @@ class Child(pydantic.BaseModel):
     born: datetime.date
 
 
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog", "puppy"]
+    lives: int | None = None
+
+
 NAME = {"type": "string", "maxLength": 3}
 SCHEMAS = {
     "null": {"type": "null"},
@@ -57,6 +68,15 @@ SCHEMAS = {
     "enum of a type": {"type": "string", "enum": ["a", "b"]},
     "const": {"const": "yes"},
     "any of": {"anyOf": [{"type": "boolean"}, NAME]},
+    "one of": {
+        "oneOf": [
+            {"type": "object", "properties": {"a": {"const": "x"}, "b": NAME}},
+            {"type": "object", "properties": {"b": {"type": "null"}, "a": {"enum": ["y", "z"]}}},
+        ]
+    },
+    "one of some classes": pydantic.TypeAdapter(
+        Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+    ).json_schema(),
     "object": {"type": "object", "properties": {"a": NAME, "b.c": {"type": "null"}}},
     "required": {
         "type": "object",
@@ -218,7 +238,24 @@ def test_a_class_without_a_schema_is_refused():
         ({"type": "integer", "minimum": 10**15}, "bounds that a number of 15 digits lies between"),
         ({"type": "string", "pattern": "a"}, "Received 'pattern'. Leave these out and check"),
         ({"type": "string", "items": {}}, "Received 'items'"),
-        ({"oneOf": [{"type": "null"}]}, "Received 'oneOf'"),
+        ({"oneOf": [{"type": "null"}]}, "schema at 'oneOf': expected objects with one property"),
+        ({"oneOf": []}, "schema at 'oneOf': expected objects with one property"),
+        ({"oneOf": "ab"}, "schema at 'oneOf': expected objects with one property"),
+        (
+            {"oneOf": [{"type": "object", "properties": {"a": {"const": "x"}}}] * 2},
+            "schema at 'oneOf': expected objects with one property of which each has other values",
+        ),
+        (
+            {"oneOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"oneOf": [{"$ref": "#"}]}}},
+            "schema at 'oneOf': expected objects with one property",
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"const": "x"}, "b": {"oneOf": [{"$ref": "#"}]}},
+            },
+            "expected a schema that is not part of itself",
+        ),
         ({"anyOf": [{"type": "null"}], "type": "null"}, "Received 'type'"),
         (
             {"type": "string", "format": "date", "maxLength": 3},
