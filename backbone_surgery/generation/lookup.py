@@ -118,6 +118,7 @@ class LookUp:
     """
 
     width = 1
+    read: tuple[str, ...] = ()
 
     def __init__(self, strategy: Strategy, tokens: int) -> None:
         self.strategy, self.tokens = strategy, tokens

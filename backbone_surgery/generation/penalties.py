@@ -206,6 +206,7 @@ class Penalized:
     """
 
     width = 1
+    read: tuple[str, ...] = ()
 
     def __init__(self, strategy: Strategy, penalties: Penalties, operation: str) -> None:
         if strategy.width > 1:

@@ -33,8 +33,8 @@ from backbone_surgery.opening.model import weights_taken
 from backbone_surgery.opening.once import lora_settings
 from backbone_surgery.opening.placement import check_stayed
 
-_READ = ("tokens", "slot", "done", "draws")
-"""What of the state is read between two calls."""
+_READ = ("tokens", "slot", "done")
+"""What of the state is read between two calls, and some of what the strategy keeps."""
 
 _GRAPHS = "xla_gpu_enable_command_buffer"
 _LOOP_AS_GRAPH = {
@@ -215,7 +215,9 @@ class Programs(Forward):
                 state = loop.decode(self, weights, strategy, state, arguments, until)
             # Else what comes after a loop may lie elsewhere, and its next run be another program.
             state = self.pin_state(state)
-            copies = jax.tree.map(jnp.copy, {name: state[name] for name in _READ})
+            read = {name: state[name] for name in _READ}
+            read["draws"] = {name: state["draws"][name] for name in strategy.read}
+            copies = jax.tree.map(jnp.copy, read)
             return state, copies if placement is None else placement.pin_everywhere(copies)
 
         return run, (1,)

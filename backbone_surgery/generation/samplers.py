@@ -36,10 +36,12 @@ class Strategy(Protocol):
     Attributes:
         key: hashable; two strategies of one key run the same program.
         width: how many candidate rows (beams) each row has.
+        read: what of the state of the strategy is read between two calls of a program.
     """
 
     key: tuple
     width: int
+    read: tuple[str, ...]
 
     def settings(self) -> Arrays:
         """Return the traced settings, arrays of any shape."""
@@ -165,6 +167,7 @@ class Greedy:
     """
 
     width = 1
+    read: tuple[str, ...] = ()
     key = (keras_hub.samplers.GreedySampler,)
 
     def settings(self) -> Arrays:
@@ -225,6 +228,7 @@ class SeededSampling(_Sampling):
     """Choose each row's token by a sampler's `get_next_token`, on a random state of its own."""
 
     width = 1
+    read: tuple[str, ...] = ()
 
     def start(self, seeds: np.ndarray) -> Arrays:
         """Return one random state for each row and seed generator."""
@@ -265,6 +269,8 @@ class BeamSearch(_Sampling):
     have ended, and it forces longer prompts onto beams that began with the shortest one, so that a
     row depends there on the rest of its batch; here it does not.
     """
+
+    read: tuple[str, ...] = ("log_probs",)
 
     def __init__(self, sampler: Any) -> None:
         returns_all = sampler.return_all_beams

@@ -42,6 +42,7 @@ class RecordedSampling:
     """
 
     width = 1
+    read: tuple[str, ...] = ("notes",)
 
     def __init__(self, steps: int, vocabulary_size: int) -> None:
         self._sampling = RequestSampling()

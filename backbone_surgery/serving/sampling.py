@@ -116,6 +116,7 @@ class RequestSampling:
     """
 
     width = 1
+    read: tuple[str, ...] = ()
     key = ("rows",)
 
     def settings(self) -> Arrays:

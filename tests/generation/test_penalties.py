@@ -134,6 +134,20 @@ def test_only_the_first_token_writes_single_numbers_to_tables():
     assert ["scatter" in str(program) for program in (first, later)] == [True, False]
 
 
+def test_tables_of_all_tokens_are_not_copied_after_each_call(lm, rng):
+    inputs, copied = ragged(rng, [5], 5, VOCABULARY), []
+    decode = lm.programs.decode
+
+    def spied(*args, **options):
+        state, copies = decode(*args, **options)
+        copied.append((state["draws"].keys(), copies["draws"].keys()))
+        return state, copies
+
+    with mock.patch.object(lm.programs, "decode", spied):
+        lm.generate(inputs, max_new_tokens=9, stop_token_ids=None, penalties=CASES["presence"])
+    assert copied == [({"of", "seen", "biases"}, set())]
+
+
 @pytest.mark.parametrize("neutral", [None, bs.Penalties(), bs.Penalties(bias={3: 0.0})])
 def test_none_is_no_other_program(lm, rng, neutral):
     inputs = ragged(rng, [5], 5, VOCABULARY)
