@@ -84,7 +84,7 @@ def test_rows_of_an_engine_without_a_format_may_have_any_token():
     assert next_states(ready, states, jnp.array([0, 5, 299])).tolist() == [FREE] * 3
 
 
-def test_a_step_looks_up_two_numbers_and_a_mask_for_each_row(gpt2):
+def test_a_step_looks_up_three_numbers_and_a_mask_for_each_row(gpt2):
     """A number for each token would be looked up one by one on a TPU."""
     size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
     arrays, states = arrays_of_rows([table] * 4)
