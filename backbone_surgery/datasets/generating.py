@@ -29,8 +29,8 @@ from backbone_surgery.datasets.shards import Rows, Shard, check_columns, column_
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
 from backbone_surgery.generation.controls import bind_controls, ends_count
+from backbone_surgery.generation.formats.requested import read_format
 from backbone_surgery.generation.formats.response_format import ResponseFormat
-from backbone_surgery.generation.formats.rows import read_format
 from backbone_surgery.generation.penalties import Penalized, Penalties, read_penalties
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.request import read_request

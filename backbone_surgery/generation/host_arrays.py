@@ -15,6 +15,9 @@ import numpy as np
 _ALIGNED = 4
 """Bytes: each array begins at a multiple of them."""
 
+_LARGE = 2**20
+"""Bytes of an array that goes by itself: to copy them on the host takes longer than one more."""
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -22,7 +25,7 @@ class Bundle:
 
     Attributes:
         structure: of its arguments.
-        host: for each leaf its shape and dtype, if it comes from the host; else `None`.
+        host: for each leaf its shape and dtype, if it lies in that one; else `None`.
     """
 
     structure: Any
@@ -52,8 +55,8 @@ def bundle(args: tuple) -> tuple[Bundle, tuple]:
         args: trees of arrays, no numbers of Python among them.
 
     Returns:
-        How they lie; and uint8[bytes], followed by a list for each argument of those of its arrays
-        that are on the device.
+        How they lie; and uint8[bytes], followed by a list for each argument of its other arrays:
+        those that are on the device, and large ones.
     """
     host: list[tuple[tuple[int, ...], np.dtype] | None] = []
     parts: list[bytes] = []
@@ -61,11 +64,12 @@ def bundle(args: tuple) -> tuple[Bundle, tuple]:
     for arg in args:
         arrays.append([])
         for x in jax.tree.leaves(arg):
-            if isinstance(x, jax.Array):
+            if not isinstance(x, jax.Array):
+                x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+            if isinstance(x, jax.Array) or x.nbytes >= _LARGE:
                 arrays[-1].append(x)
                 host.append(None)
                 continue
-            x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
             parts.append(x.tobytes() + bytes(-x.nbytes % _ALIGNED))
             host.append((x.shape, x.dtype))
     numbers = np.frombuffer(b"".join(parts), np.uint8)

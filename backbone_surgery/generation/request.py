@@ -11,7 +11,7 @@ import numpy as np
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.chat import chat_of, token_id
 from backbone_surgery.generation.controls import bind_controls
-from backbone_surgery.generation.formats.rows import check_stops, read_formats
+from backbone_surgery.generation.formats.requested import check_stops, read_formats
 from backbone_surgery.generation.prompts import Prompts, pack_right, read_prompts, text_list
 from backbone_surgery.generation.run_batch import Batch
 from backbone_surgery.generation.stopping import Stops

@@ -12,7 +12,7 @@ from backbone_surgery.errors import SurgeryError
 from backbone_surgery.generation.buckets import bucket, next_length
 from backbone_surgery.generation.captures import cut
 from backbone_surgery.generation.fingerprint import digest
-from backbone_surgery.generation.formats.rows import arrays_of_rows
+from backbone_surgery.generation.formats.in_loop import arrays_of
 from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.programs import Programs
@@ -225,7 +225,7 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
         "draws": strategy.start(batch.seeds[index]),
     }
     if any(batch.formats):  # a part of a batch may have none
-        arrays, states = arrays_of_rows([batch.formats[i] for i in index])
+        arrays, states = arrays_of([batch.formats[i] for i in index])
         arguments["formats"] = {**arrays, "states": states}
     return arguments
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.generation.captures import cut
-from backbone_surgery.generation.formats.rows import Room, arrays_of
-from backbone_surgery.generation.loop import State, pad
+from backbone_surgery.generation.formats.table import FormatTable
+from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.prompts import pack_right
 from backbone_surgery.generation.samplers import NO_TOKEN
+from backbone_surgery.serving.format_pool import FormatPool
 from backbone_surgery.serving.job import Job, RequestError
 from backbone_surgery.serving.prefill import Prefill
 from backbone_surgery.serving.row_programs import RowPrograms
@@ -48,7 +49,7 @@ class RowBatch:
 
     Attributes:
         new_tokens: how many were handed out so far.
-        room: of the table of a response format; as much as any has needed.
+        formats: the tables of response formats that rows use.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class RowBatch:
         self.new_tokens = 0
         self.first_tokens: list[tuple[Job, int, State]] = []
         self.state: State = {}  # made with the first row
-        self.tables: State = {"controls": {}}
-        self.room = Room()
+        self.controls: State = {}
+        self.formats = FormatPool(programs)
 
     @property
     def running(self) -> list[int]:
@@ -102,8 +103,15 @@ class RowBatch:
         """Forget all rows."""
         self.jobs = [None] * len(self.jobs)
         self.budget[:] = 0
-        self.first_tokens, self.state, self.tables = [], {}, {"controls": {}}
+        self.first_tokens, self.state, self.controls = [], {}, {}
+        self.formats = FormatPool(self.programs)  # there may be too little memory for its lengths
         self.slot, self.length = 1, self.lengths[0]
+
+    def fits(self, job: Job) -> bool:
+        """Tell whether there is room for the response format of a job, and a row."""
+        if not self.free_rows:
+            return False
+        return job.table is None or self.formats.fits(job.table, self._used_formats())
 
     def let_go(self) -> None:
         """Free the rows of jobs that have ended."""
@@ -122,7 +130,6 @@ class RowBatch:
         if job.captures and "captures" not in self.state:
             self.state["captures"] = self.programs.new_captures(len(self.jobs), self.length)
         self._widen(job.controls)
-        tables, own = self._tables_of(job)
         self.budget[row] = job.budget
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(job.stops.ids)] = job.stops.ids
@@ -138,12 +145,13 @@ class RowBatch:
             "stop_ids": self.stop_ids[row : row + 1].copy(),
             "settings": jax.tree.map(lambda x: x[None], settings),
             "draws": self.programs.strategy.start(job.seeds),
-            "tables": own,
+            "controls": job.controls,
         }
-        self.state, tables, first = self.programs.insert(
-            self.state, tables, prefill.staging, new, prefill.length
+        if job.table is not None:
+            new["formats"] = self._with_format(job.table)
+        self.state, self.controls, first = self.programs.insert(
+            self.state, self.controls, prefill.staging, new, prefill.length
         )
-        self.tables.update(tables)
         self.start[row], self.prompt[row], self.jobs[row] = self.slot - 1, length, job
         self.first_tokens.append((job, row, first))
         if job.captures and job.budget == 1:  # no step keeps its slots until they are read
@@ -165,11 +173,14 @@ class RowBatch:
             until = min(until, int(ends.min()))
         # Copies, since these are changed while the device may still read them.
         arguments = {
-            **self.tables,
+            "controls": self.controls,
             "settings": jax.tree.map(np.copy, self.settings),
             "stop_ids": self.stop_ids.copy(),
             "budget": self.budget.copy(),
         }
+        if "formats" in self.state:
+            tables = [job.table if job else None for job in self.jobs]
+            arguments["formats"] = self.formats.for_rows(tables)
         first, self.slot = self.slot, until
         self.state, copies = self.programs.decode(self.state, arguments, until)
         rows = [Running(job, i, int(self.start[i])) for i in running if (job := self.jobs[i])]
@@ -235,8 +246,8 @@ class RowBatch:
         if not wanted:
             self.state.pop("captures", None)
         if not any(job is not None and job.table for job in self.jobs):
-            self.tables.pop("formats", None)
             self.state.pop("formats", None)
+            self.formats.clear()
 
     def _make_room(self, prompt: int = 0) -> None:
         """Move rows, or change the length of the cache, so that there is room.
@@ -253,7 +264,6 @@ class RowBatch:
             length = self._length_for(needed)
             if length != self.length:
                 self.length, self.state = length, {}
-                self.tables.pop("formats", None)
             return
         if self.slot > prompt and self.slot < self.length:
             return
@@ -273,42 +283,37 @@ class RowBatch:
         fits = (n for n in self.lengths if needed + max(self.steps, n // 4) <= n)
         return next(fits, self.lengths[-1])
 
-    def _tables_of(self, job: Job) -> tuple[State, State]:
-        """Return the tables that a job has an entry in, and its entries.
+    def _used_formats(self) -> set[FormatTable]:
+        """Return the tables of rows that have tokens to come."""
+        jobs = [self.jobs[i] for i in self.running]
+        return {job.table for job in jobs if job is not None and job.table is not None}
+
+    def _with_format(self, table: FormatTable) -> State:
+        """Return the response formats for a new row, which has this one.
 
         Rows have response formats as long as one of them has.
         """
-        controls = {"controls": self.tables["controls"]}
-        own = {"controls": job.controls}
-        if job.table is None:
-            return controls, own
-        room = self.room = self.room.for_tables(job.table)
+        self.formats.add(table, self._used_formats())
         if "formats" not in self.state:  # it may be a new one
-            self.tables["formats"] = self.programs.new_formats(room)
-            formats = {"formats": jnp.zeros(len(self.jobs), jnp.int32)}
-            self.state.update(self.programs.lay_out(formats))
-        formats = self.tables["formats"]
-        for name, size in zip(("following", "masks"), room, strict=True):
-            if formats[name].shape[1] < size:
-                formats[name] = pad(formats[name], size, 0, 1)
-        own["formats"] = arrays_of([job.table], room)
-        return {**controls, "formats": formats}, own
+            states = {"formats": jnp.zeros(len(self.jobs), jnp.int32)}
+            self.state.update(self.programs.lay_out(states))
+        return self.formats.for_rows([table])
 
     def _widen(self, controls: dict[str, np.ndarray]) -> None:
         """Give the controls of all rows the sizes that those of a job have."""
-        if not self.tables["controls"]:
+        if not self.controls:
             rows = len(self.jobs)
             tables = {
                 name: jnp.asarray(np.broadcast_to(x, (rows, *x.shape[1:])))
                 for name, x in controls.items()
             }
-            self.tables["controls"] = self.programs.lay_out(tables)
+            self.controls = self.programs.lay_out(tables)
         for name, x in controls.items():
-            table = self.tables["controls"][name]
+            table = self.controls[name]
             sizes = zip(table.shape[1:], x.shape[1:], strict=True)
             widths = [(0, 0), *((0, size - own) for own, size in sizes)]
             if any(width for _, width in widths):
-                self.tables["controls"][name] = jnp.pad(table, widths, mode="edge")
+                self.controls[name] = jnp.pad(table, widths, mode="edge")
 
 
 def controls_of_sizes(

@@ -8,8 +8,8 @@ from typing import Any
 from backbone_surgery import hosts
 from backbone_surgery.errors import SurgeryError, shown
 from backbone_surgery.generation.causal_lm import CachedCausalLM
+from backbone_surgery.generation.formats.requested import read_format
 from backbone_surgery.generation.formats.response_format import ResponseFormat
-from backbone_surgery.generation.formats.rows import read_format
 from backbone_surgery.generation.penalties import Penalties, read_penalties
 from backbone_surgery.generation.request import TooLongError, check_backend, read_request
 from backbone_surgery.numbers import check_count, check_flag, is_int

@@ -17,7 +17,7 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.formats.rows import Room, keep_format, next_states, with_stops
+from backbone_surgery.generation.formats.in_loop import keep_format, next_states, with_stops
 from backbone_surgery.generation.formats.table import FREE, OVER, START
 from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.penalties import past_of
@@ -78,10 +78,23 @@ class RowPrograms:
         }
         return self.lay_out(captures)
 
-    def new_formats(self, room: Room) -> State:
-        """Make the tables of the response formats of rows that have none, see `arrays_of`."""
-        empty = room.empty(self.rows, self.programs.head.input_dim)
-        return self.lay_out(jax.tree.map(jnp.asarray, empty))
+    def new_format_array(self, part: np.ndarray, length: int) -> jax.Array:
+        """Make an empty array for parts of tables that are like this one, on every device."""
+        placement, shape = self.programs.placement, (length, *part.shape[1:])
+        if placement is None:
+            return jnp.zeros(shape, part.dtype)
+        return placement.put(np.zeros(shape, part.dtype))
+
+    def put_format(self, array: jax.Array, part: np.ndarray, first: int) -> jax.Array:
+        """Put a part of a table into the array of such parts, which is taken over."""
+        placement = self.programs.placement
+
+        def run(array: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+            array = jax.lax.dynamic_update_slice_in_dim(array, part, first, 0)
+            return array if placement is None else placement.pin_everywhere(array)
+
+        args = (array, part, np.int32(first))
+        return self.programs.run("format", self.strategy, run, args, (0,))
 
     def lay_out(self, values: State) -> State:
         """Put arrays whose first axis counts rows where the devices of a mesh have them."""
@@ -111,33 +124,34 @@ class RowPrograms:
         return self.programs.run("extend", self.strategy, run, args, (1,), length)
 
     def insert(
-        self, state: State, tables: State, staging: State, new: State, staged: int
+        self, state: State, controls: State, staging: State, new: State, staged: int
     ) -> tuple[State, State, State]:
         """Put a prefilled row into the state, and choose its first token.
 
         Args:
             state: the decode state, with captures if the staging has them. Taken over.
-            tables: `controls`, a row of each control for each row of the state; and `formats`, see
-                `new_formats`, if the new row has one. Taken over.
+            controls: a row of each control for each row of the state. Taken over.
             staging: from `extend`.
             new: `row` int32[], `slot` int32[], the one that all rows write to next, `tokens`
                 int32[1, staged], the prompt, `length` int32[], how many these are, `logits`
                 float[1, vocabulary], and of the request `budget` int32[1], `stop_ids`
-                int32[1, n], `settings`, `draws` and `tables` of one row.
+                int32[1, n], `settings`, `draws` and `controls` of one row; and `formats`, see
+                `with_stops`, if it has one.
             staged: number of slots of the staging cache.
 
         Returns:
-            The state, the tables, and of the row `token` int32[1] and `notes`, its
+            The state, the controls, and of the row `token` int32[1] and `notes`, its
             log-probabilities.
         """
 
-        def run(state: State, tables: State, staging: State, new: State) -> tuple:
-            return self._insert(state, tables, staging, new, staged)
+        def run(state: State, controls: State, staging: State, new: State) -> tuple:
+            return self._insert(state, controls, staging, new, staged)
 
         others = {k: state.pop(k) for k in ("captures",) if k in state and k not in staging}
-        args = (state, tables, staging, new)
-        state, tables, first = self.programs.run("insert", self.strategy, run, args, (0, 1), staged)
-        return {**state, **others}, tables, first
+        args = (state, controls, staging, new)
+        made = self.programs.run("insert", self.strategy, run, args, (0, 1), staged)
+        state, controls, first = made
+        return {**state, **others}, controls, first
 
     def decode(self, state: State, arguments: State, until: int) -> tuple[State, State]:
         """Run a chunk of steps, whose log-probabilities are noted from the first on.
@@ -247,7 +261,7 @@ class RowPrograms:
         return {**self.programs.pin_state(state), "cache": cache}
 
     def _insert(
-        self, state: State, tables: State, staging: State, new: State, staged: int
+        self, state: State, controls: State, staging: State, new: State, staged: int
     ) -> tuple[State, State, State]:
         row, slot, length = new["row"], new["slot"], new["length"]
         first = slot - 1 - length
@@ -280,9 +294,9 @@ class RowPrograms:
                 for axis in _slot_axes(name):
                     buffer = aligned(buffer, axis)
                 state["captures"][name] = put(state["captures"][name], buffer)
-        tables = jax.tree.map(put, tables, new["tables"])
-        state, tables = self._pin(state, rows), self.programs.pin_rows(tables)
-        return state, tables, {"token": token, "notes": chosen["draws"]["notes"]}
+        controls = jax.tree.map(put, controls, new["controls"])
+        state, controls = self._pin(state, rows), self.programs.pin_rows(controls)
+        return state, controls, {"token": token, "notes": chosen["draws"]["notes"]}
 
     def _first_token(self, new: State) -> tuple[jax.Array, State]:
         """Choose the first token of a row: int32[1], and its `done`, `draws` and `formats`."""
@@ -290,9 +304,9 @@ class RowPrograms:
         past = past_of(new["tokens"], length[None], length, length)
         settings = {**new["settings"], "past": past, "logits": logits}
         states, formats = jnp.full(1, FREE, jnp.int32), None
-        if "formats" in new["tables"]:
+        if "formats" in new:
             states = jnp.full(1, START, jnp.int32)
-            formats = with_stops(new["tables"]["formats"], new["stop_ids"])
+            formats = with_stops(new["formats"], new["stop_ids"])
             logits = keep_format(logits, formats, states)
         token, _, draws = self.strategy.choose(logits, new["budget"] <= 0, new["draws"], settings)
         done = (token[:, None] == new["stop_ids"]).any(axis=1) | (new["budget"] <= 1)

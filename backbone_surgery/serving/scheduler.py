@@ -194,11 +194,10 @@ class Scheduler:
     ) -> None:
         """Compile every program that jobs can need; see `Engine.warm_up`."""
         controls = controls_of_sizes(_one_row(self.lm.opened), self._sizes)
-        formats = None
-        if format_table is not None:
-            self._batch.room = self._batch.room.for_tables(format_table)
-            formats = format_table, self._batch.room
         with self._lock, self.programs.weights_of_now():
+            formats = None
+            if format_table is not None:
+                formats = self._batch.formats.warm_up(format_table)
             for kept in {False, captures}:
                 warm_up(
                     self.programs,
@@ -260,11 +259,11 @@ class Scheduler:
                 self._prefill = None
 
     def _next_prefill(self) -> Prefill | None:
-        """Take the next request out of the queue, if there is a row for it."""
+        """Take the next request out of the queue, if it fits beside those that run."""
         with self.work:
             while self._queue and self._queue[0].ended:
                 self._queue.popleft()
-            if not self._queue or not self._batch.free_rows:
+            if not self._queue or not self._batch.fits(self._queue[0]):
                 return None
             job = self._queue.popleft()
             sizes = dict(self._sizes)

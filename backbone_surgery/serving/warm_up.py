@@ -1,11 +1,11 @@
 """Warm-up: compile every program that an engine can need, before the first request."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backbone_surgery.generation.formats.rows import Room, arrays_of
-from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.loop import State
 from backbone_surgery.serving.prefill import tail_size
 from backbone_surgery.serving.row_programs import RowPrograms
@@ -21,7 +21,7 @@ def warm_up(
     captures: bool,
     keeps_prefixes: bool,
     prompt_logprobs: bool,
-    formats: tuple[FormatTable, Room] | None,
+    formats: Callable[[int], State] | None,
 ) -> None:
     """Run each program once, on rows that hold nothing.
 
@@ -34,8 +34,8 @@ def warm_up(
         captures: whether requests ask for captures.
         keeps_prefixes: whether there is a prefix cache.
         prompt_logprobs: whether requests ask for log-probabilities of their prompts.
-        formats: the largest table of a response format that requests have, and the room for it; if
-            they have one.
+        formats: for how many rows it is called, it returns their response formats; if there are to
+            be any.
     """
     staged = {}
     for length in lengths:
@@ -50,9 +50,7 @@ def warm_up(
     for length in lengths:
         _run_rows(programs, new, staged, length, captures)
         if formats is not None:
-            table, room = formats
-            tables = programs.new_formats(room), arrays_of([table], room)
-            _run_rows(programs, new, staged, length, captures, tables)
+            _run_rows(programs, new, staged, length, captures, formats)
 
 
 def _run_rows(
@@ -61,7 +59,7 @@ def _run_rows(
     staged: dict[int, State],
     length: int,
     captures: bool,
-    formats: tuple[State, State] | None = None,
+    formats: Callable[[int], State] | None = None,
 ) -> None:
     """Run what works on all rows, in a cache of one length.
 
@@ -71,31 +69,30 @@ def _run_rows(
         staged: its cache, for each length that this may have.
         length: of the cache of all rows.
         captures: whether requests ask for captures.
-        formats: the tables of response formats of all rows, and of the new one.
+        formats: see `warm_up`.
     """
     rows, sizes = programs.rows, [n for n in staged if n <= length]
     state = programs.new_state(length)
     if captures:
         state["captures"] = programs.new_captures(rows, length)
-    controls = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["tables"]["controls"])
-    tables: State = {"controls": programs.lay_out(jax.device_put(controls))}
+    controls = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["controls"])
+    controls = programs.lay_out(jax.device_put(controls))
     if formats is not None:
         state.update(programs.lay_out({"formats": jnp.zeros(rows, jnp.int32)}))
     for size in sizes:
         row = {**new, "tokens": np.zeros((1, size), np.int32)}
-        state, tables, _ = programs.insert(state, tables, staged[size], row, size)
-    if formats is not None:
-        tables["formats"] = formats[0]
-        for size in sizes:
-            row = {**new, "tokens": np.zeros((1, size), np.int32)}
-            row["tables"] = {**new["tables"], "formats": formats[1]}
-            state, tables, _ = programs.insert(state, tables, staged[size], row, size)
+        state, controls, _ = programs.insert(state, controls, staged[size], row, size)
+        if formats is not None:
+            row["formats"] = formats(1)
+            state, controls, _ = programs.insert(state, controls, staged[size], row, size)
     arguments = {
-        **tables,
+        "controls": controls,
         "settings": jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["settings"]),
         "stop_ids": np.zeros(new["stop_ids"].shape, np.int32).repeat(rows, axis=0),
         "budget": np.ones(rows, np.int32),
     }
+    if formats is not None:
+        arguments["formats"] = formats(rows)
     state, _ = programs.decode(state, arguments, 2)
     for size in sizes:
         programs.shift(state, 0, size)
@@ -139,7 +136,7 @@ def _new_row(programs: RowPrograms, controls: State, stop_ids: int, logits: jax.
         "stop_ids": np.zeros((1, stop_ids), np.int32),
         "settings": jax.tree.map(lambda x: x[None], Sampling().arrays()),
         "draws": programs.strategy.start(np.zeros((1, 2), np.uint32)),
-        "tables": {"controls": controls},
+        "controls": controls,
     }
 
 

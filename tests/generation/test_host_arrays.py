@@ -35,6 +35,16 @@ def test_every_array_is_as_it_was():
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_large_array_goes_by_itself():
+    large, small = np.arange(2**18, dtype="int32"), np.arange(3)
+    bundled, (numbers, *arrays) = bundle(([jnp.ones(1)], {"large": large, "small": small}))
+    assert [len(x) for x in arrays] == [1, 1]
+    assert numbers.nbytes == 3 * 4
+    got = jax.jit(bundled.opened(lambda *args: args))(numbers, *arrays)[1]
+    assert np.array_equal(got["large"], large)
+    assert np.array_equal(got["small"], small)
+
+
 def test_what_is_donated_is_used_up():
     bundled, args = bundle(({"a": jnp.ones(3), "b": np.float32(2)}, jnp.ones(3)))
     jax.jit(bundled.opened(lambda x, y: x["a"] * x["b"] + y), donate_argnums=1)(*args)

@@ -99,7 +99,7 @@ def test_a_format_comes_and_goes_beside_a_row_without(lm):
     assert without.result() == lm.generate(PROMPT, max_new_tokens=60, stop_token_ids=None)
     # Without a format, and with tables of two sizes.
     assert engine.stats.compilations["insert"] <= before + 3
-    assert not engine._scheduler._batch.tables.get("formats")
+    assert not engine._scheduler._batch.formats.arrays
 
 
 @pytest.mark.slow

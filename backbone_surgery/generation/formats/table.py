@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,15 @@ STOP, NEVER = 0, 1
 """Classes: of stop tokens, whatever their text, and of tokens without text."""
 
 MOST_ENTRIES = 2**22
-"""Of a table."""
+"""Of a table: for each state its mask, and the state after a token of each class."""
 
 MOST_MASKS = 2**12
 
 _LANES = 128
 """Words of masks come in groups of so many: a TPU then moves none of them to unpack them."""
 
-_KEPT = 32
+_KEPT_BYTES = 2**28
+"""Of the tables for one tokenizer; at least the last one is kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,11 @@ class FormatTable:
     classes: np.ndarray
     masks: np.ndarray
     mask_of: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def end(self, new: np.ndarray, stop_ids: list[int]) -> int | None:
         """Return how many of the new tokens the text has when it is whole; `None` if it is not."""
@@ -105,8 +111,9 @@ class _Tables:
         """Keep a table, and let go of those that were not used for longest."""
         with self._lock:
             self._tables[key] = table
-            while len(self._tables) > _KEPT:
-                self._tables.popitem(last=False)
+            total = sum(x.nbytes for x in self._tables.values())
+            while total > _KEPT_BYTES and len(self._tables) > 1:
+                total -= self._tables.popitem(last=False)[1].nbytes
         return table
 
     @contextlib.contextmanager
@@ -250,7 +257,7 @@ def _filled(
     columns = np.append(np.uint64(0), columns)  # of all columns, 0 comes first
     _, examples, classes = np.unique(columns, return_index=True, return_inverse=True)
     shape = len(order) + START, len(examples) + NEVER
-    if np.prod(shape) > MOST_ENTRIES or max(shape) > np.iinfo(np.int16).max:
+    if shape[0] * (shape[1] + 1) > MOST_ENTRIES or max(shape) > np.iinfo(np.int16).max:
         raise ValueError(
             f"its table has {shape[0]} states and {shape[1]} classes of tokens, which is more than "
             f"{MOST_ENTRIES} entries or {2**15 - 1} of either"

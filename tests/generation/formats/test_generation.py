@@ -274,9 +274,9 @@ def test_not_with_lookup_nor_without_a_preprocessor(gpt2):
 
 def test_tables_are_kept_for_the_formats_used_last(gpt2, monkeypatch):
     tokenizer, size = gpt2.preprocessor.tokenizer, gpt2.programs.head.input_dim
-    monkeypatch.setattr(tables, "_KEPT", 2)
     formats = [bs.ResponseFormat(f"a{{{n}}}") for n in range(1, 4)]
     first, second = (table_of(f, tokenizer, size) for f in formats[:2])
+    monkeypatch.setattr(tables, "_KEPT_BYTES", first.nbytes + 2 * second.nbytes)
     assert table_of(formats[0], tokenizer, size) is first
     table_of(formats[2], tokenizer, size)
     assert table_of(formats[0], tokenizer, size) is first

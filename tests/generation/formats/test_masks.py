@@ -7,16 +7,20 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import backbone_surgery as bs
+from backbone_surgery.generation.formats import in_loop
 from backbone_surgery.generation.formats import table as tables
-from backbone_surgery.generation.formats.rows import (
-    Room,
+from backbone_surgery.generation.formats.in_loop import (
+    LEAST,
     arrays_of,
-    arrays_of_rows,
     keep_format,
+    length_for,
     next_states,
+    parts_of,
+    sizes_of,
     with_stops,
 )
-from backbone_surgery.generation.formats.table import FREE, OVER, START, STOP, table_of
+from backbone_surgery.generation.formats.table import FREE, OVER, START, STOP, make_table, table_of
+from backbone_surgery.generation.formats.token_bytes import token_bytes
 
 FORMATS = [
     bs.ResponseFormat.choice([" girl", " green dog", "dog", "!?"]),
@@ -47,7 +51,7 @@ def by_hand(table, state, stops, size):
 @pytest.mark.parametrize("width", [1, 2])
 def test_every_state_allows_what_the_table_says(gpt2, width):
     size, formats = gpt2.programs.head.input_dim, [*tables_of(gpt2), None]
-    arrays, first = arrays_of_rows(formats)
+    arrays, first = arrays_of(formats)
     assert first.tolist() == [START, START, FREE]
     ready = with_stops(arrays, jnp.array(STOPS), width)
     logits = jnp.arange(3.0 * width * size).reshape(3 * width, size)
@@ -67,8 +71,7 @@ def test_every_state_allows_what_the_table_says(gpt2, width):
 
 def test_every_token_leads_where_the_table_says(gpt2):
     size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
-    ready = with_stops(arrays_of([table], Room().for_tables(table)), jnp.array([0, 7]))
-    ready = {**ready, **{k: ready[k].repeat(size, 0) for k in ("which", "width", "stop_ids")}}
+    ready = with_stops(arrays_of([table] * size)[0], jnp.array([0, 7]))
     for state in range(len(table.following)):
         found = next_states(ready, jnp.full(size, state, jnp.int32), jnp.arange(size))
         expected = by_hand(table, state, [0, 7], size)
@@ -77,17 +80,10 @@ def test_every_token_leads_where_the_table_says(gpt2):
     assert (none == next_states(ready, jnp.array([START], jnp.int32), jnp.array([0]))[0]).all()
 
 
-def test_rows_of_an_engine_without_a_format_may_have_any_token():
-    ready = with_stops(Room(8, 2).empty(3, 300), jnp.full((3, 1), -1))
-    logits, states = jnp.zeros((3, 300)), jnp.full(3, FREE, jnp.int32)
-    assert (keep_format(logits, ready, states) == logits).all()
-    assert next_states(ready, states, jnp.array([0, 5, 299])).tolist() == [FREE] * 3
-
-
 def test_a_step_looks_up_three_numbers_and_a_mask_for_each_row(gpt2):
     """A number for each token would be looked up one by one on a TPU."""
     size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
-    arrays, states = arrays_of_rows([table] * 4)
+    arrays, states = arrays_of([table] * 4)
 
     def step(logits, ready, states):
         logits = keep_format(logits, ready, states)
@@ -116,10 +112,34 @@ def test_masks_are_shared_by_states_and_have_room_for_those_of_other_formats(gpt
     )
     assert len(table.following) == 202
     assert len(table.masks) < 30
-    room = Room().for_tables(table)
-    assert room == (2**16, 2**8)
-    assert Room(2**18, 2**8).for_tables(table) == (2**18, 2**8)
-    assert room.for_tables(*tables_of(gpt2)) == room
+    for tables_of_rows in [table], tables_of(gpt2):
+        arrays, _ = arrays_of(tables_of_rows)
+        assert {name: len(arrays[name]) for name in LEAST} == LEAST
+
+
+def test_arrays_have_few_lengths(gpt2):
+    assert [length_for("masks", n) for n in (1, 256, 257, 1025)] == [256, 256, 1024, 4096]
+    for table in tables_of(gpt2):
+        assert sizes_of(table) == {name: len(part) for name, part in parts_of(table).items()}
+
+
+def test_a_table_of_the_most_entries_takes_no_more(gpt2, monkeypatch):
+    """With the mask of each state."""
+    table, tokenizer = tables_of(gpt2)[1], gpt2.preprocessor.tokenizer
+    tokens = token_bytes(tokenizer, gpt2.programs.head.input_dim)
+    entries = sizes_of(table)["following"]
+    monkeypatch.setattr(tables, "MOST_ENTRIES", entries)
+    assert make_table(FORMATS[1], tokens).following.shape == table.following.shape
+    monkeypatch.setattr(tables, "MOST_ENTRIES", entries - 1)
+    with pytest.raises(bs.SurgeryError, match=f"which is more than {entries - 1} entries"):
+        make_table(FORMATS[1], tokens)
+
+
+def test_tables_of_all_rows_that_are_too_large(gpt2, monkeypatch):
+    monkeypatch.setattr(in_loop, "_MOST_ENTRIES", 300)
+    words = r"at most 300 entries of tables together\. Received \d+\. Generate for fewer rows"
+    with pytest.raises(bs.SurgeryError, match=words):
+        gpt2.generate(["Tom"] * 2, max_new_tokens=5, response_format=FORMATS)
 
 
 def test_one_whose_masks_are_too_many(gpt2, monkeypatch):
