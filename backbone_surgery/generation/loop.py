@@ -18,8 +18,7 @@ from backbone_surgery.caching.model import BackboneWithCache
 from backbone_surgery.caching.packed import logits_of
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.formats.in_loop import keep_format, next_states, with_stops
-from backbone_surgery.generation.formats.table import OVER
+from backbone_surgery.generation.formats.in_loop import OVER, keep_format, next_states, with_stops
 from backbone_surgery.generation.lookup import LookUp
 from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.samplers import Strategy

@@ -225,8 +225,7 @@ def make_arguments(strategy: Strategy, batch: Batch, padded: int, prompt: int) -
         "draws": strategy.start(batch.seeds[index]),
     }
     if any(batch.formats):  # a part of a batch may have none
-        arrays, states = arrays_of([batch.formats[i] for i in index])
-        arguments["formats"] = {**arrays, "states": states}
+        arguments["formats"] = arrays_of([batch.formats[i] for i in index])
     return arguments
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from backbone_surgery.generation.captures import cut
+from backbone_surgery.generation.formats.in_loop import FREE
 from backbone_surgery.generation.formats.table import FormatTable
 from backbone_surgery.generation.loop import State
 from backbone_surgery.generation.prompts import pack_right
@@ -295,7 +296,7 @@ class RowBatch:
         """
         self.formats.add(table, self._used_formats())
         if "formats" not in self.state:  # it may be a new one
-            states = {"formats": jnp.zeros(len(self.jobs), jnp.int32)}
+            states = {"formats": jnp.full(len(self.jobs), FREE, jnp.int32)}
             self.state.update(self.programs.lay_out(states))
         return self.formats.for_rows([table])
 

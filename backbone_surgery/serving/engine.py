@@ -231,7 +231,8 @@ class Engine:
         Args:
             captures: whether requests with `return_captures=True` are to come, too.
             prompt_logprobs: the same of those with `prompt_logprobs=True`.
-            response_format: the largest one, if requests with response formats are to come.
+            response_format: the largest one, if requests with response formats are to come. Each
+                row has room for one like it then.
 
         Raises:
             SurgeryError: a format that the model cannot keep to.

@@ -6,11 +6,10 @@ import numpy as np
 
 from backbone_surgery.generation.formats.in_loop import (
     LEAST,
-    Place,
+    for_rows,
     length_for,
     lengthened,
     parts_of,
-    places_of,
     sizes_of,
 )
 from backbone_surgery.generation.formats.table import FormatTable
@@ -54,7 +53,8 @@ class FormatPool:
             return
         blocks = {name: x for name, x in self._room_for(table, used).items() if x is not None}
         self._blocks = {other: self._blocks[other] for other in used}
-        for name, part in parts_of(table).items():
+        starts = {name: block.start for name, block in blocks.items()}
+        for name, part in parts_of(table, starts).items():
             block = blocks[name]
             length = max(self.lengths[name], length_for(name, block.stop))
             if name not in self.arrays:
@@ -66,16 +66,16 @@ class FormatPool:
         self._blocks[table] = blocks
 
     def for_rows(self, tables: Sequence[FormatTable | None]) -> State:
-        """Return the arrays, and for each row where its table is, see `places_of`.
+        """Return the arrays, and what rows know of their tables, see `in_loop.for_rows`.
 
         Args:
             tables: of the rows. One that is here no more counts as none.
         """
-        places = {
-            table: Place.of(table, {name: block.start for name, block in blocks.items()})
+        starts = {
+            table: {name: block.start for name, block in blocks.items()}
             for table, blocks in self._blocks.items()
         }
-        return {**self.arrays, "places": places_of(tables, places)}
+        return {**self.arrays, **for_rows(tables, starts)}
 
     def clear(self) -> None:
         """Let go of all tables."""
@@ -93,10 +93,10 @@ class FormatPool:
             self.lengths[name] = max(self.lengths[name], length_for(name, needed))
         pool = FormatPool(self._programs)  # rows may run, and use this one
         pool.lengths = self.lengths
-        for name, part in parts_of(table).items():
+        for name, part in parts_of(table, dict.fromkeys(LEAST, 0)).items():
             block = _BLOCKS[name]
             pool.arrays[name] = self._programs.new_format_array(part, self.lengths[name])
-            while block <= _block(name, len(part)):
+            while block <= max(LEAST[name], _block(name, len(part))):
                 pool._put(name, lengthened(part[:1], block), 0)
                 block *= 2
         pool.add(table, ())

@@ -17,8 +17,13 @@ import numpy as np
 from backbone_surgery.caching.cache import map_cache
 from backbone_surgery.caching.packing import Packing
 from backbone_surgery.generation.captures import time_axis
-from backbone_surgery.generation.formats.in_loop import keep_format, next_states, with_stops
-from backbone_surgery.generation.formats.table import FREE, OVER, START
+from backbone_surgery.generation.formats.in_loop import (
+    FREE,
+    OVER,
+    keep_format,
+    next_states,
+    with_stops,
+)
 from backbone_surgery.generation.loop import State, pad
 from backbone_surgery.generation.penalties import past_of
 from backbone_surgery.generation.programs import Programs
@@ -305,7 +310,7 @@ class RowPrograms:
         settings = {**new["settings"], "past": past, "logits": logits}
         states, formats = jnp.full(1, FREE, jnp.int32), None
         if "formats" in new:
-            states = jnp.full(1, START, jnp.int32)
+            states = new["formats"]["states"]
             formats = with_stops(new["formats"], new["stop_ids"])
             logits = keep_format(logits, formats, states)
         token, _, draws = self.strategy.choose(logits, new["budget"] <= 0, new["draws"], settings)

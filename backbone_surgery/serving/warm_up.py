@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from backbone_surgery.generation.formats.in_loop import FREE
 from backbone_surgery.generation.loop import State
 from backbone_surgery.serving.prefill import tail_size
 from backbone_surgery.serving.row_programs import RowPrograms
@@ -78,7 +79,7 @@ def _run_rows(
     controls = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), new["controls"])
     controls = programs.lay_out(jax.device_put(controls))
     if formats is not None:
-        state.update(programs.lay_out({"formats": jnp.zeros(rows, jnp.int32)}))
+        state.update(programs.lay_out({"formats": jnp.full(rows, FREE, jnp.int32)}))
     for size in sizes:
         row = {**new, "tokens": np.zeros((1, size), np.int32)}
         state, controls, _ = programs.insert(state, controls, staged[size], row, size)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbone_surgery as bs
-from backbone_surgery.generation.formats.in_loop import LEAST, Place, arrays_of, parts_of
-from backbone_surgery.generation.formats.table import FormatTable
+from backbone_surgery.generation.formats.in_loop import FREE, LEAST, arrays_of, parts_of
+from backbone_surgery.generation.formats.table import START, FormatTable
 from backbone_surgery.serving import format_pool
 from backbone_surgery.serving.format_pool import FormatPool
 from backbone_surgery.serving.row_programs import RowPrograms
@@ -52,15 +52,15 @@ def test_every_table_that_is_used_is_where_it_is_said_to_be(engine, steps):
         assert pool.fits(table, held)
         pool.add(table, held)
         held.add(table)
-        rows = [None, *held]
-        arrays = pool.for_rows(rows)
-        for row, table in enumerate(rows[1:], 1):
-            place = Place(**{name: x[row] for name, x in arrays["places"].items()})
-            starts = {"following": place.entry, "masks": place.mask, "classes": place.classes}
-            for name, part in parts_of(table).items():
+        arrays = pool.for_rows([None, *held])
+        assert arrays["states"][0] == FREE
+        for i, table in enumerate(held, 1):
+            starts = {"following": arrays["states"][i], "classes": arrays["which"][i]}
+            mask = table.mask_of[START]
+            starts["masks"] = arrays["following"][starts["following"]] - mask
+            for name, part in parts_of(table, starts).items():
                 held_there = arrays[name][starts[name] : starts[name] + len(part)]
                 assert np.array_equal(held_there, part)
-            assert place.width == table.following.shape[1] + 1
     assert all(len(x) == pool.lengths[name] >= LEAST[name] for name, x in pool.arrays.items())
 
 
@@ -68,8 +68,8 @@ def test_a_table_that_is_here_no_more_counts_as_none(engine):
     pool = FormatPool(engine._scheduler.programs)
     pool.add(TABLES[0], ())
     pool.add(TABLES[1], ())  # nothing uses the other one
-    places = pool.for_rows([TABLES[0], TABLES[1], None])["places"]
-    assert [x.tolist() for x in places.values()] == [[0] * 3, [0] * 3, [31] * 3, [0] * 3]
+    states = pool.for_rows([TABLES[0], TABLES[1], None])["states"]
+    assert states.tolist() == [FREE, 0, FREE]
 
 
 def test_no_room_beside_those_that_are_used(engine, monkeypatch):
@@ -149,10 +149,9 @@ def test_a_row_is_cancelled_while_another_format_has_taken_a_place(engine, lm):
 
 
 def test_arrays_of_generate_hold_each_table_once():
-    arrays, states = arrays_of([TABLES[1], None, TABLES[1], TABLES[2]])
-    assert states.tolist() == [2, 0, 2, 2]
-    assert arrays["places"]["classes"].tolist() == [0, 0, 0, 1]
-    assert arrays["places"]["entry"].tolist() == [0, 0, 0, 900 * 31]
-    assert arrays["places"]["mask"].tolist() == [0, 0, 0, 17]
+    arrays = arrays_of([TABLES[1], None, TABLES[1], TABLES[2]])
+    assert arrays["states"].tolist() == [0, FREE, 0, 899 * 31]
+    assert arrays["which"].tolist() == [0, 0, 0, 1]
+    assert arrays["following"][899 * 31] == 17 + TABLES[2].mask_of[START]
     assert len(arrays["following"]) == 2**18
     assert len(arrays["masks"]) == 2**10

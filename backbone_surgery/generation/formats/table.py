@@ -29,8 +29,8 @@ from backbone_surgery.generation.formats.automaton_script import BYTES
 from backbone_surgery.generation.formats.response_format import ResponseFormat
 from backbone_surgery.generation.formats.token_bytes import TokenBytes, token_bytes
 
-FREE, OVER, START = 0, 1, 2
-"""States: of a row without a format, of one whose text is whole, and of one that begins."""
+OVER, START = 0, 1
+"""States: of a text that is whole, and of one that begins."""
 
 STOP, NEVER = 0, 1
 """Classes: of stop tokens, whatever their text, and of tokens without text."""
@@ -263,7 +263,7 @@ def _filled(
             f"{MOST_ENTRIES} entries or {2**15 - 1} of either"
         )
     following = np.full(shape, -1, np.int16)
-    following[FREE], following[OVER] = FREE, OVER
+    following[OVER] = OVER
     following[START:, STOP] = np.where(np.isin(order, automaton.ends), OVER, -1)
     some = tokens.some(examples[1:] - 1)
     for row, state in enumerate(order, START):

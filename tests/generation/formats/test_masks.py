@@ -19,7 +19,7 @@ from backbone_surgery.generation.formats.in_loop import (
     sizes_of,
     with_stops,
 )
-from backbone_surgery.generation.formats.table import FREE, OVER, START, STOP, make_table, table_of
+from backbone_surgery.generation.formats.table import OVER, START, STOP, make_table, table_of
 from backbone_surgery.generation.formats.token_bytes import token_bytes
 
 FORMATS = [
@@ -42,26 +42,36 @@ def tables_of(lm):
 def by_hand(table, state, stops, size):
     """Return the states after each token, -1 where it may not follow, read off the table."""
     if table is None:
-        return np.full(size, FREE)
+        return np.full(size, START)
     following = table.following[state][table.classes]
     following[[i for i in stops if i >= 0]] = table.following[state, STOP]
     return following
 
 
+def in_loop_state(state, table, begin):
+    """Return what the loop calls a state of a table, whose first one begins there."""
+    if table is None:
+        return in_loop.FREE
+    width = table.following.shape[1] + 1
+    return in_loop.OVER if state == OVER else begin + (state - START) * width
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_every_state_allows_what_the_table_says(gpt2, width):
     size, formats = gpt2.programs.head.input_dim, [*tables_of(gpt2), None]
-    arrays, first = arrays_of(formats)
-    assert first.tolist() == [START, START, FREE]
+    arrays = arrays_of(formats)
+    begins = arrays["states"].tolist()
+    assert begins == [0, sizes_of(formats[0])["following"], in_loop.FREE]
     ready = with_stops(arrays, jnp.array(STOPS), width)
     logits = jnp.arange(3.0 * width * size).reshape(3 * width, size)
     states = [len(table.following) if table else 1 for table in formats]
     for step in range(max(states)):
         now = [min(step, count - 1) for count in states]
-        now = jnp.repeat(jnp.array(now, jnp.int32), width)
-        kept = np.asarray(keep_format(logits, ready, now))
+        known = [in_loop_state(*x) for x in zip(now, formats, begins, strict=True)]
+        known = jnp.repeat(jnp.array(known, jnp.int32), width)
+        kept = np.asarray(keep_format(logits, ready, known))
         for i in range(3 * width):
-            state, table = int(now[i]), formats[i // width]
+            state, table = now[i // width], formats[i // width]
             following = by_hand(table, state, STOPS[i // width], size)
             allowed = following >= 0
             if state == OVER and table is not None:
@@ -71,19 +81,22 @@ def test_every_state_allows_what_the_table_says(gpt2, width):
 
 def test_every_token_leads_where_the_table_says(gpt2):
     size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
-    ready = with_stops(arrays_of([table] * size)[0], jnp.array([0, 7]))
+    ready = with_stops(arrays_of([table] * size), jnp.array([0, 7]))
     for state in range(len(table.following)):
-        found = next_states(ready, jnp.full(size, state, jnp.int32), jnp.arange(size))
-        expected = by_hand(table, state, [0, 7], size)
-        assert np.array_equal(found, np.where(expected < 0, OVER, expected))
-    none = next_states(ready, jnp.full(size, START, jnp.int32), jnp.full(size, -1))
-    assert (none == next_states(ready, jnp.array([START], jnp.int32), jnp.array([0]))[0]).all()
+        known = jnp.full(size, in_loop_state(state, table, 0), jnp.int32)
+        found = next_states(ready, known, jnp.arange(size))
+        after = [max(x, OVER) for x in by_hand(table, state, [0, 7], size).tolist()]
+        assert found.tolist() == [in_loop_state(x, table, 0) for x in after]
+    begins = jnp.zeros(size, jnp.int32)
+    none = next_states(ready, begins, jnp.full(size, -1))
+    assert (none == next_states(ready, begins, jnp.zeros(size, int))).all()
 
 
 def test_a_step_looks_up_three_numbers_and_a_mask_for_each_row(gpt2):
     """A number for each token would be looked up one by one on a TPU."""
     size, table = gpt2.programs.head.input_dim, tables_of(gpt2)[0]
-    arrays, states = arrays_of([table] * 4)
+    arrays = arrays_of([table] * 4)
+    states = jnp.array(arrays["states"])
 
     def step(logits, ready, states):
         logits = keep_format(logits, ready, states)
@@ -110,24 +123,25 @@ def test_masks_are_shared_by_states_and_have_room_for_those_of_other_formats(gpt
         gpt2.preprocessor.tokenizer,
         gpt2.programs.head.input_dim,
     )
-    assert len(table.following) == 202
+    assert len(table.following) == 201
     assert len(table.masks) < 30
     for tables_of_rows in [table], tables_of(gpt2):
-        arrays, _ = arrays_of(tables_of_rows)
+        arrays = arrays_of(tables_of_rows)
         assert {name: len(arrays[name]) for name in LEAST} == LEAST
 
 
 def test_arrays_have_few_lengths(gpt2):
     assert [length_for("masks", n) for n in (1, 256, 257, 1025)] == [256, 256, 1024, 4096]
     for table in tables_of(gpt2):
-        assert sizes_of(table) == {name: len(part) for name, part in parts_of(table).items()}
+        parts = parts_of(table, dict.fromkeys(LEAST, 0))
+        assert sizes_of(table) == {name: len(part) for name, part in parts.items()}
 
 
 def test_a_table_of_the_most_entries_takes_no_more(gpt2, monkeypatch):
     """With the mask of each state."""
     table, tokenizer = tables_of(gpt2)[1], gpt2.preprocessor.tokenizer
     tokens = token_bytes(tokenizer, gpt2.programs.head.input_dim)
-    entries = sizes_of(table)["following"]
+    entries = len(table.following) * (table.following.shape[1] + 1)
     monkeypatch.setattr(tables, "MOST_ENTRIES", entries)
     assert make_table(FORMATS[1], tokens).following.shape == table.following.shape
     monkeypatch.setattr(tables, "MOST_ENTRIES", entries - 1)
