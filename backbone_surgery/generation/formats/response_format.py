@@ -83,18 +83,21 @@ class ResponseFormat:
 
         The text has at most one space where JSON may have some, and the properties of an object in
         the order of the schema, without others. A number has 15 digits at most, and as many after
-        the point. Where a schema leaves open what a value is, it has three levels of arrays and
-        objects at most.
+        the point; one with bounds 15 in all, and no exponent. Where a schema leaves open what a
+        value is, it has three levels of arrays and objects at most, and so has a part of a schema
+        that refers to itself. A `pattern` is read as JavaScript and Python both read it; the text
+        has those characters as escapes, such as quotation marks, that the pattern names.
 
         Args:
             schema: a JSON Schema as a dict or as JSON, or a class of Pydantic. Types, `properties`,
                 `required`, `additionalProperties`, `items`, `minItems`, `maxItems`, `minLength`,
-                `maxLength`, `enum`, `const`, `anyOf`, bounds of integers, references that do not
-                lead back, and the formats `date`, `time`, `date-time` and `uuid` are kept; `oneOf`
-                where a property tells its objects apart, which then is always written.
+                `maxLength`, `pattern`, `minimum` and its kin, `enum`, `const`, `anyOf`, references,
+                and the formats `date`, `time`, `date-time`, `duration`, `email`, `hostname`,
+                `ipv4`, `ipv6` and `uuid` are kept; `oneOf` where a property tells its objects
+                apart, which then is always written.
 
         Raises:
-            SurgeryError: it has other keywords, such as `pattern` or `not`, or is no schema.
+            SurgeryError: it has other keywords, such as `multipleOf` or `not`, or is no schema.
         """
         if hasattr(schema, "model_json_schema"):
             try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from backbone_surgery.generation.formats import automaton
 from backbone_surgery.generation.formats.automaton import make_automaton
 from backbone_surgery.generation.formats.automaton_script import BYTES
-from tests.generation.formats.automata import make_here
+from tests.generation.formats.automata import accepts, make_here
 
 LETTERS = "abcé"
 TEXTS = ["".join(t) for n in range(5) for t in itertools.product(LETTERS, repeat=n)]
@@ -25,13 +25,6 @@ EXPRESSIONS = st.recursive(
     ),
     max_leaves=8,
 )
-
-
-def accepts(made, text):
-    state = made.first
-    for byte in text.encode():
-        state = made.table[state * BYTES + byte]
-    return state in made.ends
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,8 +13,7 @@ import pydantic
 import pytest
 
 import backbone_surgery as bs
-from backbone_surgery.generation.formats.automaton_script import BYTES
-from tests.generation.formats.automata import make_here
+from tests.generation.formats.automata import accepts, make_here, random_texts
 
 
 class Size(enum.Enum):
@@ -47,6 +46,11 @@ class Dog(pydantic.BaseModel):
     lives: int | None = None
 
 
+class Tree(pydantic.BaseModel):
+    name: str
+    children: list["Tree"] = pydantic.Field(max_length=2)
+
+
 NAME = {"type": "string", "maxLength": 3}
 SCHEMAS = {
     "null": {"type": "null"},
@@ -60,6 +64,20 @@ SCHEMAS = {
     "time": {"type": "string", "format": "time"},
     "date-time": {"type": "string", "format": "date-time"},
     "uuid": {"type": "string", "format": "uuid"},
+    "duration": {"type": "string", "format": "duration"},
+    "email": {"type": "string", "format": "email"},
+    "hostname": {"type": "string", "format": "hostname"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "ipv6": {"type": "string", "format": "ipv6"},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+    "pattern of a length": {
+        "type": "string",
+        "pattern": "^a{2,5}$",
+        "minLength": 1,
+        "maxLength": 5,
+    },
+    "bounded number": {"type": "number", "minimum": -1.25, "exclusiveMaximum": 30},
+    "bounded numbers": {"type": ["integer", "number"], "exclusiveMinimum": 0, "maximum": 1.5},
     "several types": {"type": ["string", "null"]},
     "array": {"type": "array", "items": {"type": "boolean"}},
     "bounded array": {"type": "array", "items": NAME, "minItems": 2, "maxItems": 3},
@@ -87,40 +105,51 @@ SCHEMAS = {
     "map": {"type": "object", "additionalProperties": {"type": "integer"}},
     "empty object": {"type": "object", "additionalProperties": False},
     "reference": {"$defs": {"n": NAME}, "type": "array", "items": {"$ref": "#/$defs/n"}},
+    "tree": Tree.model_json_schema(),
+    "list": {
+        "type": "object",
+        "properties": {"value": NAME, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["value", "next"],
+    },
+    "map of itself": {"type": "object", "additionalProperties": {"$ref": "#"}},
+    "one of itself": {
+        "$defs": {
+            "leaf": {"type": "object", "properties": {"kind": {"const": "leaf"}}},
+            "pair": {
+                "type": "object",
+                "properties": {
+                    "kind": {"const": "pair"},
+                    "left": {"$ref": "#/$defs/node"},
+                    "right": {"$ref": "#/$defs/node"},
+                },
+                "required": ["left", "right"],
+            },
+            "node": {"oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/pair"}]},
+        },
+        "$ref": "#/$defs/node",
+    },
+    "several types, of itself": {
+        "type": ["array", "null"],
+        "items": {"$ref": "#"},
+        "minItems": 1,
+        "maxItems": 2,
+    },
     "class": Child.model_json_schema(),
 }
-
-
-def made(regex):
-    found = make_here(regex)
-    return found.table.reshape(-1, BYTES), found.first, found.ends
-
-
-def random_texts(regex, count, rng):
-    """Return texts that a walk through the automaton writes, most of them short."""
-    table, first, ends = made(regex)
-    dead, texts = len(table) - 1, []
-    while len(texts) < count:
-        state, text = first, b""
-        while len(text) < 400:
-            following = [b for b in range(BYTES) if table[state, b] != dead]
-            plain = [b for b in following if chr(b) in '"{}[]:,ab01\\'] or following
-            if state in ends and (not following or rng.random() < 0.3):
-                texts.append(text.decode())
-                break
-            closing = [b for b in plain if chr(b) in '"]}']
-            byte = rng.choice(rng.choice([following, plain, plain, closing or plain]))
-            state, text = table[state, byte], text + bytes([byte])
-    return texts
 
 
 def format_checker():
     """Return one that knows times, which the package leaves to others."""
     checker = jsonschema.FormatChecker()
-    for name, read in (("time", datetime.time), ("date-time", datetime.datetime)):
-        checker.checks(name, ValueError)(
-            lambda text, read=read: bool(read.fromisoformat(text)) or True
-        )
+    duration = pydantic.TypeAdapter(datetime.timedelta)
+    label = "(?!-)[a-z0-9-]{1,63}(?<!-)"
+    for name, read in {
+        "time": datetime.time.fromisoformat,
+        "date-time": datetime.datetime.fromisoformat,
+        "duration": duration.validate_python,
+        "hostname": re.compile(rf"(?=.{{1,253}}$){label}(\.{label})*$").match,
+    }.items():
+        checker.checks(name, ValueError)(lambda text, read=read: read(text) is not None)
     return checker
 
 
@@ -225,8 +254,16 @@ def test_a_class_without_a_schema_is_refused():
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "number", "minimum": 3}, r"keywords that can be kept. Received 'minimum'"),
-        ({"type": ["integer", "number"], "maximum": 3}, "can be kept. Received 'maximum'"),
+        ({"type": "number", "multipleOf": 3}, r"keywords that can be kept. Received 'multipleOf'"),
+        ({"type": "number", "minimum": True}, "at 'minimum': expected a finite number. Received"),
+        (
+            {"type": "number", "exclusiveMinimum": 0.5, "maximum": 0.5},
+            "expected bounds that a number of 15 digits lies between",
+        ),
+        (
+            {"type": "number", "minimum": 3, "maximum": 2},
+            "expected bounds that a number of 15 digits lies between",
+        ),
         ({"type": "string", "minimum": 3}, "can be kept. Received 'minimum'"),
         ({"type": "integer", "minimum": True}, "at 'minimum': expected a finite number. Received"),
         ({"type": "integer", "maximum": float("inf")}, "at 'maximum': expected a finite number"),
@@ -236,7 +273,21 @@ def test_a_class_without_a_schema_is_refused():
             r"expected bounds that a number of 15 digits lies between\. Received",
         ),
         ({"type": "integer", "minimum": 10**15}, "bounds that a number of 15 digits lies between"),
-        ({"type": "string", "pattern": "a"}, "Received 'pattern'. Leave these out and check"),
+        (
+            {"type": "string", "pattern": "(?=a)b"},
+            r"schema at 'pattern': expected a pattern that JavaScript and Python read alike, but "
+            r"of what begins with '\(\?' it may have '\(\?:' alone\. Received '\(\?=a\)b'",
+        ),
+        ({"type": "string", "pattern": 3}, "read alike, but it is no string. Received 3"),
+        (
+            {"type": "string", "pattern": "^[a-z]+$", "maxLength": 8},
+            r"schema at 'pattern': expected one of 0 to 8 characters, as 'minLength' .* such as "
+            r"'\^\[a-z\]\{0,8\}\$'\. Received",
+        ),
+        (
+            {"type": "string", "pattern": "a", "format": "date"},
+            "schema beside 'format': expected keywords that can be kept. Received 'pattern'",
+        ),
         ({"type": "string", "items": {}}, "Received 'items'"),
         ({"oneOf": [{"type": "null"}]}, "schema at 'oneOf': expected objects with one property"),
         ({"oneOf": []}, "schema at 'oneOf': expected objects with one property"),
@@ -253,15 +304,16 @@ def test_a_class_without_a_schema_is_refused():
             {
                 "type": "object",
                 "properties": {"a": {"const": "x"}, "b": {"oneOf": [{"$ref": "#"}]}},
+                "required": ["b"],
             },
-            "expected a schema that is not part of itself",
+            "expected a schema whose texts can end, though it is part of itself",
         ),
         ({"anyOf": [{"type": "null"}], "type": "null"}, "Received 'type'"),
         (
             {"type": "string", "format": "date", "maxLength": 3},
             "schema beside 'format': expected keywords that can be kept. Received",
         ),
-        ({"type": "string", "format": "email"}, "schema at 'format': expected one of date, time"),
+        ({"type": "string", "format": "regex"}, "schema at 'format': expected one of date, time"),
         ({"type": "text"}, "schema at 'type': expected one or more of null, boolean"),
         ({"type": "string", "format": []}, r"schema at 'format': expected one of .* Received \[\]"),
         ({"enum": [1], "type": 5}, "schema at 'type': expected one or more of null, .* Received 5"),
@@ -306,10 +358,26 @@ def test_a_class_without_a_schema_is_refused():
         ({"$ref": "other.json"}, "expected a reference to a part of the schema"),
         (
             {
-                "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
+                "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}},
                 "$ref": "#/$defs/a",
             },
-            "expected a schema that is not part of itself",
+            "expected a schema whose texts can end, though it is part of itself",
+        ),
+        ({"$ref": "#"}, "expected a schema whose texts can end"),
+        ({"anyOf": [{"$ref": "#"}]}, "expected a schema whose texts can end"),
+        (
+            {
+                "$defs": {
+                    f"d{i}": {
+                        "type": "object",
+                        "properties": {f"p{j}": {"$ref": f"#/$defs/d{j}"} for j in range(8)},
+                        "required": [f"p{j}" for j in range(8)],
+                    }
+                    for i in range(8)
+                },
+                "$ref": "#/$defs/d0",
+            },
+            "schema whose texts can end",
         ),
         ("{", "expected JSON. Received '{', which is none"),
         ([], "expected a JSON Schema, a dict. Received"),
@@ -336,7 +404,4 @@ def test_choices_are_taken_as_they_stand():
     regex = bs.ResponseFormat.choice(texts).regex
     found = make_here(regex)
     for text in [*texts, "axb", "x"]:
-        state = found.first
-        for byte in text.encode():
-            state = found.table[state * BYTES + byte]
-        assert (state in found.ends) == (text in texts)
+        assert accepts(found, text) == (text in texts)
