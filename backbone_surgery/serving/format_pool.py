@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from backbone_surgery.generation.formats.in_loop import (
     LEAST,
     for_rows,
@@ -61,7 +59,8 @@ class FormatPool:
                 self.arrays[name] = self._programs.new_format_array(part, length)
             elif len(self.arrays[name]) < length:
                 self.arrays[name] = pad(self.arrays[name], length, 0, 0)
-            self._put(name, lengthened(part, len(block)), block.start)
+            part = lengthened(part, len(block))
+            self.arrays[name] = self._programs.put_format(self.arrays[name], part, block.start)
             self.lengths[name] = length  # not before there was memory for it
         self._blocks[table] = blocks
 
@@ -95,15 +94,13 @@ class FormatPool:
         pool.lengths = self.lengths
         for name, part in parts_of(table, dict.fromkeys(LEAST, 0)).items():
             block = _BLOCKS[name]
-            pool.arrays[name] = self._programs.new_format_array(part, self.lengths[name])
+            array = self._programs.new_format_array(part, self.lengths[name])
             while block <= max(LEAST[name], _block(name, len(part))):
-                pool._put(name, lengthened(part[:1], block), 0)
+                array = self._programs.put_format(array, lengthened(part[:1], block), 0)
                 block *= 2
+            pool.arrays[name] = array
         pool.add(table, ())
         return lambda rows: pool.for_rows([table] * rows)
-
-    def _put(self, name: str, part: np.ndarray, start: int) -> None:
-        self.arrays[name] = self._programs.put_format(self.arrays[name], part, start)
 
     def _room_for(
         self, table: FormatTable, used: Collection[FormatTable]

@@ -278,8 +278,13 @@ def test_any_object_of_json(running):
             "expected `json_schema` where `type` is 'json_schema', and only there",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": 1}}}},
-            "json_schema, schema: expected keywords that can be kept. Received 'pattern'",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"multipleOf": 1}},
+                }
+            },
+            "json_schema, schema: expected keywords that can be kept. Received 'multipleOf'",
         ),
         ({"structured_outputs": {}}, "expected one of `choice`, `regex`, `json` and `json_object`"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "expected one of `choice`, `reg"),

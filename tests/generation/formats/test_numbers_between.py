@@ -79,7 +79,7 @@ def test_decimals_between_and_no_others(one, other, others):
     near = [bound.value + change * step for bound in (low, high) for change in (-1, 0, 1)]
     middle = (low.value + high.value) / 2
     for value in [*near, middle, *others, round(middle), round(middle, 1), -middle]:
-        text = f"{value.normalize() + 0:f}"  # without a sign of zero
+        text = f"{Decimal(value).normalize() + 0:f}"  # without a sign of zero
         fits = is_within(Decimal(text), low, high)
         assert (found is not None and bool(re.fullmatch(found, text))) == fits, text
     if found is None:
