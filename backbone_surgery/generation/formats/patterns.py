@@ -44,6 +44,7 @@ _PERHAPS = {
 }
 """What any reader takes for them."""
 
+_LONGEST = 2**13
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 _COUNT = re.compile(r"\{([0-9]+)(,([0-9]*))?\}")
 _CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
@@ -72,6 +73,8 @@ def read_pattern(pattern: str) -> Pattern:
     Raises:
         ValueError: it is no pattern, or has something that is not read alike everywhere.
     """
+    if len(pattern) > _LONGEST:
+        raise ValueError(f"it has more than {_LONGEST} characters")
     try:
         with warnings.catch_warnings(action="ignore"):
             re.compile(pattern)
@@ -211,9 +214,10 @@ def _any_of(items: list[_Item]) -> Pattern:
             continue
         plain = [(max(item[0], a), min(item[1], b)) for a, b in _PLAIN]
         plain = [(a, b) for a, b in plain if a <= b]
-        inside += [rf"\x{{{a:x}}}-\x{{{b:x}}}" for a, b in plain]
-        if not plain:
-            alone += [escape(json.dumps(chr(i))[1:-1]) for i in {*item}]
+        if not plain or (len(items) == 1 and item[0] == item[1]):
+            alone += [escape(json.dumps(chr(i), ensure_ascii=False)[1:-1]) for i in {*item}]
+        else:
+            inside += [rf"\x{{{a:x}}}-\x{{{b:x}}}" for a, b in plain]
     parts = [f"[{''.join(inside)}]"] if inside else []
     return Pattern(any_of([*parts, *alone]), 1, 1)
 

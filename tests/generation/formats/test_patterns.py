@@ -96,6 +96,7 @@ def test_it_is_found_where_python_finds_it(parts, counts, ends, text):
         (r"[a-\d]", "it is no regular expression"),
         ("a*+", "what is repeated is repeated again"),
         ("^*a", "it is no regular expression: nothing to repeat"),
+        ("a" * 8193, "it has more than 8192 characters"),
         (r"\ud834", "it has half of a surrogate pair"),
         (r"[\ud834-a]", "it"),
     ],
