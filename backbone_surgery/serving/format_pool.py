@@ -43,7 +43,7 @@ class FormatPool:
 
     def fits(self, table: FormatTable, used: Collection[FormatTable]) -> bool:
         """Tell whether there is room for a table beside those that are used."""
-        return None not in self._room_for(table, used).values()
+        return table in self._blocks or None not in self._room_for(table, used).values()
 
     def add(self, table: FormatTable, used: Collection[FormatTable]) -> None:
         """Put a table in, which `fits`, in the place of those that are not used."""
@@ -86,20 +86,19 @@ class FormatPool:
         Returns:
             What gives `for_rows` of so many rows with this table.
         """
-        for name, size in sizes_of(table).items():
-            block = _block(name, size)
-            needed = min(self._programs.rows * block, _MOST[name])
-            self.lengths[name] = max(self.lengths[name], length_for(name, needed))
         pool = FormatPool(self._programs)  # rows may run, and use this one
-        pool.lengths = self.lengths
+        for name, size in sizes_of(table).items():
+            needed = min(self._programs.rows * _block(name, size), _MOST[name])
+            pool.lengths[name] = max(self.lengths[name], length_for(name, needed))
         for name, part in parts_of(table, dict.fromkeys(LEAST, 0)).items():
             block = _BLOCKS[name]
-            array = self._programs.new_format_array(part, self.lengths[name])
+            array = self._programs.new_format_array(part, pool.lengths[name])
             while block <= max(LEAST[name], _block(name, len(part))):
                 array = self._programs.put_format(array, lengthened(part[:1], block), 0)
                 block *= 2
             pool.arrays[name] = array
         pool.add(table, ())
+        self.lengths = pool.lengths
         return lambda rows: pool.for_rows([table] * rows)
 
     def _room_for(

@@ -86,11 +86,16 @@ def test_no_room_beside_those_that_are_used(engine, monkeypatch):
 
 def test_rows_of_one_format_share_its_table(engine, lm, monkeypatch):
     put = []
+    monkeypatch.setitem(format_pool._MOST, "masks", 16)
     monkeypatch.setattr(RowPrograms, "put_format", spy(put, RowPrograms.put_format))
     prompts = ["Tom", "Lily", "The"]
     texts = engine.generate(prompts, response_format=LETTERS[0], **ASKED)
     assert texts == lm.generate(prompts, response_format=LETTERS[0], **ASKED)
     assert len(put) == 3  # a part for each array
+    requests = [engine.submit("Tom", response_format=LETTERS[0], **ASKED) for _ in range(3)]
+    engine.step()
+    assert engine.stats.running == 3
+    assert len({request.result() for request in requests}) == 1
 
 
 def spy(calls, function):
