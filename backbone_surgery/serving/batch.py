@@ -262,6 +262,7 @@ class RowBatch:
         needed = max([*taken, prompt + 1])
         if not rows:
             self.slot = needed
+            self.start[:] = self.budget[:] = 0  # else rows that have ended would seem to go on
             length = self._length_for(needed)
             if length != self.length:
                 self.length, self.state = length, {}

@@ -160,3 +160,13 @@ def test_arrays_of_generate_hold_each_table_once():
     assert arrays["following"][899 * 31] == 17 + TABLES[2].mask_of[START]
     assert len(arrays["following"]) == 2**18
     assert len(arrays["masks"]) == 2**10
+
+
+def test_a_row_that_has_ended_does_not_go_on_where_slots_begin_anew(lm):
+    """Else its table would keep others away while its tokens are not read."""
+    batch = bs.Engine(lm, rows=2, length=128)._scheduler._batch
+    batch.jobs[1], batch.start[1], batch.budget[1], batch.slot = object(), 80, 5, 85
+    assert batch.running == []
+    batch._make_room(10)
+    assert batch.slot == 11
+    assert batch.running == []
