@@ -41,7 +41,7 @@ def close(received, x, y, axes):
     np.testing.assert_allclose(received, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.by_default(10)
+@pytest.mark.by_default(6)
 @pytest.mark.parametrize(
     ("dtype", "parts"), [("float32", 1), ("float32", 8), ("bfloat16", 2), ("int8", 2)]
 )

@@ -50,9 +50,9 @@ def test_a_row_draws_as_its_sampler_would_alone(rng):
         drawn.append(np.asarray(tokens))
     for row, kind in enumerate(KINDS):
         alone = make_strategy(kind)
-        state = alone.start(seeds[row : row + 1])
+        state, choose = alone.start(seeds[row : row + 1]), jax.jit(alone.choose)
         for step in range(steps):
-            tokens, _, state = alone.choose(
+            tokens, _, state = choose(
                 logits[step, row : row + 1], np.zeros(1, bool), state, alone.settings()
             )
             assert drawn[step][row] == tokens[0], f"row {row}, step {step}: {kind.get_config()}"

@@ -40,8 +40,9 @@ class Server:
         app = make_server_app(lm, vectors, **settings)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.engine = app.state.engine
         config = uvicorn.Config(app, log_level="warning", lifespan="on")
-        self.server = ending.Server(config, app.state.engine)
+        self.server = ending.Server(config, self.engine)
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
 
     def __enter__(self):

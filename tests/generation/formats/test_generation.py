@@ -69,9 +69,7 @@ def chosen_by_hand(lm, prompt, choices, controls=None):
     stops = [lm.preprocessor.tokenizer.end_token_id]
     length, text = len(ids), b""
     while True:
-        logits = np.asarray(
-            lm.score(np.array([ids]), controls=controls, prompt_lengths=[length])[0, -1]
-        )
+        logits = next_logits(lm, ids, controls=controls, prompt_lengths=[length])
         allowed = [t is not None and any(c.startswith(text + t) for c in choices) for t in texts]
         for token in stops:
             allowed[token] = text in choices
@@ -82,6 +80,12 @@ def chosen_by_hand(lm, prompt, choices, controls=None):
         text += texts[token]
         if text in choices and not any(c.startswith(text) and c != text for c in choices):
             return ids[length:]
+
+
+def next_logits(lm, ids, **options):
+    """Return the logits after some tokens, of one program whatever their number."""
+    padded = np.pad(ids, (0, 64 - len(ids)))
+    return np.asarray(lm.score(padded[None], **options)[0, len(ids) - 1])
 
 
 def compiled(lm, sampler):
@@ -165,7 +169,7 @@ def likeliest(lm, prompt, choices):
         if text in encoded and not any(c != text and c.startswith(text) for c in encoded):
             found.append((sum_, text))
             continue
-        logits = np.asarray(lm.score(np.array([ids]))[0, -1])
+        logits = next_logits(lm, ids)
         fits = [
             t for t, x in enumerate(texts) if x and any(c.startswith(text + x) for c in encoded)
         ]
